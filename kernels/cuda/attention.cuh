@@ -94,6 +94,12 @@ struct Running {
         return factor;
     }
     __device__ __forceinline__ float base() const { return maximum == NOTHING ? 0.0f : maximum; }
+    // Takes in a sink's score before any token's. Of the lanes whose sums are added up one may be
+    // `first`, which counts it.
+    __device__ __forceinline__ void begin(float sink, bool first) {
+        maximum = sink * LOG2_E;
+        sum = first ? 1.0f : 0.0f;
+    }
 };
 
 }  // namespace tutti

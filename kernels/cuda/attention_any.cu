@@ -1,7 +1,7 @@
 // Causal attention for head dimensions without a kernel of their own: one warp per row and head,
 // one token at a time. Correct and slow; for odd models and for tests of the others.
 //
-//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V
 //
 // Shapes and launch rules: kernels.h. Limits: head_dim even, at most 256.
 #include "attention.cuh"
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(128)
                         const TuttiSeq* seqs, const uint32_t* num_seqs,
                         const uint32_t* block_tables, tutti_bf16* out, uint32_t num_heads,
                         uint32_t num_kv_heads, uint32_t head_dim, uint32_t block_shift,
-                        uint32_t window, float scale, const uint32_t* live) {
+                        uint32_t window, float scale, const float* sinks, const uint32_t* live) {
     release_successors();
     wait_for_predecessors();
     const uint32_t row = blockIdx.x;
@@ -61,6 +61,9 @@ extern "C" __global__ void __launch_bounds__(128)
         mixed[i] = 0.0f;
     }
     Running running;
+    if (sinks != nullptr) {
+        running.begin(sinks[head], true);
+    }
     for (uint32_t j = first_seen(position, window); j <= position; j++) {
         const size_t token = pages.token(j) * head_dim;
         float dot = 0.0f;

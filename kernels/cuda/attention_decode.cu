@@ -1,7 +1,8 @@
 // Attention of sequences with one row, their tokens split into parts ("split K"), and the reduction
 // of the parts' results by a second kernel.
 //
-//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V, which the
+//   first warp of the first part counts
 //
 // The host lists all parts there are. As many blocks run as the GPU has room for, and each takes every
 // n-th part of the list, so what a step costs follows its tokens: a sequence of many among short ones
@@ -253,6 +254,15 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
 
         const tutti_bf16* q_row =
             q + (static_cast<size_t>(seq.row) * num_heads + first_head) * HEAD_DIM;
+        if (sinks != nullptr && split == 0 && warp == 0) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; half++) {
+                const uint32_t r = g + 8 * half;
+                if (r < heads) {
+                    row[half].begin(load_constant(sinks + first_head + r), t == 0);
+                }
+            }
+        }
         const Queries<HEAD_DIM> queries(q_row, heads);
         for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
             const size_t block = next_block;
@@ -438,7 +448,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         tutti_decode_attention_##head_dim(TUTTI_DECODE_ARGUMENTS) {                                \
         tutti::decode<head_dim>(q, k_cache, v_cache, seqs, parts, block_tables, partial_out,       \
                                 partial_ml, out, num_heads, num_kv_heads, block_shift, window,     \
-                                max_splits, least_split, scale, live);                             \
+                                max_splits, least_split, scale, sinks, live);                      \
     }
 DECODE(16)
 DECODE(32)

@@ -1,6 +1,6 @@
 // Causal attention of many rows over a paged cache, on tensor cores.
 //
-//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V
 //
 // A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
 // group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come
@@ -131,6 +131,13 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     }
     const float to_exponent = scale * LOG2_E;
     Running running[2];
+    if (sinks != nullptr) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; half++) {
+            const uint32_t query = tile.first + warp * 16 + g + 8 * half;
+            running[half].begin(sinks[kv_head * group + query % group], t == 0);
+        }
+    }
     float sums[HEAD_DIM / 8][4] = {};
     uint32_t query[IN_REGISTERS ? DIM_STEPS : 1][4];
     const auto load_query = [&](uint32_t (&to)[4], uint32_t step) {
@@ -241,7 +248,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     extern "C" __global__ void __launch_bounds__(128, blocks)                                      \
         tutti_prefill_attention_##head_dim(TUTTI_PREFILL_ARGUMENTS) {                              \
         tutti::prefill<head_dim>(q, k_cache, v_cache, seqs, tiles, block_tables, out, num_heads,   \
-                                 num_kv_heads, block_shift, window, scale, live);                  \
+                                 num_kv_heads, block_shift, window, scale, sinks, live);           \
     }
 PREFILL(16, 2)
 PREFILL(32, 2)

@@ -69,13 +69,25 @@ __device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_
     }
 }
 
+// What gate and up become: see kernels.h. Comparisons that are false for what is no number, so that it
+// goes through.
+__device__ __forceinline__ float gated(float gate, float up, float alpha, float limit,
+                                       float shift) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : up;
+    up = up < -limit ? -limit : up;
+    return gate / (1.0f + expf(-alpha * gate)) * (up + shift);
+}
+
 template <class W, int ROWS, class Scale>
 __device__ __forceinline__ void experts_gate_up(const tutti_bf16* x, const typename W::Element* w,
                                                 Scale scale, tutti_bf16* out, const uint32_t* slots,
                                                 const TuttiExpertTile* tiles,
                                                 const uint32_t* num_tiles, uint32_t top_k,
                                                 uint32_t inner, uint32_t k, uint32_t x_stride,
-                                                uint32_t w_stride, uint32_t out_stride) {
+                                                uint32_t w_stride, uint32_t out_stride,
+                                                const float* bias, float alpha, float limit,
+                                                float shift) {
     release_successors();
     wait_for_predecessors();
     if (blockIdx.x >= *num_tiles) {
@@ -114,9 +126,13 @@ __device__ __forceinline__ void experts_gate_up(const tutti_bf16* x, const typen
             if (feature < inner && row < tile.slots) {
                 const size_t slot = slots[tile.first + row];
                 const size_t gate_row = static_cast<size_t>(tile.expert) * 2 * inner + feature;
-                const float gate = scale(sums[0][r][i], gate_row);
-                const float up = scale(sums[1][r][i], gate_row + inner);
-                out[slot * out_stride + feature] = to_bf16(silu(gate) * up);
+                float gate = scale(sums[0][r][i], gate_row);
+                float up = scale(sums[1][r][i], gate_row + inner);
+                if (bias != nullptr) {
+                    gate += bias[gate_row];
+                    up += bias[gate_row + inner];
+                }
+                out[slot * out_stride + feature] = to_bf16(gated(gate, up, alpha, limit, shift));
             }
         }
     }
@@ -128,7 +144,8 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
                                              const TuttiExpertTile* tiles,
                                              const uint32_t* num_tiles, uint32_t first_slot,
                                              uint32_t n, uint32_t k, uint32_t x_stride,
-                                             uint32_t w_stride, uint32_t out_stride) {
+                                             uint32_t w_stride, uint32_t out_stride,
+                                             const float* bias) {
     constexpr int FEATURES = W::COUNT;
     release_successors();
     wait_for_predecessors();
@@ -169,7 +186,8 @@ __device__ __forceinline__ void experts_down(const tutti_bf16* x, const typename
                 if (feature < n && row < tile.slots) {
                     const size_t slot = slots[tile.first + row] - first_slot;
                     const size_t w_row = static_cast<size_t>(tile.expert) * n + feature;
-                    out[slot * out_stride + feature] = scale(sums[f][r][i], w_row);
+                    const float sum = scale(sums[f][r][i], w_row);
+                    out[slot * out_stride + feature] = bias == nullptr ? sum : sum + bias[w_row];
                 }
             }
         }
@@ -370,21 +388,24 @@ extern "C" __global__ void __launch_bounds__(256)
                width % 4 == 0 && out_stride % 4 == 0, assigned(parts, experts, at, width));
 }
 
-#define EXPERTS_GATE_UP(number)                                                                    \
+// Of int8 how many blocks a multiprocessor is to run, where the compiler would spill for one more.
+#define EXPERTS_GATE_UP(number, ...)                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_gate_up_##number(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {                          \
         using namespace tutti;                                                                     \
         experts_gate_up<Weights<2>, number / 8>(x, w, Unscaled{}, out, slots, tiles, num_tiles,    \
-                                                top_k, inner, k, x_stride, w_stride, out_stride);  \
+                                                top_k, inner, k, x_stride, w_stride, out_stride,   \
+                                                bias, alpha, limit, shift);                        \
     }                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256)                                              \
+    extern "C" __global__ void __launch_bounds__(256, ##__VA_ARGS__)                               \
         tutti_experts_gate_up_int8_##number(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS) {                \
         using namespace tutti;                                                                     \
         experts_gate_up<Int8Weights<2>, number / 8>(x, w, Scaled{scales}, out, slots, tiles,       \
                                                     num_tiles, top_k, inner, k, x_stride,          \
-                                                    w_stride, out_stride);                         \
+                                                    w_stride, out_stride, bias, alpha, limit,      \
+                                                    shift);                                        \
     }
-EXPERTS_GATE_UP(8)
+EXPERTS_GATE_UP(8, 3)
 EXPERTS_GATE_UP(16)
 EXPERTS_GATE_UP(32)
 EXPERTS_GATE_UP(64)
@@ -395,14 +416,14 @@ EXPERTS_GATE_UP(64)
         using namespace tutti;                                                                     \
         experts_down<Weights<features>, number / 8>(x, w, Unscaled{}, out, slots, tiles,           \
                                                     num_tiles, first_slot, n, k, x_stride,         \
-                                                    w_stride, out_stride);                         \
+                                                    w_stride, out_stride, bias);                   \
     }                                                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_down_int8_##number(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS) {                      \
         using namespace tutti;                                                                     \
         experts_down<Int8Weights<features>, number / 8>(x, w, Scaled{scales}, out, slots, tiles,   \
                                                         num_tiles, first_slot, n, k, x_stride,     \
-                                                        w_stride, out_stride);                     \
+                                                        w_stride, out_stride, bias);               \
     }
 EXPERTS_DOWN(8, 1)
 EXPERTS_DOWN(16, 1)

@@ -286,14 +286,15 @@ __global__ void tutti_qkv_finish(const float* qkv, const float* bias, const floa
  * Causal attention of every row over its sequence's K and V, on tensor cores. q and out bf16
  * [rows, num_heads * head_dim] contiguous. Row i of a sequence is at position context_len -
  * num_rows + i. `window`: attend to the last `window` tokens, the current one included; 0: to all.
- * `scale` is 1 / sqrt(head_dim). Writes the rows of the tiles named.
+ * `scale` is 1 / sqrt(head_dim). sinks f32 [num_heads] or null: a score, not scaled, of a token besides
+ * without V, which is in the sum that weights are divided by. Writes the rows of the tiles named.
  * tiles: any order, longest first is best; `live` counts tiles.
  * grid (tiles, num_kv_heads), block 128, shared TUTTI_PREFILL_SHARED(head_dim). */
 #define TUTTI_PREFILL_ARGUMENTS                                                                    \
     const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
         const TuttiSeq *seqs, const TuttiTile *tiles, const uint32_t *block_tables,                \
         tutti_bf16 *out, uint32_t num_heads, uint32_t num_kv_heads, uint32_t block_shift,          \
-        uint32_t window, float scale, const uint32_t *live
+        uint32_t window, float scale, const float *sinks, const uint32_t *live
 __global__ void tutti_prefill_attention_16(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_32(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_64(TUTTI_PREFILL_ARGUMENTS);
@@ -315,8 +316,8 @@ __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
  * gridDim.x-th part, so grid.x may be anything; as many blocks as run at once are best. `live` counts
  * parts and is not null.
  * partial_out f32 [seqs, num_heads, max_splits, head_dim];
- * partial_ml f32 [seqs, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum. A sequence of
- * one split has no partial result: its row of out is written at once.
+ * partial_ml f32 [seqs, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum, a sink's
+ * weight in the first split's. A sequence of one split has no partial result: its row of out is written at once.
  * attention: grid (any, num_kv_heads * TUTTI_DECODE_BLOCKS(group)), block 128.
  * reduce: items u32 [n]: indices into `seqs`, readable for the whole grid; `live` counts items.
  * grid (num_heads, n), block 128; any head_dim. */
@@ -325,7 +326,7 @@ __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
         const TuttiSeq *seqs, const uint32_t *parts, const uint32_t *block_tables,                 \
         float *partial_out, float *partial_ml, tutti_bf16 *out, uint32_t num_heads,                \
         uint32_t num_kv_heads, uint32_t block_shift, uint32_t window, uint32_t max_splits,         \
-        uint32_t least_split, float scale, const uint32_t *live
+        uint32_t least_split, float scale, const float *sinks, const uint32_t *live
 __global__ void tutti_decode_attention_16(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_32(TUTTI_DECODE_ARGUMENTS);
 __global__ void tutti_decode_attention_64(TUTTI_DECODE_ARGUMENTS);
@@ -347,7 +348,7 @@ __global__ void tutti_attention_any(const tutti_bf16* q, const tutti_bf16* k_cac
                                     const uint32_t* num_seqs, const uint32_t* block_tables,
                                     tutti_bf16* out, uint32_t num_heads, uint32_t num_kv_heads,
                                     uint32_t head_dim, uint32_t block_shift, uint32_t window,
-                                    float scale, const uint32_t* live);
+                                    float scale, const float* sinks, const uint32_t* live);
 
 /* ---- skinny.cu ------------------------------------------------------------------------------
  * out = x W^T + bias for few rows of x: streams the weights once per 64 rows. The name's number is
@@ -444,15 +445,17 @@ __global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, Tu
                                     uint32_t num_experts, uint32_t chunk_rows, uint32_t tile_slots,
                                     uint32_t tiles_stride, const uint32_t* live);
 
-/* out[slot] = silu(x[slot / top_k] Wg^T) * (x[slot / top_k] Wu^T) for the slots of all tiles; tiles
- * are of at most so many slots as the name's number. x bf16, rows 16-byte aligned; w bf16
+/* out[slot] = a(x[slot / top_k] Wg^T + bg, x[slot / top_k] Wu^T + bu) for the slots of all tiles, with
+ * a(g, u) = m * sigmoid(alpha * m) * (v + shift), where m = g, at most `limit`, and v = u, in
+ * -limit..limit: silu(g) * u with 1, infinity, 0. bias f32 [num_experts * 2 * inner] or null. Tiles are of at most so many slots as the name's number. x bf16, rows 16-byte aligned; w bf16
  * [num_experts * 2 * inner, w_stride], rows 16-byte aligned: each expert's gate rows, then its up
  * rows; out bf16 [slots, out_stride]. A slot's result is the same bits with each variant.
  * grid (most tiles, ceil(inner / 16)), block 256. */
 #define TUTTI_EXPERTS_GATE_UP_ARGUMENTS                                                            \
     const tutti_bf16 *x, const tutti_bf16 *w, tutti_bf16 *out, const uint32_t *slots,              \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t top_k, uint32_t inner,   \
-        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride, const float *bias,  \
+        float alpha, float limit, float shift
 __global__ void tutti_experts_gate_up_8(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_16(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_32(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
@@ -464,19 +467,20 @@ __global__ void tutti_experts_gate_up_64(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
     const tutti_bf16 *x, const uint8_t *w, const float *scales, tutti_bf16 *out,                   \
         const uint32_t *slots, const TuttiExpertTile *tiles, const uint32_t *num_tiles,            \
         uint32_t top_k, uint32_t inner, uint32_t k, uint32_t x_stride, uint32_t w_stride,          \
-        uint32_t out_stride
+        uint32_t out_stride, const float *bias, float alpha, float limit, float shift
 __global__ void tutti_experts_gate_up_int8_8(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_experts_gate_up_int8_16(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_experts_gate_up_int8_32(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_experts_gate_up_int8_64(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 
-/* out[slot - first_slot] = x[slot] W^T for the slots of all tiles. x bf16 [slots, x_stride], w bf16
- * [num_experts * n, w_stride], rows 16-byte aligned; out f32 [.., out_stride].
+/* out[slot - first_slot] = x[slot] W^T + bias for the slots of all tiles. x bf16 [slots, x_stride], w
+ * bf16 [num_experts * n, w_stride], rows 16-byte aligned; bias f32 [num_experts * n] or null; out f32
+ * [.., out_stride].
  * grid (most tiles, ceil(n / R)), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
 #define TUTTI_EXPERTS_DOWN_ARGUMENTS                                                               \
     const tutti_bf16 *x, const tutti_bf16 *w, float *out, const uint32_t *slots,                   \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
-        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride, const float *bias
 __global__ void tutti_experts_down_8(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_16(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_32(TUTTI_EXPERTS_DOWN_ARGUMENTS);
@@ -486,7 +490,7 @@ __global__ void tutti_experts_down_64(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 #define TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS                                                          \
     const tutti_bf16 *x, const uint8_t *w, const float *scales, float *out, const uint32_t *slots, \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
-        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride
+        uint32_t k, uint32_t x_stride, uint32_t w_stride, uint32_t out_stride, const float *bias
 __global__ void tutti_experts_down_int8_8(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_down_int8_16(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 __global__ void tutti_experts_down_int8_32(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);

@@ -7,7 +7,7 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
-use kernels::backend::{Activation, Backend, DType, HostMatrix, Routing};
+use kernels::backend::{Activation, Backend, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuBuffer, Precision};
 use kernels::error::KernelError;
@@ -82,10 +82,17 @@ fn main() -> Result<(), KernelError> {
         for round in 0..rounds {
             fill(&mut x, &mut state);
             let start = Instant::now();
-            backend.route(&x, &router, &mut routes)?;
+            backend.route(&x, &router, None, &mut routes)?;
             routing += start.elapsed().as_secs_f64() / f64::from(rounds);
-            backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut inner)?;
-            backend.experts_down(&inner, 0, &down, &routes, &mut out)?;
+            backend.experts_gate_up(
+                &x,
+                &gate_up,
+                None,
+                ExpertActivation::Silu,
+                &routes,
+                &mut inner,
+            )?;
+            backend.experts_down(&inner, 0, &down, None, &routes, &mut out)?;
             let took = start.elapsed().as_secs_f64();
             let mut used = backend.read_routes(&routes)?.0;
             used.sort_unstable();

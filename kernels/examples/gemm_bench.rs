@@ -134,7 +134,7 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         let mut times = Vec::new();
         for call in 0..if rows == 1 { 60 } else { 5 } {
             let start = Instant::now();
-            backend.paged_attention(&q, &shape, &batch, &cache, call % 8, &mut out)?;
+            backend.paged_attention(&q, None, &shape, &batch, &cache, call % 8, &mut out)?;
             times.push(start.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);

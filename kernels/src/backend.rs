@@ -26,8 +26,8 @@
 mod arguments;
 
 pub use arguments::{
-    Activation, AttentionShape, Batch, Choices, KvShape, NOT_ASSIGNED, NOT_FED, QkvWeights,
-    RopeTable, Routing, SeqRows, StepInputs,
+    Activation, AttentionShape, Batch, Choices, ExpertActivation, KvShape, NOT_ASSIGNED, NOT_FED,
+    QkvWeights, RopeTable, Routing, SeqRows, StepInputs,
 };
 
 use crate::collective::Tally;
@@ -269,13 +269,17 @@ pub trait Backend {
     ) -> Result<(), KernelError>;
 
     /// Causal attention of every row over its sequence's cached K and V, scaled by
-    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`.
+    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`. `sinks: [num_heads]`: for each
+    /// head a score, not scaled, of a token besides that has no V: it is in the sum that weights are
+    /// divided by.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
+    #[allow(clippy::too_many_arguments, reason = "one fused operation, one launch on a GPU")]
     fn paged_attention(
         &mut self,
         q: &Self::Buffer,
+        sinks: Option<&Self::Vector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
         cache: &Self::KvCache,
@@ -334,10 +338,10 @@ pub trait Backend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Every row chooses its experts: `p = softmax(x W^T)` over all experts, in f32; the `top_k`
+    /// Every row chooses its experts: `p = softmax(x W^T + bias)` over all experts, in f32; the `top_k`
     /// experts of the largest p, largest first, of equal ones the lowest number first; their weights
     /// are their p, divided by their sum where [`Routing::normalise`]. `x: [rows, in]`,
-    /// `router: [num_experts, in]`; the rows of `routes` are set. Every rank chooses for itself, and
+    /// `router: [num_experts, in]`, `bias: [num_experts]`; the rows of `routes` are set. Every rank chooses for itself, and
     /// has to choose alike: from the same bits come the same choices and weights on every CPU,
     /// whatever its instructions, and on every GPU of one compute capability, whatever else is in the
     /// batch.
@@ -348,6 +352,7 @@ pub trait Backend {
         &mut self,
         x: &Self::Buffer,
         router: &Self::Matrix,
+        bias: Option<&Self::Vector>,
         routes: &mut Self::Routes,
     ) -> Result<(), KernelError>;
 
@@ -363,26 +368,28 @@ pub trait Backend {
         Err(KernelError::Unsupported("rows cannot be assigned to matrices here".to_owned()))
     }
 
-    /// As [`Backend::gate_up`] with [`Activation::Silu`] for every expert that a row goes to: row `r * top_k + j` of `out`
-    /// is of row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices
-    /// `[inner, in]`, each expert's gate before its up, `out: [rows * top_k, inner]` (its rows are
-    /// set).
+    /// As [`Backend::gate_up`] for every expert that a row goes to: row `r * top_k + j` of `out` is of
+    /// row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices `[inner, in]`,
+    /// each expert's gate before its up, `bias: [2 * num_experts, inner]` likewise,
+    /// `out: [rows * top_k, inner]` (its rows are set).
     ///
     /// # Errors
     /// [`KernelError::Shape`].
-    fn experts_gate_up_silu(
+    fn experts_gate_up(
         &mut self,
         x: &Self::Buffer,
         weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
+        activation: ExpertActivation,
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
     /// What a row's experts make of some of their columns, weighted and added up in the order in
     /// which the row chose them: `out[r] = sum over j of weight of (r, j) * (x[r * top_k + j, first..
-    /// first + in] W^T)`. `x: [rows * top_k, at least first + in]`, `weight: num_experts` matrices
-    /// `[out, in]`, `out: [rows, out]` (its rows are set), which may be one of
-    /// [`Backend::new_input_buffer`].
+    /// first + in] W^T + bias)`. `x: [rows * top_k, at least first + in]`, `weight: num_experts`
+    /// matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]` (its rows are set), which
+    /// may be one of [`Backend::new_input_buffer`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -391,6 +398,7 @@ pub trait Backend {
         x: &Self::Buffer,
         first: usize,
         weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;

@@ -13,8 +13,8 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
-    RopeTable, Routing,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
+    KvShape, QkvWeights, RopeTable, Routing,
 };
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
@@ -377,6 +377,7 @@ impl Backend for CpuBackend {
     fn paged_attention(
         &mut self,
         q: &CpuBuffer,
+        sinks: Option<&CpuVector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
         cache: &CpuKvCache,
@@ -384,6 +385,7 @@ impl Backend for CpuBackend {
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         check::attention(q, shape, batch, cache, layer, out)?;
+        check::vector("paged_attention", "sinks", sinks, shape.num_heads)?;
         out.set_rows(q.rows())?;
         let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
         let positions = blocks * cache.shape().block_size;
@@ -399,6 +401,7 @@ impl Backend for CpuBackend {
             cache,
             layer,
             q: q.values(),
+            sinks: sinks.map(|sinks| &**sinks),
             out: Disjoint::new(out.values_mut()),
         };
         let workers = Disjoint::new(&mut self.workers);
@@ -526,23 +529,26 @@ impl Backend for CpuBackend {
         &mut self,
         x: &CpuBuffer,
         router: &CpuMatrix,
+        bias: Option<&CpuVector>,
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
-        self.choose_experts(x, router, routes)
+        self.choose_experts(x, router, bias, routes)
     }
 
     fn assign(&mut self, experts: &[u32], routes: &mut CpuRoutes) -> Result<(), KernelError> {
         routes.assign(experts)
     }
 
-    fn experts_gate_up_silu(
+    fn experts_gate_up(
         &mut self,
         x: &CpuBuffer,
         weight: &CpuStack,
+        bias: Option<&CpuVector>,
+        activation: ExpertActivation,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        self.experts_inner(x, weight, routes, out)
+        self.experts_inner(x, (weight, bias), activation, routes, out)
     }
 
     fn experts_down(
@@ -550,10 +556,11 @@ impl Backend for CpuBackend {
         x: &CpuBuffer,
         first: usize,
         weight: &CpuStack,
+        bias: Option<&CpuVector>,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        self.experts_outer(x, first, weight, routes, out)
+        self.experts_outer(x, first, (weight, bias), routes, out)
     }
 
     fn lm_head(

@@ -18,8 +18,8 @@ pub use experts::ReferenceRoutes;
 pub use tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
 
 use crate::backend::{
-    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
-    RopeTable, Routing,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
+    KvShape, QkvWeights, RopeTable, Routing,
 };
 use crate::collective::Collective;
 use crate::cpu::check;
@@ -382,6 +382,7 @@ impl Backend for ReferenceBackend {
     fn paged_attention(
         &mut self,
         q: &Self::Buffer,
+        sinks: Option<&Self::Vector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
         cache: &Self::KvCache,
@@ -389,9 +390,13 @@ impl Backend for ReferenceBackend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         attention::check_attention(q, shape, batch, cache, layer, out)?;
+        if let Some(sinks) = sinks {
+            same("paged_attention", "number of sinks", sinks.len(), shape.num_heads)?;
+        }
         out.set_rows(q.rows())?;
         for seq in batch.seqs {
-            attention::attend(q, shape, batch, seq, cache, layer, &mut self.scores, out);
+            let scores = &mut self.scores;
+            attention::attend((q, sinks), shape, batch, seq, cache, layer, scores, out);
         }
         Ok(())
     }
@@ -480,23 +485,26 @@ impl Backend for ReferenceBackend {
         &mut self,
         x: &Self::Buffer,
         router: &Self::Matrix,
+        bias: Option<&Self::Vector>,
         routes: &mut Self::Routes,
     ) -> Result<(), KernelError> {
-        experts::route(x, router, routes)
+        experts::route(x, router, bias, routes)
     }
 
     fn assign(&mut self, experts: &[u32], routes: &mut Self::Routes) -> Result<(), KernelError> {
         experts::assign(experts, routes)
     }
 
-    fn experts_gate_up_silu(
+    fn experts_gate_up(
         &mut self,
         x: &Self::Buffer,
         weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
+        activation: ExpertActivation,
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        experts::gate_up_silu(x, weight, routes, out)
+        experts::gate_up(x, weight, bias, activation, routes, out)
     }
 
     fn experts_down(
@@ -504,10 +512,11 @@ impl Backend for ReferenceBackend {
         x: &Self::Buffer,
         first: usize,
         weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        experts::down(x, first, weight, routes, out)
+        experts::down(x, first, (weight, bias), routes, out)
     }
 
     fn lm_head(

@@ -6,15 +6,17 @@
 //! scale per output feature, its largest absolute value divided by 127, and every weight divided by
 //! that and rounded to the nearest integer, ties to even. The scale is one of the file's whole row,
 //! of which a rank may take a part only: so it is the same at every tensor-parallel degree.
-//! Integers in words are `packed`'s.
+//! Integers in words are `packed`'s, as are the 4 bits of MXFP4.
 use half::{bf16, f16};
 
 use crate::error::KernelError;
 
+mod columns;
 mod packed;
 
+pub use columns::Columns;
+pub(crate) use packed::{E2M1, int4_integers, int4_row};
 pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
-pub(crate) use packed::{int4_integers, int4_row};
 
 /// Element type of a tensor in a model file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +31,9 @@ pub enum DType {
     F8E4M3,
     /// Signed integers of 8 bits.
     I8,
-    /// Integers of 4 or 8 bits in words of their own: see [`Packed`].
+    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's E8M0).
+    E8M0,
+    /// Elsewhere than in the matrix's `data`: see [`Scales`].
     Packed,
 }
 
@@ -38,29 +42,34 @@ impl DType {
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
-            Self::F8E4M3 | Self::I8 | Self::Packed => 1,
+            Self::F8E4M3 | Self::I8 | Self::E8M0 | Self::Packed => 1,
             Self::Bf16 | Self::F16 => 2,
             Self::F32 => 4,
         }
     }
 }
 
-/// How the elements of a quantised tensor become numbers.
+/// How the elements of a tensor become numbers, where they are not numbers in rows.
 #[derive(Clone, Copy, Debug)]
 pub enum Scales<'a> {
     /// They are multiplied by one number for each block.
     Blocks(BlockScales<'a>),
     /// They are integers in words of their own; the matrix's `data` is empty.
     Packed(Packed<'a>),
+    /// They are numbers, column by column; the matrix's `data` is empty.
+    Columns(Columns<'a>),
 }
 
 impl Scales<'_> {
-    /// For a matrix that begins so many rows further down.
+    /// For a matrix that begins so many rows of the tensor further down.
     #[must_use]
     pub fn behind(mut self, rows: usize) -> Self {
         match &mut self {
             Self::Blocks(BlockScales { first_row, .. })
-            | Self::Packed(Packed { first_row, .. }) => *first_row = first_row.saturating_add(rows),
+            | Self::Packed(Packed { first_row, .. })
+            | Self::Columns(Columns { first_row, .. }) => {
+                *first_row = first_row.saturating_add(rows);
+            }
         }
         self
     }
@@ -146,6 +155,15 @@ impl HostMatrix<'_> {
             }
             return packed.check(op);
         }
+        if let Some(Scales::Columns(columns)) = &self.scales {
+            if end.is_none() || row_stride != columns.cols || dtype != DType::Packed {
+                let (found, all) = (columns.cols, row_stride);
+                return fault(format!(
+                    "{cols} columns from column {col_start} of {all}, the tensor has {found}"
+                ));
+            }
+            return columns.check(op, rows);
+        }
         let needed = end.and_then(|end| {
             (rows - 1).checked_mul(row_stride)?.checked_add(end)?.checked_mul(dtype.bytes())
         });
@@ -173,6 +191,9 @@ impl HostMatrix<'_> {
     fn widen_row(&self, row: usize, first: usize, out: &mut [f32]) {
         if let Some(Scales::Packed(packed)) = &self.scales {
             return packed.row_f32(row, first, out);
+        }
+        if let Some(Scales::Columns(columns)) = &self.scales {
+            return columns.row_f32(row, first, out);
         }
         let size = self.dtype.bytes();
         let bytes = &self.data[(row * self.row_stride + first) * size..][..out.len() * size];
@@ -280,6 +301,15 @@ pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 *to = f32::from(from.cast_signed());
             }
         }
+        DType::E8M0 => {
+            for (to, &from) in out.iter_mut().zip(bytes) {
+                *to = match from {
+                    0 => f32::from_bits(1 << 22),
+                    0xff => f32::NAN,
+                    exponent => f32::from_bits(u32::from(exponent) << 23),
+                };
+            }
+        }
         // No elements of their own.
         DType::Packed => out.fill(f32::NAN),
     }
@@ -336,6 +366,15 @@ mod tests {
         assert_eq!(F8E4M3.iter().filter(|x| x.is_finite()).count(), 254);
         // Each is the next larger one.
         assert!(F8E4M3[..0x7f].is_sorted() && (0..0x7e).all(|i| F8E4M3[i] < F8E4M3[i + 1]));
+    }
+
+    #[test]
+    fn powers_of_two_have_their_known_values() {
+        let mut all = [0.0; 256];
+        widen(DType::E8M0, &std::array::from_fn::<_, 256, _>(|i| i as u8), &mut all);
+        assert_eq!((all[127], all[128], all[120]), (1.0, 2.0, 1.0 / 128.0));
+        assert!((0..255).all(|i| f64::from(all[i]) == 2f64.powi(i as i32 - 127)));
+        assert!(all[255].is_nan());
     }
 
     #[test]

@@ -74,9 +74,9 @@ impl Case for Adapters {
         let mut routes = backend.new_routes(rows, routing)?;
         backend.assign(&to, &mut routes)?;
         let mut narrow = poisoned(backend, rows, rank, true)?;
-        backend.experts_down(&x, 0, &down, &routes, &mut narrow)?;
+        backend.experts_down(&x, 0, &down, None, &routes, &mut narrow)?;
         let mut addend = poisoned(backend, rows, 2 * inner, false)?;
-        backend.experts_down(&narrow, 0, &up, &routes, &mut addend)?;
+        backend.experts_down(&narrow, 0, &up, None, &routes, &mut addend)?;
         let mut out = poisoned(backend, rows, inner, true)?;
         backend.gate_up(&x, &own, None, Some(&addend), Activation::Silu, &mut out)?;
         let mut values = backend.read_buffer(&narrow)?;

@@ -1,6 +1,6 @@
 //! Mixtures of experts against the reference: choices, inner activations, weighted sums.
 use kernels::KernelError;
-use kernels::backend::{DType, HostMatrix, Routing};
+use kernels::backend::{DType, ExpertActivation, HostMatrix, Routing};
 
 use crate::operations::{Case, ROUNDING, Random, Writable, bytes, input, matrix, poisoned};
 
@@ -98,11 +98,18 @@ impl Case for Experts {
         let gate_up = stack(backend, 2 * routing.num_experts, inner, hidden)?;
         let down = stack(backend, routing.num_experts, hidden, inner - first)?;
         let mut routes = backend.new_routes(rows, routing)?;
-        backend.route(&x, &router, &mut routes)?;
+        backend.route(&x, &router, None, &mut routes)?;
         let mut middle = poisoned(backend, rows * routing.top_k, inner, true)?;
-        backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut middle)?;
+        backend.experts_gate_up(
+            &x,
+            &gate_up,
+            None,
+            ExpertActivation::Silu,
+            &routes,
+            &mut middle,
+        )?;
         let mut out = poisoned(backend, rows, hidden, false)?;
-        backend.experts_down(&middle, first, &down, &routes, &mut out)?;
+        backend.experts_down(&middle, first, &down, None, &routes, &mut out)?;
         let (experts, mut values) = backend.read_routes(&routes)?;
         values.extend(experts.into_iter().map(|expert| expert as f32));
         values.extend(backend.read_buffer(&middle)?);

@@ -24,7 +24,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 20] = [
+pub(crate) const VARIANTS: [&str; 22] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -45,6 +45,8 @@ pub(crate) const VARIANTS: [&str; 20] = [
     "llama-gptq",
     "llama-w4a16",
     "qwen3-awq",
+    "gpt-oss",
+    "gpt-oss-mxfp4",
 ];
 
 fn engine(

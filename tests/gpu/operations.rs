@@ -478,7 +478,7 @@ impl Case for Attention {
                 1,
                 &mut q,
             )?;
-            backend.paged_attention(&q, &self.shape, &batch, &cache, 1, &mut out)?;
+            backend.paged_attention(&q, None, &self.shape, &batch, &cache, 1, &mut out)?;
             seen.extend(backend.read_buffer(&q)?);
             seen.extend(backend.read_buffer(&out)?);
         }

@@ -8,7 +8,8 @@ use std::time::Instant;
 
 use kernels::KernelError;
 use kernels::backend::{
-    Activation, AttentionShape, Backend, DType, HostMatrix, QkvWeights, RopeTable, Routing,
+    Activation, AttentionShape, Backend, DType, ExpertActivation, HostMatrix, QkvWeights,
+    RopeTable, Routing,
 };
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
@@ -155,7 +156,10 @@ impl Shape {
                 routing,
                 intermediate_size: self.inner,
                 layers: vec![true; self.layers],
+                activation: ExpertActivation::Silu,
+                is_interleaved: false,
             }),
+            sinks: false,
             num_layers: self.layers,
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
@@ -245,8 +249,11 @@ impl Shape {
                     let down = vec![part(self.hidden, self.inner); num_experts];
                     Mlp::Experts {
                         router: backend.load_matrix(&[part(num_experts, self.hidden)])?,
+                        router_bias: None,
                         gate_up: backend.load_stack(&gate_up)?,
+                        gate_up_bias: None,
                         down: vec![backend.load_stack(&down)?],
+                        down_bias: None,
                     }
                 }
             };
@@ -254,6 +261,7 @@ impl Shape {
                 rope: 0,
                 input_norm: backend.load_vector(&ones)?,
                 qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
+                sinks: None,
                 output: vec![output],
                 output_bias: None,
                 output_norm: None,

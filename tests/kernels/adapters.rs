@@ -34,7 +34,7 @@ fn a_row_is_multiplied_with_the_matrix_it_goes_to_or_none() {
             let mut routes = backend.new_routes(rows + 1, ROUTING).unwrap();
             backend.assign(&to, &mut routes).unwrap();
             let mut out = poisoned(&mut backend, rows + 1, outputs);
-            backend.experts_down(&input, first, &stack, &routes, &mut out).unwrap();
+            backend.experts_down(&input, first, &stack, None, &routes, &mut out).unwrap();
             assert_eq!(out.rows(), rows);
             for (row, to) in to.iter().enumerate() {
                 let got = &out.values()[row * outputs..][..outputs];
@@ -66,7 +66,7 @@ fn the_reference_backend_does_the_same() {
     backend.assign(&to, &mut routes).unwrap();
     let mut out = backend.new_buffer(4, 5).unwrap();
     out.values_mut().fill(f32::NAN);
-    backend.experts_down(&input, 1, &stack, &routes, &mut out).unwrap();
+    backend.experts_down(&input, 1, &stack, None, &routes, &mut out).unwrap();
     for (row, to) in to.iter().enumerate() {
         let want = match weights.get(*to as usize) {
             Some(weight) => weight.product(&x[row * 9 + 1..][..7], None),
@@ -155,7 +155,7 @@ fn an_addend_comes_before_norms_and_rotation() {
                 )
                 .unwrap();
             let mut out = poisoned(&mut backend, rows, 64);
-            backend.paged_attention(&q, &shape, &batch, &cache, 0, &mut out).unwrap();
+            backend.paged_attention(&q, None, &shape, &batch, &cache, 0, &mut out).unwrap();
             (bits(q.values()), bits(out.values()))
         };
         assert_eq!(run(true), run(false), "{isa} {precision}");

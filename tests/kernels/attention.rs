@@ -18,6 +18,7 @@ pub(crate) struct Case {
     weight: Weight,
     bias: Option<Vec<f32>>,
     norms: Option<(Vec<f32>, Vec<f32>)>,
+    sinks: Option<Vec<f32>>,
     cos: Vec<f32>,
     sin: Vec<f32>,
 }
@@ -25,6 +26,7 @@ pub(crate) struct Case {
 /// The same on a backend.
 pub(crate) struct Loaded {
     weights: QkvWeights<CpuMatrix, CpuVector>,
+    sinks: Option<CpuVector>,
     rope: RopeTable<CpuVector>,
     cache: CpuKvCache,
 }
@@ -60,6 +62,8 @@ impl Case {
             weight: Weight::random(random, out, hidden),
             bias: extras.then(|| random.vec(out)),
             norms: extras.then(|| (random.vec(shape.head_dim), random.vec(shape.head_dim))),
+            // From less than any token's score to more than all of them have together.
+            sinks: extras.then(|| random.vec(shape.num_heads).iter().map(|x| 5.0 * x).collect()),
             cos: (0..MAX_POSITIONS * half).map(|i| angle(i).cos() as f32).collect(),
             sin: (0..MAX_POSITIONS * half).map(|i| angle(i).sin() as f32).collect(),
         }
@@ -70,6 +74,7 @@ impl Case {
         let bias = self.bias.as_ref().map(|bias| vector(bias));
         let q_norm = self.norms.as_ref().map(|norms| vector(&norms.0));
         let k_norm = self.norms.as_ref().map(|norms| vector(&norms.1));
+        let sinks = self.sinks.as_ref().map(|sinks| vector(sinks));
         let rope = RopeTable { cos: vector(&self.cos), sin: vector(&self.sin) };
         let weight = self.weight.load(backend);
         let kv = KvShape {
@@ -80,7 +85,7 @@ impl Case {
             num_blocks,
         };
         let cache = backend.new_kv_cache(kv).unwrap();
-        Loaded { weights: QkvWeights { weight, bias, q_norm, k_norm }, rope, cache }
+        Loaded { weights: QkvWeights { weight, bias, q_norm, k_norm }, sinks, rope, cache }
     }
 
     /// Runs one step on the last layer; returns every row's q and attention output.
@@ -115,7 +120,7 @@ impl Case {
         let input = buffer(backend, &x, self.hidden);
         let mut q = poisoned(backend, positions.len(), width);
         let mut out = poisoned(backend, positions.len(), width);
-        let Loaded { weights, rope, cache } = loaded;
+        let Loaded { weights, sinks, rope, cache } = loaded;
         backend
             .qkv_rope_write(
                 &input,
@@ -129,7 +134,9 @@ impl Case {
                 &mut q,
             )
             .unwrap();
-        backend.paged_attention(&q, &self.shape, &batch, cache, LAYERS - 1, &mut out).unwrap();
+        backend
+            .paged_attention(&q, sinks.as_ref(), &self.shape, &batch, cache, LAYERS - 1, &mut out)
+            .unwrap();
         (q.values().to_vec(), out.values().to_vec())
     }
 
@@ -202,7 +209,8 @@ impl Case {
                         (dot / (head_dim as f64).sqrt()).exp()
                     })
                     .collect();
-                let total: f64 = weights.iter().sum();
+                let sink = self.sinks.as_ref().map_or(0.0, |sinks| f64::from(sinks[head]).exp());
+                let total: f64 = weights.iter().sum::<f64>() + sink;
                 for d in 0..head_dim {
                     let sum: f64 = weights.iter().zip(first..).map(|(w, p)| w * of(&v, p)[d]).sum();
                     out.push(sum / total);
@@ -239,7 +247,7 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
         (shape(4, 2, 32, None), 16, true),
         (shape(8, 2, 64, None), 16, false),
         (shape(3, 3, 128, Some(5)), 4, true),
-        (shape(8, 1, 96, Some(20)), 32, false),
+        (shape(8, 1, 96, Some(20)), 32, true),
         (shape(16, 2, 20, Some(17)), 16, false),
         (shape(6, 2, 80, None), 5, true),
         (shape(4, 1, 2, Some(1)), 1, false),
@@ -335,7 +343,7 @@ fn shapes_that_do_not_fit_are_errors() {
     let mut loaded = case.load(&mut backend, 3);
     let x = buffer(&mut backend, &random.vec(2 * case.hidden), case.hidden);
     let mut q = poisoned(&mut backend, 2, 8);
-    let Loaded { weights, rope, cache } = &mut loaded;
+    let Loaded { weights, rope, cache, .. } = &mut loaded;
     let seq = SeqRows { row_start: 0, num_rows: 2, context_len: 2, table_start: 0, table_len: 1 };
     let seqs = [seq];
     let batch = Batch { positions: &[0, 1], slots: &[0, 1], seqs: &seqs, block_tables: &[0] };
@@ -363,22 +371,26 @@ fn shapes_that_do_not_fit_are_errors() {
     }
     let q = buffer(&mut backend, &[0.5; 16], 8);
     let mut out = poisoned(&mut backend, 2, 8);
-    let mut attend = |seqs: &[SeqRows], block_tables: &[u32]| {
+    let (two, three) = ([0.0; 2].as_slice(), [0.0; 3].as_slice());
+    let [two, three] = [two, three].map(|sinks| backend.load_vector(sinks).unwrap());
+    let mut attend = |seqs: &[SeqRows], block_tables: &[u32], sinks: Option<&CpuVector>| {
         let batch = Batch { seqs, block_tables, ..batch };
-        backend.paged_attention(&q, &good, &batch, cache, 0, &mut out)
+        backend.paged_attention(&q, sinks, &good, &batch, cache, 0, &mut out)
     };
-    attend(&seqs, &[0]).unwrap();
+    attend(&seqs, &[0], None).unwrap();
+    attend(&seqs, &[0], Some(&two)).unwrap();
     let errors = [
-        attend(&[], &[0]),
-        attend(&[SeqRows { row_start: 1, ..seq }], &[0]),
-        attend(&[SeqRows { num_rows: 3, ..seq }], &[0]),
-        attend(&[SeqRows { num_rows: 0, ..seq }], &[0]),
-        attend(&[SeqRows { context_len: 1, ..seq }], &[0]),
-        attend(&[SeqRows { context_len: 5, ..seq }], &[0]),
-        attend(&[SeqRows { table_start: 1, ..seq }], &[0]),
-        attend(&seqs, &[3]),
-        attend(&seqs, &[]),
-        attend(&[seq, seq], &[0]),
+        attend(&[], &[0], None),
+        attend(&[SeqRows { row_start: 1, ..seq }], &[0], None),
+        attend(&[SeqRows { num_rows: 3, ..seq }], &[0], None),
+        attend(&[SeqRows { num_rows: 0, ..seq }], &[0], None),
+        attend(&[SeqRows { context_len: 1, ..seq }], &[0], None),
+        attend(&[SeqRows { context_len: 5, ..seq }], &[0], None),
+        attend(&[SeqRows { table_start: 1, ..seq }], &[0], None),
+        attend(&seqs, &[3], None),
+        attend(&seqs, &[], None),
+        attend(&[seq, seq], &[0], None),
+        attend(&seqs, &[0], Some(&three)),
     ];
     for (i, error) in errors.into_iter().enumerate() {
         assert!(matches!(error, Err(KernelError::Shape { .. })), "attention case {i}: {error:?}");

@@ -1,7 +1,7 @@
 //! Emulated attention kernels against softmax in f64, on a cache that is NaN wherever no token of
 //! the batch is; and against themselves: bits depend neither on the batch nor on how a prompt is cut.
 use crate::cuda_emulation::{
-    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, u32s,
+    Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, some_f32s, u32s,
 };
 use crate::support::{Random, assert_close, bits};
 
@@ -13,9 +13,24 @@ struct Shape {
     shift: u32,
     /// 0: none.
     window: usize,
+    has_sinks: bool,
 }
 
 impl Shape {
+    fn with_sinks(self) -> Self {
+        Self { has_sinks: true, ..self }
+    }
+
+    /// A head's sink: from less than any token's score to more than all of them have together.
+    fn sink(&self, head: usize) -> Option<f32> {
+        self.has_sinks.then_some((head * 7 % 5) as f32 * 2.5 - 3.0)
+    }
+
+    fn sinks(&self) -> Arg {
+        let all: Option<Vec<f32>> = (0..self.heads).map(|head| self.sink(head)).collect();
+        some_f32s(all.as_deref())
+    }
+
     fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
@@ -79,7 +94,8 @@ impl Seq {
             })
             .collect();
         let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let total: f64 = scores.iter().map(|score| (score - max).exp()).sum();
+        let sink = shape.sink(head).map_or(0.0, |sink| (f64::from(sink) - max).exp());
+        let total: f64 = scores.iter().map(|score| (score - max).exp()).sum::<f64>() + sink;
         let mut mixed = vec![0.0; dim];
         for (position, score) in (start..end).zip(&scores) {
             let weight = (score - max).exp() / total;
@@ -190,6 +206,7 @@ impl Device {
             Arg::U32(shift),
             Arg::U32(window as u32),
             Arg::F32(self.shape.scale()),
+            self.shape.sinks(),
             live,
         ];
         let name = format!("tutti_prefill_attention_{head_dim}");
@@ -211,7 +228,7 @@ impl Device {
     }
 
     fn decode_args(&self, parts: &[u32], rule: Rule) -> Vec<Arg> {
-        let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
+        let Shape { heads, kv_heads, head_dim, shift, window, .. } = self.shape;
         let slots = self.seqs.len() * heads * rule.max_splits;
         // What is beyond the list is never looked at.
         let listed: Vec<u32> = parts.iter().copied().chain([u32::MAX; 3]).collect();
@@ -232,6 +249,7 @@ impl Device {
             Arg::U32(rule.max_splits as u32),
             Arg::U32(rule.least as u32),
             Arg::F32(self.shape.scale()),
+            self.shape.sinks(),
             u32s(&[parts.len() as u32]),
         ]
     }
@@ -275,7 +293,7 @@ impl Device {
     }
 
     fn any(&self) -> Vec<f32> {
-        let Shape { heads, kv_heads, head_dim, shift, window } = self.shape;
+        let Shape { heads, kv_heads, head_dim, shift, window, .. } = self.shape;
         let args = [
             self.queries.clone(),
             self.keys.clone(),
@@ -290,6 +308,7 @@ impl Device {
             Arg::U32(shift),
             Arg::U32(window as u32),
             Arg::F32(self.shape.scale()),
+            self.shape.sinks(),
             Arg::Null,
         ];
         let grid = [self.rows, heads.div_ceil(4), 1];
@@ -340,7 +359,7 @@ fn rule(max_splits: usize) -> Rule {
 const ROUNDED: f64 = 1.0 / 256.0;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
-    Shape { heads, kv_heads, head_dim, shift, window }
+    Shape { heads, kv_heads, head_dim, shift, window, has_sinks: false }
 }
 
 fn seqs(random: &mut Random, shape: &Shape, sizes: &[(usize, usize)]) -> Vec<Seq> {
@@ -361,6 +380,9 @@ fn prefill_attention_matches_softmax_in_f64() {
         (shape(2, 2, 256, 5, 40), vec![(66, 110)]),
         (shape(3, 3, 64, 6, 70), vec![(30, 200)]),
         (shape(5, 1, 64, 4, 1), vec![(14, 80)]),
+        (shape(8, 1, 64, 4, 16).with_sinks(), vec![(17, 17), (1, 1), (40, 100)]),
+        (shape(6, 2, 96, 3, 0).with_sinks(), vec![(25, 90)]),
+        (shape(4, 2, 256, 4, 0).with_sinks(), vec![(19, 140)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);
@@ -376,7 +398,12 @@ fn prefill_attention_matches_softmax_in_f64() {
 #[test]
 fn a_prompt_gives_the_same_bits_however_it_is_cut() {
     let mut random = Random(32);
-    for shape in [shape(6, 2, 64, 4, 0), shape(4, 4, 32, 3, 50), shape(2, 1, 256, 4, 50)] {
+    for shape in [
+        shape(6, 2, 64, 4, 0),
+        shape(4, 4, 32, 3, 50),
+        shape(2, 1, 256, 4, 50),
+        shape(6, 2, 64, 4, 20).with_sinks(),
+    ] {
         let whole = Seq::random(&mut random, &shape, 150, 170);
         let device = Device::new(&mut random, shape, std::slice::from_ref(&whole));
         let all = device.prefill(&device.tiles(), Arg::Null);
@@ -412,6 +439,10 @@ fn decode_attention_matches_softmax_in_f64() {
         (shape(40, 2, 256, 3, 100), vec![230, 17], 2),
         (shape(3, 3, 64, 6, 70), vec![230, 69, 70, 71], 2),
         (shape(16, 1, 64, 4, 1), vec![80, 1], 2),
+        (shape(8, 1, 64, 4, 0).with_sinks(), vec![1, 15, 17, 200, 333], 4),
+        (shape(20, 1, 32, 2, 16).with_sinks(), vec![40, 7, 17], 8),
+        (shape(6, 2, 96, 3, 0).with_sinks(), vec![130, 2], 3),
+        (shape(40, 2, 256, 3, 100).with_sinks(), vec![230, 17], 2),
     ] {
         let sizes: Vec<(usize, usize)> = contexts.iter().map(|&context| (1, context)).collect();
         let seqs = seqs(&mut random, &shape, &sizes);
@@ -456,7 +487,8 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
 #[test]
 fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
     let mut random = Random(34);
-    for shape in [shape(8, 2, 64, 4, 0), shape(4, 2, 256, 4, 0)] {
+    let wide = shape(4, 2, 256, 4, 0);
+    for shape in [shape(8, 2, 64, 4, 0), wide, shape(8, 2, 64, 4, 0).with_sinks()] {
         let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
         let device = Device::new(&mut random, shape, &seqs);
         let row = shape.heads * shape.head_dim;
@@ -504,6 +536,7 @@ fn attention_for_any_head_dimension_matches_softmax_in_f64() {
         (shape(5, 1, 24, 1, 0), vec![(3, 9), (1, 1), (4, 4)]),
         (shape(4, 4, 256, 4, 5), vec![(2, 30)]),
         (shape(4, 2, 6, 3, 0), vec![(1, 17), (9, 20)]),
+        (shape(5, 1, 24, 1, 4).with_sinks(), vec![(3, 9), (1, 1), (4, 4)]),
     ] {
         let seqs = seqs(&mut random, &shape, &sizes);
         let device = Device::new(&mut random, shape, &seqs);

@@ -1,11 +1,13 @@
 //! Emulated kernels of mixtures of experts: choices, groups and sums against their definitions, and a
 //! slot's product against sums in f64, the same bits in every variant.
+use kernels::backend::ExpertActivation;
+
 use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, read_u32, rounded_all,
-    u32s,
+    some_f32s, u32s,
 };
 use crate::cuda_int8::Int8;
-use crate::support::{Random, assert_close, bits};
+use crate::support::{Random, assert_close, bits, expert_activated};
 
 /// Runs `tutti_route`.
 fn route(logits: &[f32], experts: usize, top_k: usize, normalise: bool, live: Arg) -> Chosen {
@@ -241,7 +243,17 @@ impl Products {
 fn gate_and_up_of_every_slot() {
     let mut random = Random(73);
     let shapes = [(3, 20, 40), (70, 33, 300), (9, 16, 1031)].into_iter();
-    for ((rows, inner, k), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
+    let cases = shapes.flat_map(|it| [(it, false), (it, true)]);
+    for (((rows, inner, k), is_int8), clamped) in cases.zip([false, true, true, false].repeat(2)) {
+        let bias = clamped.then(|| random.vec(EXPERTS * 2 * inner));
+        let activation = match clamped {
+            true => ExpertActivation::Clamped { alpha: 1.702, limit: 1.5 },
+            false => ExpertActivation::Silu,
+        };
+        let constants = match activation {
+            ExpertActivation::Silu => [1.0, f32::INFINITY, 0.0],
+            ExpertActivation::Clamped { alpha, limit } => [alpha, limit, 1.0],
+        };
         let all = Products::random(&mut random, rows, inner, k);
         let all = if is_int8 { all.with_int8(&mut random) } else { all };
         let live = rows - 1;
@@ -254,6 +266,8 @@ fn gate_and_up_of_every_slot() {
             args.extend([poison_bf16(2 * rows * (inner + 1)), slots, tiles, count]);
             args.extend([2, inner, k].map(|n| Arg::U32(n as u32)));
             args.extend([x_stride, w_stride, Arg::U32(inner as u32 + 1)]);
+            args.push(some_f32s(bias.as_deref()));
+            args.extend(constants.map(Arg::F32));
             let (name, at) = all.kernel("gate_up", number);
             let grid = [most, inner.div_ceil(16), 1];
             let out = read_bf16(&launch(&name, grid, 256).run(&args)[at]);
@@ -266,11 +280,13 @@ fn gate_and_up_of_every_slot() {
                 let x = &all.x[slot / 2 * k..][..k];
                 let row = all.experts[slot] as usize * 2 * inner;
                 for (i, got) in out[..inner].iter().enumerate() {
+                    let added = |row: usize| bias.as_ref().map_or(0.0, |bias| f64::from(bias[row]));
                     let (gate, gate_size) = all.dot(x, row + i);
                     let (up, up_size) = all.dot(x, row + inner + i);
-                    let want = gate / (1.0 + (-gate).exp()) * up;
+                    let (gate, up) = (gate + added(row + i), up + added(row + inner + i));
+                    let want = expert_activated(activation, gate, up);
                     let error =
-                        2e-6 * (gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs()));
+                        4e-6 * (gate_size * (2.0 + up.abs()) + up_size * (1.0 + gate.abs()));
                     assert_close(*got, want, error + want.abs() / 250.0, format!("slot {slot}"));
                 }
             }
@@ -288,6 +304,7 @@ fn down_of_every_slot() {
         let all = Products::random(&mut random, rows, n, k);
         let mut all = if is_int8 { all.with_int8(&mut random) } else { all };
         all.x = rounded_all(&random.vec(2 * rows * k));
+        let bias = is_int8.then(|| random.vec(EXPERTS * n));
         let mut first: Option<Vec<u32>> = None;
         for number in [8, 16, 32, 64] {
             let ([slots, tiles, count], most) = all.grouped(number, rows);
@@ -297,6 +314,7 @@ fn down_of_every_slot() {
             args.extend([poison_f32(2 * rows * n), slots, tiles, count]);
             args.extend([0, n, k].map(|n| Arg::U32(n as u32)));
             args.extend([x_stride, w_stride, Arg::U32(n as u32)]);
+            args.push(some_f32s(bias.as_deref()));
             let (name, at) = all.kernel("down", number);
             let features = if number <= 16 { 16 } else { 32 };
             let grid = [most, n.div_ceil(features), 1];
@@ -304,8 +322,11 @@ fn down_of_every_slot() {
             for (slot, out) in out.chunks(n).enumerate() {
                 let x = &all.x[slot * k..][..k];
                 for (i, got) in out.iter().enumerate() {
-                    let (want, size) = all.dot(x, all.experts[slot] as usize * n + i);
-                    assert_close(*got, want, size * 1e-6, format!("slot {slot}"));
+                    let row = all.experts[slot] as usize * n + i;
+                    let (want, size) = all.dot(x, row);
+                    let added = bias.as_ref().map_or(0.0, |bias| f64::from(bias[row]));
+                    let error = (size + added.abs()) * 1e-6;
+                    assert_close(*got, want + added, error, format!("slot {slot}"));
                 }
             }
             let out = bits(&out);

@@ -1,13 +1,14 @@
 //! Mixtures of experts on CPUs: against a naive version in f64 and the reference backend; and law 7:
 //! a row's bits depend on no other row, nor on the threads.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
+use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
-use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, Isa, Precision};
+use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, CpuVector, Isa, Precision};
 use kernels::reference::ReferenceBackend;
 
 use crate::support::{
-    Random, Weight, as_taken, assert_close, backend_in, bits, buffer, isas, poisoned, variants,
+    Random, Weight, as_taken, assert_close, backend_in, bits, buffer, expert_activated, isas,
+    poisoned, variants,
 };
 
 const TOLERANCE: f64 = 1.5e-5;
@@ -21,6 +22,9 @@ pub(crate) struct Layer {
     /// Gate, up, gate, up, ..
     pub(crate) gate_up: Vec<Weight>,
     pub(crate) down: Vec<Weight>,
+    /// Of the router, of each gate and up, of each down.
+    pub(crate) biases: Option<[Vec<f32>; 3]>,
+    pub(crate) activation: ExpertActivation,
 }
 
 /// What a backend has made of one.
@@ -28,6 +32,14 @@ struct Loaded {
     router: kernels::cpu::CpuMatrix,
     gate_up: CpuStack,
     down: CpuStack,
+    biases: Option<[CpuVector; 3]>,
+}
+
+impl Loaded {
+    /// That of the router, of gate and up, of down.
+    fn bias(&self, which: usize) -> Option<&CpuVector> {
+        self.biases.as_ref().map(|biases| &biases[which])
+    }
 }
 
 fn hosts(weights: &[Weight]) -> Vec<HostMatrix<'_>> {
@@ -54,7 +66,21 @@ impl Layer {
         };
         let router = many(1, experts, hidden).remove(0);
         let (gate_up, down) = (many(2 * experts, inner, hidden), many(experts, hidden, inner));
-        Self { routing, hidden, inner, router, gate_up, down }
+        let activation = ExpertActivation::Silu;
+        Self { routing, hidden, inner, router, gate_up, down, biases: None, activation }
+    }
+
+    /// The same with biases, and activations many of which reach their limit.
+    fn clamped(self, random: &mut Random) -> Self {
+        let (experts, hidden, inner) = (self.routing.num_experts, self.hidden, self.inner);
+        let biases = [experts, 2 * experts * inner, experts * hidden].map(|len| random.vec(len));
+        let activation = ExpertActivation::Clamped { alpha: 1.702, limit: 0.75 };
+        Self { biases: Some(biases), activation, ..self }
+    }
+
+    /// Of matrix `index` of `which`.
+    fn bias(&self, which: usize, index: usize, width: usize) -> Option<&[f32]> {
+        self.biases.as_ref().map(|biases| &biases[which][index * width..][..width])
     }
 
     /// The same with experts in int8.
@@ -68,6 +94,10 @@ impl Layer {
             router: self.router.load(backend),
             gate_up: load_stack(backend, &self.gate_up),
             down: load_stack(backend, &self.down),
+            biases: self
+                .biases
+                .as_ref()
+                .map(|all| all.each_ref().map(|bias| backend.load_vector(bias).unwrap())),
         }
     }
 
@@ -81,19 +111,27 @@ impl Layer {
         let rows = x.len() / self.hidden;
         let input = buffer(backend, x, self.hidden);
         let mut routes = backend.new_routes(rows + 2, self.routing).unwrap();
-        backend.route(&input, &loaded.router, &mut routes).unwrap();
+        backend.route(&input, &loaded.router, loaded.bias(0), &mut routes).unwrap();
         let mut inner = poisoned(backend, rows * self.routing.top_k + 1, self.inner);
-        backend.experts_gate_up_silu(&input, &loaded.gate_up, &routes, &mut inner).unwrap();
+        let (bias, activation) = (loaded.bias(1), self.activation);
+        backend
+            .experts_gate_up(&input, &loaded.gate_up, bias, activation, &routes, &mut inner)
+            .unwrap();
         assert_eq!(inner.rows(), rows * self.routing.top_k);
         let mut out = poisoned(backend, rows + 1, self.hidden);
-        backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+        backend.experts_down(&inner, 0, &loaded.down, loaded.bias(2), &routes, &mut out).unwrap();
         assert_eq!(out.rows(), rows);
         (routes, inner.values().to_vec(), out.values().to_vec())
     }
 
     /// The experts of one row and their weights, in f64.
     pub(crate) fn choose(&self, x: &[f32]) -> Vec<(usize, f64)> {
-        let logits: Vec<f64> = self.router.product(x, None).into_iter().map(|(x, _)| x).collect();
+        let logits: Vec<f64> = self
+            .router
+            .product(x, self.bias(0, 0, self.routing.num_experts))
+            .into_iter()
+            .map(|(x, _)| x)
+            .collect();
         let mut order: Vec<usize> = (0..logits.len()).collect();
         order.sort_by(|a, b| logits[*b].total_cmp(&logits[*a]));
         order.truncate(self.routing.top_k);
@@ -109,12 +147,12 @@ impl Layer {
 
     /// The inner activations of a row at an expert, and their sizes.
     pub(crate) fn inner_of(&self, x: &[f32], expert: usize) -> Vec<(f64, f64)> {
-        let gate = self.gate_up[2 * expert].product(x, None);
-        let up = self.gate_up[2 * expert + 1].product(x, None);
+        let [gate, up] = [2 * expert, 2 * expert + 1]
+            .map(|index| self.gate_up[index].product(x, self.bias(1, index, self.inner)));
         let both = gate.into_iter().zip(up);
         both.map(|((gate, gate_size), (up, up_size))| {
-            let size = gate_size * (1.0 + up.abs()) + up_size * (1.0 + gate.abs());
-            (gate / (1.0 + (-gate).exp()) * up, size)
+            let size = gate_size * (2.0 + up.abs()) + up_size * (1.0 + gate.abs());
+            (expert_activated(self.activation, gate, up), size)
         })
         .collect()
     }
@@ -138,6 +176,7 @@ fn experts_match_the_naive_version() {
         ] {
             let layer = Layer::random(&mut random, routing, hidden, inner);
             let layer = if is_int8 { layer.quantised() } else { layer };
+            let layer = if routing.normalise { layer.clamped(&mut random) } else { layer };
             let mut backend = backend_in(isa, precision, 2);
             let loaded = layer.load(&mut backend);
             for rows in [1, 2, 7, 40] {
@@ -158,7 +197,8 @@ fn experts_match_the_naive_version() {
                         for (got, (want, size)) in own.iter().zip(layer.inner_of(&taken, expert)) {
                             assert_close(*got, want, TOLERANCE * size + 1e-6, &at);
                         }
-                        let down = layer.down[expert].product(&as_taken(precision, own), None);
+                        let down = layer.down[expert]
+                            .product(&as_taken(precision, own), layer.bias(2, expert, hidden));
                         for (want, (made, size)) in want.iter_mut().zip(down) {
                             want.0 += f64::from(weights[slot]) * made;
                             want.1 += f64::from(weights[slot]) * size;
@@ -181,6 +221,7 @@ fn the_reference_makes_the_same() {
     for (routing, is_int8) in routings.flat_map(|it| [(it, false), (it, true)]) {
         let layer = Layer::random(&mut random, routing, 24, 20);
         let layer = if is_int8 { layer.quantised() } else { layer };
+        let layer = if routing.normalise { layer.clamped(&mut random) } else { layer };
         let mut cpu = backend_in(Isa::Portable, Precision::Float32, 1);
         let loaded = layer.load(&mut cpu);
         let x = random.vec(9 * 24);
@@ -191,16 +232,19 @@ fn the_reference_makes_the_same() {
         let router = reference.load_matrix(&[layer.router.host()]).unwrap();
         let gate_up = load_stack(&mut reference, &layer.gate_up);
         let down = load_stack(&mut reference, &layer.down);
+        let bias = |which: usize| layer.biases.as_ref().map(|biases| &biases[which]);
         let mut input = reference.new_buffer(9, 24).unwrap();
         input.values_mut().copy_from_slice(&x);
         let mut found = reference.new_routes(9, routing).unwrap();
-        reference.route(&input, &router, &mut found).unwrap();
+        reference.route(&input, &router, bias(0), &mut found).unwrap();
         let (same, close) = reference.read_routes(&found).unwrap();
         assert_eq!(experts, same);
         let mut middle = reference.new_buffer(9 * routing.top_k, 20).unwrap();
-        reference.experts_gate_up_silu(&input, &gate_up, &found, &mut middle).unwrap();
+        reference
+            .experts_gate_up(&input, &gate_up, bias(1), layer.activation, &found, &mut middle)
+            .unwrap();
         let mut sum = reference.new_buffer(9, 24).unwrap();
-        reference.experts_down(&middle, 0, &down, &found, &mut sum).unwrap();
+        reference.experts_down(&middle, 0, &down, bias(2), &found, &mut sum).unwrap();
         for (a, b) in [(&weights, &close), (&inner, &middle.values().to_vec())]
             .into_iter()
             .chain([(&out, &sum.values().to_vec())])
@@ -226,7 +270,7 @@ fn choices_have_the_same_bits_with_every_instruction_set() {
             let router = router.load(&mut backend);
             let x = buffer(&mut backend, &x, hidden);
             let mut routes = backend.new_routes(rows, routing).unwrap();
-            backend.route(&x, &router, &mut routes).unwrap();
+            backend.route(&x, &router, None, &mut routes).unwrap();
             let (experts, weights) = backend.read_routes(&routes).unwrap();
             let found = (experts, bits(&weights));
             let same = *first.get_or_insert_with(|| found.clone()) == found;
@@ -240,7 +284,7 @@ fn a_rows_bits_depend_on_no_other_row_and_not_on_threads() {
     let mut random = Random(63);
     // More rows than are computed at a time: 8192 / 30 = 273.
     let many = Layer::random(&mut random, routing(40, 30, false), 34, 9);
-    let wide = Layer::random(&mut random, routing(7, 3, true), 1100, 70);
+    let wide = Layer::random(&mut random, routing(7, 3, true), 1100, 70).clamped(&mut random);
     for (isa, precision) in variants() {
         for (layer, rows) in [(&many, 300), (&wide, 90)] {
             let x = random.vec(rows * layer.hidden);
@@ -275,7 +319,7 @@ fn parts_of_the_columns_add_up() {
             parts.iter_mut().for_each(|part| (part.cols, part.col_start) = (12, first));
             let down = backend.load_stack(&parts).unwrap();
             let mut out = poisoned(&mut backend, 6, 32);
-            backend.experts_down(&inner, first, &down, &routes, &mut out).unwrap();
+            backend.experts_down(&inner, first, &down, None, &routes, &mut out).unwrap();
             sum.iter_mut().zip(out.values()).for_each(|(sum, part)| *sum += part);
         }
         for (a, b) in sum.iter().zip(&whole) {
@@ -298,20 +342,42 @@ fn experts_that_do_not_fit_are_errors() {
     let refused = |result: Result<(), KernelError>| {
         assert!(matches!(result, Err(KernelError::Shape { .. })), "{result:?}");
     };
-    refused(backend.route(&x, &loaded.router, &mut routes));
+    refused(backend.route(&x, &loaded.router, None, &mut routes));
     let mut routes = backend.new_routes(2, layer.routing).unwrap();
     let mut inner = backend.new_buffer(4, 6).unwrap();
+    let short = backend.load_vector(&[0.0; 2]).unwrap();
+    refused(backend.route(&x, &loaded.router, Some(&short), &mut routes));
     // Nothing is routed yet.
-    refused(backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner));
-    backend.route(&x, &loaded.router, &mut routes).unwrap();
-    refused(backend.experts_gate_up_silu(&x, &loaded.down, &routes, &mut inner));
-    backend.experts_gate_up_silu(&x, &loaded.gate_up, &routes, &mut inner).unwrap();
+    refused(backend.experts_gate_up(
+        &x,
+        &loaded.gate_up,
+        None,
+        ExpertActivation::Silu,
+        &routes,
+        &mut inner,
+    ));
+    backend.route(&x, &loaded.router, None, &mut routes).unwrap();
+    refused(backend.experts_gate_up(
+        &x,
+        &loaded.down,
+        None,
+        ExpertActivation::Silu,
+        &routes,
+        &mut inner,
+    ));
+    backend
+        .experts_gate_up(&x, &loaded.gate_up, None, ExpertActivation::Silu, &routes, &mut inner)
+        .unwrap();
     let mut out = backend.new_buffer(2, 8).unwrap();
-    refused(backend.experts_down(&inner, 1, &loaded.down, &routes, &mut out));
-    refused(backend.experts_down(&inner, 0, &loaded.gate_up, &routes, &mut out));
+    refused(backend.experts_down(&inner, 1, &loaded.down, None, &routes, &mut out));
+    refused(backend.experts_down(&inner, 0, &loaded.gate_up, None, &routes, &mut out));
     let mut narrow = backend.new_buffer(2, 7).unwrap();
-    refused(backend.experts_down(&inner, 0, &loaded.down, &routes, &mut narrow));
-    backend.experts_down(&inner, 0, &loaded.down, &routes, &mut out).unwrap();
+    refused(backend.experts_down(&inner, 0, &loaded.down, None, &routes, &mut narrow));
+    backend.experts_down(&inner, 0, &loaded.down, None, &routes, &mut out).unwrap();
+    refused(backend.experts_down(&inner, 0, &loaded.down, Some(&short), &routes, &mut out));
+    let silu = ExpertActivation::Silu;
+    let gate_up = &loaded.gate_up;
+    refused(backend.experts_gate_up(&x, gate_up, Some(&short), silu, &routes, &mut inner));
     let other = Weight::random(&mut Random(66), 5, 8);
     let two = [layer.gate_up[0].host(), other.host()];
     assert!(matches!(backend.load_stack(&two), Err(KernelError::Shape { .. })));

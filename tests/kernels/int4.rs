@@ -1,6 +1,6 @@
 //! Weights of 4 bits on CPUs: against sums in f64 of what the file's integers, zeros and scales stand
 //! for, unrounded; and law 7: a row's bits depend on no other row, nor on the threads.
-use kernels::backend::{Activation, Backend, DType, HostMatrix, Routing, Scales};
+use kernels::backend::{Activation, Backend, DType, ExpertActivation, HostMatrix, Routing, Scales};
 use kernels::cpu::{CpuBackend, CpuMatrix};
 use kernels::reference::ReferenceBackend;
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
@@ -91,7 +91,7 @@ impl Four {
                     transposed(&scales, groups),
                 )
             }
-            Packing::Compressed => {
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
                 let by_group = words(&transposed(&zeros, groups), rows, STRAIGHT);
                 let by_word = transposed(by_group.as_chunks::<4>().0, rows.div_ceil(8));
                 let zeros = by_word.into_iter().flatten().collect();
@@ -318,11 +318,20 @@ fn experts_are_what_their_matrices_are() {
         let down_stack = backend.load_stack(&hosts(&down)).unwrap();
         let input = buffer(&mut backend, &x, hidden);
         let mut routes = backend.new_routes(19, routing).unwrap();
-        backend.route(&input, &loaded_router, &mut routes).unwrap();
+        backend.route(&input, &loaded_router, None, &mut routes).unwrap();
         let mut inners = poisoned(&mut backend, 19, inner);
-        backend.experts_gate_up_silu(&input, &gate_up_stack, &routes, &mut inners).unwrap();
+        backend
+            .experts_gate_up(
+                &input,
+                &gate_up_stack,
+                None,
+                ExpertActivation::Silu,
+                &routes,
+                &mut inners,
+            )
+            .unwrap();
         let mut out = poisoned(&mut backend, 19, hidden);
-        backend.experts_down(&inners, 0, &down_stack, &routes, &mut out).unwrap();
+        backend.experts_down(&inners, 0, &down_stack, None, &routes, &mut out).unwrap();
         for (row, x) in x.chunks(hidden).enumerate() {
             let logits = router.product(x, None);
             let best = (0..3).max_by(|a, b| logits[*a].0.total_cmp(&logits[*b].0)).unwrap();

@@ -27,6 +27,7 @@ mod experts;
 mod int4;
 mod invariance;
 mod masks;
+mod mxfp4;
 mod products;
 mod rows;
 mod sampling;

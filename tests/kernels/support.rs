@@ -1,7 +1,7 @@
 //! Inputs, backends and comparisons that the kernel tests share.
 use std::sync::Arc;
 
-use kernels::backend::{Activation, Backend, Buffer, DType, HostMatrix};
+use kernels::backend::{Activation, Backend, Buffer, DType, ExpertActivation, HostMatrix};
 use kernels::collective::{AbortHandle, Collective};
 use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa, Precision};
 use kernels::error::CollectiveError;
@@ -245,6 +245,18 @@ pub(crate) fn activated(activation: Activation, x: f64) -> f64 {
         Activation::GeluTanh => {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * (x + 0.044_715 * x.powi(3));
             0.5 * x * (1.0 + inner.tanh())
+        }
+    }
+}
+
+/// Likewise.
+pub(crate) fn expert_activated(activation: ExpertActivation, gate: f64, up: f64) -> f64 {
+    match activation {
+        ExpertActivation::Silu => activated(Activation::Silu, gate) * up,
+        ExpertActivation::Clamped { alpha, limit } => {
+            let (alpha, limit) = (f64::from(alpha), f64::from(limit));
+            let gate = gate.min(limit);
+            (up.clamp(-limit, limit) + 1.0) * gate / (1.0 + (-alpha * gate).exp())
         }
     }
 }

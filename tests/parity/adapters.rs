@@ -115,6 +115,7 @@ fn specs() -> Vec<(&'static str, AdapterSpec)> {
         ("mistral-swa", AdapterSpec { alpha: 3.0, ..AdapterSpec::whole(4, 6) }),
         ("gemma3", AdapterSpec::whole(8, 8)),
         ("mixtral", AdapterSpec::attention(8, 7)),
+        ("gpt-oss", AdapterSpec::attention(8, 9)),
         ("phi4-mini", AdapterSpec { modules: FUSED.to_vec(), ..AdapterSpec::whole(8, 8) }),
     ]
 }

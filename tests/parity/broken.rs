@@ -237,6 +237,51 @@ fn packed_tensors_need_all_their_parts() {
     names(&other, &["up_proj.weight_shape", "is [7, 64]", "[128, 64]"]);
 }
 
+#[test]
+fn experts_of_gpt_oss_need_all_their_parts() {
+    let error = |model: &str, change: &dyn Fn(&mut Vec<Tensor>)| {
+        let folder = Folder::copy_of(model);
+        folder.edit(change);
+        let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+        let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+        assert_eq!(said.to_string(), error, "what doctor says");
+        error
+    };
+    for (model, parts) in [
+        ("gpt-oss", &["experts.gate_up_proj", "experts.down_proj", "experts.down_proj_bias"][..]),
+        ("gpt-oss", &["router.weight", "router.bias", "experts.gate_up_proj_bias"]),
+        ("gpt-oss-mxfp4", &["experts.gate_up_proj_scales", "experts.down_proj_scales"]),
+    ] {
+        for part in parts {
+            let name = format!("model.layers.1.mlp.{part}");
+            let lacking = error(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
+            names(&lacking, &[&name, "missing"]);
+        }
+    }
+    let edited = |part: &str, change: &dyn Fn(&mut Tensor)| {
+        let name = format!("model.layers.1.mlp.experts.{part}");
+        let change = |tensors: &mut Vec<Tensor>| {
+            change(tensors.iter_mut().find(|tensor| tensor.name == name).unwrap());
+        };
+        error("gpt-oss-mxfp4", &change)
+    };
+    let short = edited("down_proj_scales", &|tensor| tensor.cut_rows(5));
+    names(&short, &["down_proj_scales", "[5, 64, 2]", "[6, 64, 2]"]);
+    let signed = edited("gate_up_proj_blocks", &|tensor| tensor.dtype = "I8".to_owned());
+    names(&signed, &["gate_up_proj_blocks", "I8", "U8"]);
+    // Each rank's heads' sinks are in it.
+    let folder = Folder::copy_of("gpt-oss");
+    folder.edit(|tensors| {
+        tensors.retain(|tensor| !tensor.name.ends_with("layers.1.self_attn.sinks"))
+    });
+    let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+    names(&error, &["model.layers.1.self_attn.sinks", "missing"]);
+    // Columns that are no multiple of a scale's inputs are no reason to refuse a degree.
+    let error = worker::check::model(&variant("gpt-oss-mxfp4"), 3, Quantization::None);
+    let error = error.unwrap_err().to_string();
+    names(&error, &["degree 3", "experts of 64", "possible degrees: 1, 2, 4"]);
+}
+
 /// Some have symmetric checkpoints' zeros as they are in a file whose form says that they are one less,
 /// some have none.
 #[test]
@@ -275,7 +320,8 @@ fn weights_of_4_bits_stay_small() {
     assert!(bytes("llama-gptq") < bytes("llama-gqa") * 2 / 3);
     assert!(bytes("qwen3-moe-w4a16") < bytes("qwen3-moe") / 2);
     assert!(bytes("mistral-gptq-8") > bytes("mistral-swa") * 9 / 10);
-    for model in ["llama-gptq", "qwen3-moe-w4a16", "llama-w4a16"] {
+    assert!(bytes("gpt-oss-mxfp4") < bytes("gpt-oss") * 3 / 5);
+    for model in ["llama-gptq", "qwen3-moe-w4a16", "llama-w4a16", "gpt-oss-mxfp4"] {
         let config = ModelConfig::load(&variant(model)).unwrap();
         let (files, shard) =
             (WeightFiles::open(&variant(model)).unwrap(), Shard::new(&config, 0, 1).unwrap());

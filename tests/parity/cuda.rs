@@ -95,6 +95,9 @@ variants! {
     mixtral_tp2: "mixtral", 2;
     qwen3_moe: "qwen3-moe", 1;
     qwen3_moe_stacked_tp2: "qwen3-moe-stacked", 2;
+    gpt_oss: "gpt-oss", 1;
+    gpt_oss_tp2: "gpt-oss", 2;
+    gpt_oss_mxfp4: "gpt-oss-mxfp4", 1;
 }
 
 #[test]

@@ -112,7 +112,8 @@ fn in_four_ways(model: &str, batch_invariant: bool, others: u32) -> [(Vec<u32>, 
 #[test]
 fn a_request_gets_the_same_bits_however_it_is_run() {
     // Of experts, tiles have other slots in them, and other numbers of slots.
-    for (model, others) in [("llama-gqa", 75), ("mixtral", 20), ("qwen3-moe", 75)] {
+    for (model, others) in [("llama-gqa", 75), ("mixtral", 20), ("qwen3-moe", 75), ("gpt-oss", 20)]
+    {
         let ways = in_four_ways(model, true, others);
         for (way, result) in ["in pieces", "among others", "again"].iter().zip(&ways[1..]) {
             assert_eq!(result, &ways[0], "{model}: {way}");

@@ -1,6 +1,6 @@
 //! Experts on the CUDA backend (kernels emulated) that group their slots in many chunks: what
 //! thousands of rows do on a GPU, with a few. Against the reference, and bit by bit against one chunk.
-use kernels::backend::{Backend, Buffer, DType, HostMatrix, Routing};
+use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::reference::ReferenceBackend;
@@ -79,14 +79,16 @@ impl Case {
         let mut x = backend.new_input_buffer(rows, hidden).unwrap();
         fill(backend, &mut x, &numbers(4, rows * hidden));
         let mut routes = backend.new_routes(rows, routing).unwrap();
-        backend.route(&x, &router, &mut routes).unwrap();
+        backend.route(&x, &router, None, &mut routes).unwrap();
         let (experts, weights) = backend.read_routes(&routes).unwrap();
         let mut middle = backend.new_input_buffer(rows * top_k, inner).unwrap();
         poison(backend, &middle);
-        backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut middle).unwrap();
+        backend
+            .experts_gate_up(&x, &gate_up, None, ExpertActivation::Silu, &routes, &mut middle)
+            .unwrap();
         let mut out = backend.new_buffer(rows, hidden).unwrap();
         poison(backend, &out);
-        backend.experts_down(&middle, first, &down, &routes, &mut out).unwrap();
+        backend.experts_down(&middle, first, &down, None, &routes, &mut out).unwrap();
         let made = backend.read_buffer(&middle).unwrap();
         (experts, weights, made, backend.read_buffer(&out).unwrap())
     }
@@ -160,7 +162,7 @@ fn a_rows_choice_depends_on_no_other_row() {
         let chunks = values.chunks(at_a_time * hidden);
         let chosen = chunks.map(|values| {
             backend.write_buffer(&mut x, values).unwrap();
-            backend.route(&x, &router, &mut routes).unwrap();
+            backend.route(&x, &router, None, &mut routes).unwrap();
             let (experts, weights) = backend.read_routes(&routes).unwrap();
             (experts, bits(&weights))
         });
@@ -200,9 +202,11 @@ fn rows_that_are_not_there_are_not_written_in_later_chunks() {
     let params = SampleParams::default();
     let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
     queued::begin(&mut backend, &vec![row; there], &[]);
-    backend.route(&x, &router, &mut routes).unwrap();
-    backend.experts_gate_up_silu(&x, &gate_up, &routes, &mut middle).unwrap();
-    backend.experts_down(&middle, 0, &down, &routes, &mut out).unwrap();
+    backend.route(&x, &router, None, &mut routes).unwrap();
+    backend
+        .experts_gate_up(&x, &gate_up, None, ExpertActivation::Silu, &routes, &mut middle)
+        .unwrap();
+    backend.experts_down(&middle, 0, &down, None, &routes, &mut out).unwrap();
     backend.end_step().unwrap();
     middle.set_rows(launched * routing.top_k).unwrap();
     out.set_rows(launched).unwrap();

@@ -126,6 +126,8 @@ variants! {
     qwen3_awq: "qwen3-awq",
     llama_w4a16: "llama-w4a16",
     qwen3_moe_w4a16: "qwen3-moe-w4a16",
+    gpt_oss: "gpt-oss",
+    gpt_oss_mxfp4: "gpt-oss-mxfp4",
 }
 
 /// As transformers 5 saves Gemma 3 with its vision tower: tensors below a prefix, and the text model's

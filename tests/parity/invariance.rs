@@ -38,8 +38,17 @@ fn same(a: &Seq, b: &Seq, what: &str) {
 
 #[test]
 fn chunked_prefill_gives_the_same_bits() {
-    let models =
-        ["mistral-swa", "gemma3", "smollm3", "qwen3", "qwen3-moe", "llama-gptq", "qwen3-moe-w4a16"];
+    let models = [
+        "mistral-swa",
+        "gemma3",
+        "smollm3",
+        "qwen3",
+        "qwen3-moe",
+        "llama-gptq",
+        "qwen3-moe-w4a16",
+        "gpt-oss",
+        "gpt-oss-mxfp4",
+    ];
     for model in std::iter::once(demo()).chain(models.map(variant)) {
         for (on, degree) in ON_AND_DEGREES {
             let mut rig = Rig::on(on, &model, degree);
@@ -149,6 +158,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
         variant("llama-gptq"),
         variant("qwen2-gptq-order"),
         variant("qwen3-moe-w4a16"),
+        variant("gpt-oss"),
+        variant("gpt-oss-mxfp4"),
     ] {
         let golden = goldens(&model).into_iter().max_by_key(|g| g.prompt_ids.len()).unwrap();
         let prompt = &golden.prompt_ids;

@@ -166,6 +166,7 @@ fn four_bits_on_gpus_are_the_same() {
         ("qwen3-awq", 2),
         ("qwen2-gptq-order", 2),
         ("qwen3-moe-w4a16", 1),
+        ("gpt-oss-mxfp4", 2),
     ] {
         let oracle = some_answers(On::Reference, &variant(model), 1, 3, 4);
         let emulated = some_answers(On::FakeCuda, &variant(model), degree, 3, 4);
@@ -184,6 +185,7 @@ fn kernels_for_gpus_make_the_same() {
         ("qwen3-moe", 2),
         ("llama-int8", 1),
         ("qwen3-fp8-blocks", 2),
+        ("gpt-oss", 1),
     ] {
         let oracle = some_answers(On::ReferenceInt8, &variant(model), 1, 3, 4);
         let emulated = some_answers(On::FakeCudaInt8, &variant(model), degree, 3, 4);
@@ -216,4 +218,6 @@ fn experts() {
     check(&variant("mixtral"), RANDOM);
     check(&variant("qwen3-moe"), RANDOM);
     check(&variant("qwen3-moe-stacked"), RANDOM);
+    check(&variant("gpt-oss"), RANDOM);
+    check(&variant("gpt-oss-mxfp4"), RANDOM);
 }

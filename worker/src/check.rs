@@ -47,9 +47,8 @@ pub fn model(
         let norm = format!("model.layers.{layer}.input_layernorm.weight");
         weights.tensor(&norm, &[config.hidden_size])?;
         if let Some(experts) = config.experts.as_ref().filter(|experts| experts.layers[layer]) {
-            let all = 0..experts.intermediate_size;
             let name = format!("model.layers.{layer}");
-            ExpertParts::find(tensors, experts, &name, config.hidden_size, &all, 1)?;
+            ExpertParts::find(tensors, experts, &name, config.hidden_size, &whole)?;
         }
         for Place { name, shape, .. } in Module::places(&config, layer) {
             tensors.weight(&format!("model.layers.{layer}.{name}.weight"), &shape)?;

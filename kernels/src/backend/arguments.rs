@@ -101,6 +101,22 @@ pub enum Activation {
     GeluTanh,
 }
 
+/// What gate and up of an expert become.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub enum ExpertActivation {
+    /// `silu(gate) * up`.
+    #[default]
+    Silu,
+    /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` = gate, at most `limit`, and `u` = up, in `-limit
+    /// ..= limit`.
+    Clamped {
+        /// How steep the sigmoid is.
+        alpha: f32,
+        /// Above 0.
+        limit: f32,
+    },
+}
+
 /// How the rows of a layer choose among its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {

@@ -87,6 +87,8 @@ pub(crate) struct Attention<'a> {
     pub(crate) cache: &'a CpuKvCache,
     pub(crate) layer: usize,
     pub(crate) q: &'a [f32],
+    /// Of each head.
+    pub(crate) sinks: Option<&'a [f32]>,
     pub(crate) out: Disjoint<'a, f32>,
 }
 
@@ -114,7 +116,10 @@ impl Attention<'_> {
         let start = self.shape.sliding_window.map_or(0, |n| end.saturating_sub(n as usize));
         let head = kv_head * group + index % group;
         let row = tile.seq.row_start as usize + row;
-        Query { offset: (row * self.shape.num_heads + head) * self.shape.head_dim, start, end }
+        let offset = (row * self.shape.num_heads + head) * self.shape.head_dim;
+        // Where there is none, one that weighs nothing.
+        let sink = self.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
+        Query { offset, start, end, sink }
     }
 }
 
@@ -127,6 +132,8 @@ struct Query {
     start: usize,
     /// One past the last, which is its own.
     end: usize,
+    /// A score besides, of nothing.
+    sink: f32,
 }
 
 /// K and V of one sequence and KV head.
@@ -200,10 +207,10 @@ fn run_tile(
     }
 }
 
-/// Replaces the first `len` scores by `e^(score - max)` and returns 1 / their sum. What is behind them
-/// may change.
+/// Replaces the first `len` scores by `e^(score - max)` and returns 1 / the sum of theirs and the
+/// sink's. What is behind them may change.
 #[inline(always)]
-fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
+fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32) -> f32 {
     // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.
     let padded = Some(len.next_multiple_of(LANES)).filter(|&padded| padded <= row.len());
     let scores = &mut row[..padded.unwrap_or(len)];
@@ -217,7 +224,7 @@ fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 16];
     largest.store(&mut lanes);
     let larger = |max: f32, &x: &f32| if x > max { x } else { max };
-    let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, larger);
+    let max = lanes.iter().chain(rest).fold(sink, larger);
     let (chunks, rest) = scores.as_chunks_mut::<LANES>();
     let mut lanes = [0.0f32; LANES];
     for chunk in chunks {
@@ -230,5 +237,5 @@ fn softmax<S: Simd>(row: &mut [f32], len: usize) -> f32 {
         *x = exp(*x - max);
         *lane += *x;
     }
-    1.0 / sum_lanes(lanes)
+    1.0 / (sum_lanes(lanes) + exp(sink - max))
 }

@@ -36,6 +36,18 @@ pub(crate) fn product(
     Ok(())
 }
 
+/// So many elements, where there is one.
+pub(crate) fn vector(
+    op: &'static str,
+    name: &str,
+    vector: Option<&CpuVector>,
+    wanted: usize,
+) -> Result<(), KernelError> {
+    let found = vector.map_or(wanted, |vector| vector.len());
+    ensure!(op, found == wanted, "{name} has {found} elements, not {wanted}");
+    Ok(())
+}
+
 /// `addend: [rows, width]`, where there is one.
 pub(crate) fn addend(
     op: &'static str,

@@ -1,8 +1,8 @@
 //! Operations on one row or head at a time: RMSNorm, RoPE, an activation times up. Compiled per instruction
 //! set; the order of every sum depends on the row's length alone.
 use super::isa::{Isa, multiversion};
-use super::math::{gelu_tanh, silu, sum_by};
-use crate::backend::Activation;
+use super::math::{exp, gelu_tanh, silu, sum_by};
+use crate::backend::{Activation, ExpertActivation};
 
 multiversion! {
     /// `residual += delta`, then `out = residual / rms(residual) * weight`.
@@ -100,7 +100,7 @@ fn norm_rope_body<const FMA: bool>(
 
 multiversion! {
     /// `out = silu(gate) * up`.
-    pub(crate) fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_mul_body
+    fn silu_mul(gate: &[f32], up: &[f32], out: &mut [f32]) = silu_mul_body
 }
 
 #[inline(always)]
@@ -133,6 +133,44 @@ pub(crate) fn activate_mul(
     match activation {
         Activation::Silu => silu_mul(isa, gate, up, out),
         Activation::GeluTanh => gelu_tanh_mul(isa, gate, up, out),
+    }
+}
+
+multiversion! {
+    /// `out = g * sigmoid(alpha * g) * (u + 1)`, gate and up clamped.
+    fn clamped_mul(gate: &[f32], up: &[f32], alpha: f32, limit: f32, out: &mut [f32])
+        = clamped_mul_body
+}
+
+#[inline(always)]
+fn clamped_mul_body<const FMA: bool>(
+    gate: &[f32],
+    up: &[f32],
+    alpha: f32,
+    limit: f32,
+    out: &mut [f32],
+) {
+    // What is no number stays none.
+    let below = |x: f32, most: f32| if x > most { most } else { x };
+    let above = |x: f32, least: f32| if x < least { least } else { x };
+    for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
+        let gate = below(gate, limit);
+        let up = above(below(up, limit), -limit);
+        *out = gate / (1.0 + exp(-alpha * gate)) * (up + 1.0);
+    }
+}
+
+/// `out` = what gate and up of an expert become.
+pub(crate) fn expert_mul(
+    isa: Isa,
+    activation: ExpertActivation,
+    gate: &[f32],
+    up: &[f32],
+    out: &mut [f32],
+) {
+    match activation {
+        ExpertActivation::Silu => silu_mul(isa, gate, up, out),
+        ExpertActivation::Clamped { alpha, limit } => clamped_mul(isa, gate, up, alpha, limit, out),
     }
 }
 

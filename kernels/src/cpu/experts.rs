@@ -6,8 +6,8 @@ use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
-use super::{CpuBackend, CpuBuffer, GRAIN};
-use crate::backend::{Buffer, Choices, NOT_ASSIGNED, Routing};
+use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
+use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
 use crate::error::KernelError;
 
 mod router;
@@ -154,6 +154,7 @@ impl CpuBackend {
         &mut self,
         x: &CpuBuffer,
         router: &CpuMatrix,
+        bias: Option<&CpuVector>,
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
         let op = "route";
@@ -161,6 +162,7 @@ impl CpuBackend {
         let (rows, width) = (x.rows(), x.width());
         let found = (router.rows(), router.cols());
         ensure!(op, found == (num_experts, width), "router is {found:?}, x {width} wide");
+        check::vector(op, "bias", bias, num_experts)?;
         ensure!(op, rows <= routes.rows_max, "x has {rows} rows, room is for {}", routes.rows_max);
         routes.rows = rows;
         let Self { isa, pool, wide, .. } = self;
@@ -168,6 +170,11 @@ impl CpuBackend {
         router::multiply(*isa, pool, rows, &|i| x.row(i), router.panels(), logits)?;
         let experts = Disjoint::new(&mut routes.experts);
         let weights = Disjoint::new(&mut routes.weights);
+        if let Some(bias) = bias {
+            for logits in logits.chunks_exact_mut(num_experts) {
+                logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
+            }
+        }
         let logits = &*logits;
         pool.run_ranges(rows, (GRAIN / (num_experts * top_k)).max(1), &|range, _| {
             for row in range {
@@ -183,14 +190,16 @@ impl CpuBackend {
     pub(super) fn experts_inner(
         &mut self,
         x: &CpuBuffer,
-        weight: &CpuStack,
+        (weight, bias): (&CpuStack, Option<&CpuVector>),
+        activation: ExpertActivation,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_gate_up_silu";
+        let op = "experts_gate_up";
         let Routing { num_experts, top_k, .. } = routes.routing;
         let inner = out.width();
         stack(op, weight, 2 * num_experts, x.width(), inner)?;
+        check::vector(op, "bias", bias, 2 * num_experts * inner)?;
         let (rows, routed) = (x.rows(), routes.rows);
         ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
         out.set_rows(rows * top_k)?;
@@ -207,6 +216,7 @@ impl CpuBackend {
             let room = Grouped::pair_room(groups);
             let sums = wide.get(pool.num_threads() * room)?;
             let out = Disjoint::new(out.values_mut());
+            let weight = (weight, bias.map(|bias| &**bias));
             grouped.multiply_pairs(pool, tasks, weight, sums, room, &|group, panels, sums| {
                 let count = group.rows.len();
                 let half = gemm::pair_panels(count) * PANEL;
@@ -216,7 +226,7 @@ impl CpuBackend {
                     let (gate, up) = sums.split_at(half);
                     // SAFETY: the columns of the expert's rows belong to one task.
                     let out = unsafe { out.slice((first + slots[place]) * inner + start, len) };
-                    elementwise::silu_mul(*isa, &gate[..len], &up[..len], out);
+                    elementwise::expert_mul(*isa, activation, &gate[..len], &up[..len], out);
                 }
             })?;
         }
@@ -227,7 +237,7 @@ impl CpuBackend {
         &mut self,
         x: &CpuBuffer,
         first_column: usize,
-        weight: &CpuStack,
+        (weight, bias): (&CpuStack, Option<&CpuVector>),
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
@@ -235,6 +245,7 @@ impl CpuBackend {
         let Routing { num_experts, top_k, .. } = routes.routing;
         let (rows, width, cols) = (routes.rows, out.width(), weight.cols());
         stack(op, weight, num_experts, cols, width)?;
+        check::vector(op, "bias", bias, num_experts * width)?;
         let end = first_column.saturating_add(cols);
         ensure!(op, end <= x.width(), "columns {first_column}..{end} of x, {} wide", x.width());
         let found = x.rows();
@@ -253,7 +264,7 @@ impl CpuBackend {
             let source = |place: usize| &x.row(own.start + slots[place])[first_column..end];
             let grouped = Grouped::prepare(arithmetic, pool, acts, groups, cols, &source)?;
             let made = wide.get(count * top_k * width)?;
-            grouped.multiply(pool, tasks, weight, made)?;
+            grouped.multiply(pool, tasks, (weight, bias.map(|bias| &**bias)), made)?;
             let weights = &routes.weights[own.clone()];
             let (made, places) = (&*made, &places[..]);
             pool.run_ranges(count, (GRAIN / (top_k * width)).max(1), &|range, _| {

@@ -5,9 +5,10 @@ use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
+use super::products::bias_fits;
 use super::stream::Stream;
-use super::tensors::{CudaBuffer, CudaMatrix, Element};
-use crate::backend::{Buffer, Choices, NOT_ASSIGNED, Routing};
+use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
+use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
 use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
@@ -129,6 +130,7 @@ impl CudaBackend {
         &mut self,
         x: &CudaBuffer,
         router: &CudaMatrix,
+        bias: Option<&CudaVector>,
         routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
         let op = "route";
@@ -136,6 +138,7 @@ impl CudaBackend {
         let found = (router.rows(), router.cols());
         let wanted = (num_experts, x.width());
         ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
+        bias_fits(op, bias, num_experts)?;
         ensure!(op, router.weight().is_bf16(), "the router is quantised: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
@@ -153,7 +156,8 @@ impl CudaBackend {
         // Always this project's own product, whose sums depend on k alone: another algorithm on another
         // rank, or for another number of rows, could choose another expert, and no rank could tell.
         let sizes = (count, num_experts, x.width());
-        let call = launch::skinny((from, None), router.at(), None, out, sizes, live);
+        let bias = bias.map(CudaVector::ptr);
+        let call = launch::skinny((from, None), router.at(), bias, out, sizes, live);
         // SAFETY: operands and result have the rows and columns that were checked.
         unsafe { self.device.launch(call) }?;
         let chosen = (routes.experts.ptr(), routes.weights.ptr());
@@ -206,15 +210,17 @@ impl CudaBackend {
     pub(super) fn experts_inner(
         &mut self,
         x: &CudaBuffer,
-        weight: &CudaStack,
+        (weight, bias): (&CudaStack, Option<&CudaVector>),
+        activation: ExpertActivation,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_gate_up_silu";
+        let op = "experts_gate_up";
         let Routing { num_experts, top_k, .. } = routes.routing;
         let (inner, cols) = (out.width(), x.width());
         let (found, wanted) = (weight.sizes(), (2 * num_experts, inner, cols));
         ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
+        bias_fits(op, bias, 2 * num_experts * inner)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
         let (rows, routed) = (x.rows(), routes.rows);
@@ -229,7 +235,8 @@ impl CudaBackend {
         ensure!(op, count <= most, "{count} rows, room for {most}");
         for chunk in 0..routes.chunks(count) {
             let grouped = routes.grouped(count, chunk);
-            let call = experts::gate_up(from, w, to, &grouped, (top_k, inner, cols));
+            let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
+            let call = experts::gate_up(from, w, activation, to, &grouped, sizes);
             // SAFETY: shapes were checked; tiles name slots of live rows alone.
             unsafe { self.device.launch(call) }?;
         }
@@ -240,7 +247,7 @@ impl CudaBackend {
         &mut self,
         x: &CudaBuffer,
         first: usize,
-        weight: &CudaStack,
+        (weight, bias): (&CudaStack, Option<&CudaVector>),
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
@@ -250,6 +257,7 @@ impl CudaBackend {
         let (found, cols) = (weight.sizes(), weight.all.cols());
         let wanted = (num_experts, width, cols);
         ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
+        bias_fits(op, bias, num_experts * width)?;
         let end = first.saturating_add(cols);
         ensure!(op, end <= x.width(), "columns {first}..{end} of x, {} wide", x.width());
         let found = x.rows();
@@ -287,6 +295,7 @@ impl CudaBackend {
             let parts = Rows { ptr: made, stride: width };
             let grouped = routes.grouped(count, chunk);
             let first_slot = own.start * top_k;
+            let w = (w, bias.map(CudaVector::ptr));
             let call = experts::down(from, w, parts, &grouped, (first_slot, width, cols));
             // SAFETY: shapes were checked; tiles name slots of this chunk's live rows alone.
             unsafe { self.device.launch(call) }?;

@@ -173,6 +173,7 @@ impl CudaBackend {
                 seqs: at(layout.seqs),
                 block_tables: at(layout.tables),
                 out: result.ptr(),
+                sinks: None,
             };
             let partials = Partials { out: out.ptr(), ml: ml.ptr() };
             let work = DecodeWork {

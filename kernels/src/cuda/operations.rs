@@ -18,8 +18,8 @@ use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
 };
 use crate::backend::{
-    Activation, AttentionShape, Backend, Batch, Buffer, Choices, HostMatrix, KvShape, QkvWeights,
-    RopeTable, Routing, StepInputs,
+    Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
+    KvShape, QkvWeights, RopeTable, Routing, StepInputs,
 };
 use crate::collective::Tally;
 use crate::cpu::check;
@@ -386,6 +386,7 @@ impl Backend for CudaBackend {
     fn paged_attention(
         &mut self,
         q: &CudaBuffer,
+        sinks: Option<&CudaVector>,
         shape: &AttentionShape,
         batch: &Batch<'_>,
         cache: &CudaKvCache,
@@ -397,6 +398,8 @@ impl Backend for CudaBackend {
         let width = shape.num_heads * shape.head_dim;
         ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
         ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let (found, wanted) = (sinks.map(CudaVector::len), shape.num_heads);
+        ensure!(op, found.unwrap_or(wanted) == wanted, "{found:?} sinks, not {wanted}");
         let from = q.of(Element::Bf16, op, "q")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?.ptr;
         let rows = q.rows();
@@ -419,6 +422,7 @@ impl Backend for CudaBackend {
             seqs: self.step.at(layout.seqs),
             block_tables: self.step.at(layout.tables),
             out: to,
+            sinks: sinks.map(CudaVector::ptr),
         };
         let counts = self.step.counts();
         ensure!(op, counts.rows <= out.rows_max(), "{} rows, too many", counts.rows);
@@ -521,23 +525,26 @@ impl Backend for CudaBackend {
         &mut self,
         x: &CudaBuffer,
         router: &CudaMatrix,
+        bias: Option<&CudaVector>,
         routes: &mut CudaRoutes,
     ) -> Result<(), KernelError> {
-        self.choose_experts(x, router, routes)
+        self.choose_experts(x, router, bias, routes)
     }
 
     fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
         self.assign_experts(experts, routes)
     }
 
-    fn experts_gate_up_silu(
+    fn experts_gate_up(
         &mut self,
         x: &CudaBuffer,
         weight: &CudaStack,
+        bias: Option<&CudaVector>,
+        activation: ExpertActivation,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        self.experts_inner(x, weight, routes, out)
+        self.experts_inner(x, (weight, bias), activation, routes, out)
     }
 
     fn experts_down(
@@ -545,10 +552,11 @@ impl Backend for CudaBackend {
         x: &CudaBuffer,
         first: usize,
         weight: &CudaStack,
+        bias: Option<&CudaVector>,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        self.experts_outer(x, first, weight, routes, out)
+        self.experts_outer(x, first, (weight, bias), routes, out)
     }
 
     fn lm_head(

@@ -471,7 +471,9 @@ fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u
         DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
             *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
         }),
-        DType::F32 | DType::F8E4M3 | DType::I8 | DType::Packed => part.row_bf16(row, room, used),
+        DType::F32 | DType::F8E4M3 | DType::I8 | DType::E8M0 | DType::Packed => {
+            part.row_bf16(row, room, used);
+        }
     }
     padding.fill(0);
 }

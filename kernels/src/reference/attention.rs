@@ -40,7 +40,7 @@ pub(super) fn finish_heads(
 /// Attention of all rows and heads of one sequence.
 #[allow(clippy::too_many_arguments, reason = "the operation's own arguments and its scratch")]
 pub(super) fn attend(
-    q: &ReferenceBuffer,
+    (q, sinks): (&ReferenceBuffer, Option<&Vec<f32>>),
     shape: &AttentionShape,
     batch: &Batch<'_>,
     seq: &SeqRows,
@@ -69,6 +69,8 @@ pub(super) fn attend(
             scores.extend(visible.clone().map(|position| {
                 scale * dot(query, cache.key(layer, slot(position), head / group))
             }));
+            // A token besides, whose weight is of no use to anybody.
+            scores.extend(sinks.map(|sinks| sinks[head]));
             softmax(scores);
             let mixed = &mut out.row_mut(row)[columns];
             mixed.fill(0.0);

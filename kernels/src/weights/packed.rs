@@ -1,7 +1,7 @@
 //! Integers of 4 or 8 bits in words of 32, with a scale and a zero for each group of inputs: GPTQ's,
-//! AWQ's and compressed-tensors' ways to lay them out.
+//! AWQ's and compressed-tensors' ways to lay them out; and MXFP4, whose 4 bits are a float.
 //!
-//! A weight is (integer - zero) x scale, in f32. Where a backend has no 4 bits of its own, that is
+//! A weight is (integer - zero) x scale, or float x scale, in f32. Where a backend has no 4 bits of its own, that is
 //! rounded once to bf16. Where it has, which matrices stay in 4 bits is decided by the file and by
 //! the columns taken alone ([`int4_groups`]), so that all who take the same columns compute alike.
 use super::{DType, HostMatrix, Scales, widen};
@@ -22,7 +22,16 @@ pub enum Packing {
     /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]` of
     /// consecutive outputs, scales `[out, groups]`; the last words are filled up.
     Compressed,
+    /// OCP's MXFP4, as gpt-oss has it: as the one before, of 4 bits which are [`E2M1`], without zeros.
+    Mxfp4 {
+        /// Rows of the tensor from one row of the matrix to the next.
+        step: usize,
+    },
 }
+
+/// What 4 bits are worth as OCP's E2M1: a sign, 2 bits of exponent, one of mantissa.
+pub(crate) const E2M1: [f32; 16] =
+    [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
 /// Where in an AWQ word the output is that is so many behind the word's first.
 const AWQ_PLACES: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
@@ -74,8 +83,10 @@ impl Packed<'_> {
     pub(super) fn check(&self, op: &'static str) -> Result<(), KernelError> {
         let fault = |message: String| Err(KernelError::Shape { op, message });
         let Self { packing, bits, rows, cols, num_groups, .. } = *self;
-        let is_known = matches!((packing, bits), (Packing::Awq, 4))
-            || (packing != Packing::Awq && matches!(bits, 4 | 8));
+        let is_known = match packing {
+            Packing::Awq | Packing::Mxfp4 { .. } => bits == 4,
+            _ => matches!(bits, 4 | 8),
+        };
         if !is_known {
             return fault(format!("integers of {bits} bits in {packing:?}"));
         }
@@ -88,7 +99,7 @@ impl Packed<'_> {
             Packing::Awq => {
                 (product(cols, rows.div_ceil(n)), product(num_groups, rows.div_ceil(n)))
             }
-            Packing::Compressed => {
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
                 (product(rows, cols.div_ceil(n)), product(rows.div_ceil(n), num_groups))
             }
         };
@@ -129,14 +140,14 @@ impl Packed<'_> {
 
     /// The integers of row `row` of the matrix, the columns from `first` of the tensor on.
     pub(crate) fn integers(&self, row: usize, first: usize, out: &mut [u8]) {
-        let (row, bits, n) = (row.saturating_add(self.first_row), self.bits, self.per_word());
+        let (row, bits, n) = (self.row_of(row), self.bits, self.per_word());
         let mask = (1 << bits) - 1;
         if row >= self.rows {
             return out.fill(self.middle());
         }
         let (start, step) = match self.packing {
             Packing::Gptq { .. } => (row, self.rows),
-            Packing::Compressed => (row * self.cols.div_ceil(n), 1),
+            Packing::Compressed | Packing::Mxfp4 { .. } => (row * self.cols.div_ceil(n), 1),
             Packing::Awq => {
                 let (start, step) = (row / n, self.rows.div_ceil(n));
                 let shift = AWQ_PLACES[row % n] * bits;
@@ -162,12 +173,23 @@ impl Packed<'_> {
 
     /// What rows behind the last have, and all zeros where the file has none.
     fn middle(&self) -> u8 {
-        (1 << (self.bits - 1)) as u8
+        if self.is_float() { 0 } else { (1 << (self.bits - 1)) as u8 }
+    }
+
+    /// Whether the bits are a float: then zeros are none.
+    fn is_float(&self) -> bool {
+        matches!(self.packing, Packing::Mxfp4 { .. })
+    }
+
+    /// The tensor's row that is row `row` of the matrix.
+    fn row_of(&self, row: usize) -> usize {
+        let step = if let Packing::Mxfp4 { step } = self.packing { step } else { 1 };
+        row.saturating_mul(step).saturating_add(self.first_row)
     }
 
     /// The zero and the scale of a group of row `row` of the matrix.
     pub(crate) fn zero_and_scale(&self, row: usize, group: usize) -> (u8, f32) {
-        let (row, bits, n) = (row.saturating_add(self.first_row), self.bits, self.per_word());
+        let (row, bits, n) = (self.row_of(row), self.bits, self.per_word());
         if row >= self.rows {
             return (self.middle(), 0.0);
         }
@@ -181,7 +203,7 @@ impl Packed<'_> {
                 let word = group * self.rows.div_ceil(n) + row / n;
                 (word, AWQ_PLACES[row % n], 0, group * self.rows + row)
             }
-            Packing::Compressed => {
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
                 let word = row / n * self.num_groups + group;
                 (word, (row % n) as u32, 0, row * self.num_groups + group)
             }
@@ -221,7 +243,10 @@ impl Packed<'_> {
             known = Some((group, (zero, scale)));
             let own = done..(next - first).min(out.len());
             for (to, &integer) in out[own.clone()].iter_mut().zip(&integers[own.clone()]) {
-                *to = (f32::from(integer) - f32::from(zero)) * scale;
+                *to = match self.is_float() {
+                    true => E2M1[usize::from(integer & 15)] * scale,
+                    false => (f32::from(integer) - f32::from(zero)) * scale,
+                };
             }
             done = own.end;
         }
@@ -239,13 +264,16 @@ pub struct Int4Groups {
     pub len: usize,
     /// How many.
     pub count: usize,
+    /// The 4 bits of a weight are [`Packing::Mxfp4`]'s float, no integer.
+    pub is_float: bool,
 }
 
 impl Int4Groups {
-    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and a zero.
+    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and, of integers, a zero.
     #[must_use]
     pub fn bytes(&self, rows: u64, cols: u64) -> u64 {
-        rows * (cols.div_ceil(2) + 5 * self.count as u64)
+        let each = if self.is_float { 4 } else { 5 };
+        rows * (cols.div_ceil(2) + each * self.count as u64)
     }
 }
 
@@ -268,7 +296,8 @@ impl HostMatrix<'_> {
             first_len == self.cols || (first_len.is_multiple_of(8) && size.is_multiple_of(8));
         let count = 1 + (self.cols - first_len).div_ceil(size);
         let first = self.col_start / size;
-        is_aligned.then_some(Int4Groups { first, first_len, len: size, count })
+        let is_float = packed.is_float();
+        is_aligned.then_some(Int4Groups { first, first_len, len: size, count, is_float })
     }
 }
 

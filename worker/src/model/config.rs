@@ -2,7 +2,7 @@
 //! `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`), validated.
 use std::path::Path;
 
-use kernels::backend::{Activation, Routing};
+use kernels::backend::{Activation, ExpertActivation, Routing};
 use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
@@ -14,11 +14,13 @@ use super::quantization::{self, Quantised};
 use super::rope::RopeConfig;
 
 mod gemma3;
+mod gpt_oss;
 mod rope;
 
 /// Architectures this worker computes.
-pub const ARCHITECTURES: [&str; 9] = [
+pub const ARCHITECTURES: [&str; 10] = [
     gemma3::ARCHITECTURE,
+    gpt_oss::ARCHITECTURE,
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",
@@ -38,6 +40,8 @@ pub struct ModelConfig {
     pub intermediate_size: usize,
     /// Mixtures of experts, where some layers have them instead of an MLP.
     pub experts: Option<ExpertsConfig>,
+    /// Every head has a score besides those of tokens.
+    pub sinks: bool,
     /// Decoder layers.
     pub num_layers: usize,
     /// Query heads.
@@ -108,6 +112,8 @@ struct Raw {
     num_local_experts: Option<usize>,
     num_experts_per_tok: Option<usize>,
     moe_intermediate_size: Option<usize>,
+    swiglu_alpha: Option<f32>,
+    swiglu_limit: Option<f32>,
     norm_topk_prob: Option<bool>,
     decoder_sparse_step: Option<usize>,
     mlp_only_layers: Option<Vec<usize>>,
@@ -178,8 +184,9 @@ impl ModelConfig {
         let qwen3 = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"].contains(&architecture.as_str());
         // Mistral's, Mixtral's, Phi-3's and Qwen2's code does not read the key.
         let llama = ["LlamaForCausalLM", "SmolLM3ForCausalLM"].contains(&architecture.as_str());
-        let reads_bias = qwen3 || is_gemma || llama;
-        let attention_bias = reads_bias && raw.attention_bias.unwrap_or(false);
+        let is_gpt_oss = architecture == gpt_oss::ARCHITECTURE;
+        let reads_bias = qwen3 || is_gemma || llama || is_gpt_oss;
+        let attention_bias = reads_bias && raw.attention_bias.unwrap_or(is_gpt_oss);
         let num_layers = size("num_hidden_layers", raw.num_hidden_layers)?;
         let experts = experts(&raw, &architecture, num_layers)?;
         let positions = model_config::positions(&config)?;
@@ -206,6 +213,7 @@ impl ModelConfig {
             hidden_size,
             intermediate_size,
             experts,
+            sinks: is_gpt_oss,
             num_layers,
             num_heads,
             num_kv_heads,
@@ -231,6 +239,12 @@ impl ModelConfig {
             is_bf16: raw.dtype.or(raw.torch_dtype).as_deref() == Some("bfloat16"),
         })
     }
+
+    /// What gate and up of experts become.
+    #[must_use]
+    pub fn expert_activation(&self) -> ExpertActivation {
+        self.experts.as_ref().map(|experts| experts.activation).unwrap_or_default()
+    }
 }
 
 fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
@@ -243,16 +257,19 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     }
 }
 
-/// Mixtral has experts in every layer, of `intermediate_size`; Qwen3-MoE in every
+/// Mixtral and gpt-oss have experts in every layer, of `intermediate_size`; Qwen3-MoE in every
 /// `decoder_sparse_step`th, but for `mlp_only_layers`.
 fn experts(
     raw: &Raw,
     architecture: &str,
     num_layers: usize,
 ) -> Result<Option<ExpertsConfig>, String> {
+    let is_interleaved = architecture == gpt_oss::ARCHITECTURE;
+    // Experts in every layer, of `intermediate_size`.
     let mixtral = match architecture {
         "MixtralForCausalLM" => true,
         "Qwen3MoeForCausalLM" => false,
+        _ if is_interleaved => true,
         _ => return Ok(None),
     };
     let (experts_most, top_most) = Routing::MOST;
@@ -281,12 +298,17 @@ fn experts(
         return Err("mlp_only_layers and decoder_sparse_step leave no layer with experts".into());
     }
     let routing = Routing { num_experts, top_k, normalise };
-    Ok(Some(ExpertsConfig { routing, intermediate_size, layers }))
+    let activation = match is_interleaved {
+        true => gpt_oss::activation(raw.swiglu_alpha, raw.swiglu_limit)?,
+        false => ExpertActivation::Silu,
+    };
+    Ok(Some(ExpertsConfig { routing, intermediate_size, layers, activation, is_interleaved }))
 }
 
 /// Mistral, Mixtral, Phi-3 and Qwen3-MoE slide in every layer (Qwen if `use_sliding_window`); other
-/// Qwen and SmolLM3, if `use_sliding_window`, in the layers that `layer_types` names, or else Qwen
-/// from layer `max_window_layers` on and SmolLM3 where positions are not told; Llama never.
+/// Qwen and SmolLM3, if `use_sliding_window`, and gpt-oss in the layers that `layer_types` names, or
+/// else Qwen from layer `max_window_layers` on, SmolLM3 where positions are not told and gpt-oss in
+/// every second one from the first on; Llama never.
 fn sliding_windows(
     raw: &Raw,
     architecture: &str,
@@ -296,6 +318,7 @@ fn sliding_windows(
     let window = match architecture {
         "MistralForCausalLM" | "MixtralForCausalLM" | "Phi3ForCausalLM" => raw.sliding_window,
         "LlamaForCausalLM" => None,
+        gpt_oss::ARCHITECTURE => raw.sliding_window,
         _ => raw.sliding_window.filter(|_| raw.use_sliding_window == Some(true)),
     };
     let window = self::window(window)?;
@@ -308,6 +331,7 @@ fn sliding_windows(
         let first = raw.max_window_layers.unwrap_or(num_layers);
         let slides = |layer: usize| match architecture {
             "SmolLM3ForCausalLM" => ropes[layer].dim == 0,
+            gpt_oss::ARCHITECTURE => layer.is_multiple_of(2),
             _ => layer >= first,
         };
         return Ok((0..num_layers).map(|layer| window.filter(|_| slides(layer))).collect());
@@ -496,7 +520,13 @@ mod tests {
         let config = parse("MixtralForCausalLM", mixtral).unwrap();
         let routing = Routing { num_experts: 8, top_k: 2, normalise: true };
         let layers = vec![true; 4];
-        let experts = ExpertsConfig { routing, intermediate_size: 128, layers };
+        let experts = ExpertsConfig {
+            routing,
+            intermediate_size: 128,
+            layers,
+            activation: ExpertActivation::Silu,
+            is_interleaved: false,
+        };
         assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
 
         // Either dialect's name; not normalised unless that is said.

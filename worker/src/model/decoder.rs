@@ -224,6 +224,7 @@ impl<B: Backend> Decoder<B> {
             )?;
             backend.paged_attention(
                 &buffers.q,
+                layer.sinks.as_ref(),
                 attention,
                 batch,
                 cache,
@@ -255,13 +256,17 @@ impl<B: Backend> Decoder<B> {
                     let weight = (&down[..], down_bias.as_ref());
                     row_parallel(backend, inner, weight, deltas, &mut adapters, at)?;
                 }
-                Mlp::Experts { router, gate_up, down } => {
+                Mlp::Experts { router, router_bias, gate_up, gate_up_bias, down, down_bias } => {
                     let ExpertBuffers { routes, inner } = room(&mut buffers.experts)?;
-                    backend.route(&buffers.normed, router, routes)?;
-                    backend.experts_gate_up_silu(&buffers.normed, gate_up, routes, inner)?;
+                    let (x, bias) = (&buffers.normed, router_bias.as_ref());
+                    backend.route(x, router, bias, routes)?;
+                    let bias = gate_up_bias.as_ref();
+                    let activation = config.expert_activation();
+                    backend.experts_gate_up(x, gate_up, bias, activation, routes, inner)?;
                     let width = shard.expert.len() / shard.parts;
                     sum_parts(backend, down, &mut buffers.deltas, |backend, i, part, delta| {
-                        backend.experts_down(inner, i * width, part, routes, delta)
+                        let bias = down_bias.as_ref().filter(|_| i == 0);
+                        backend.experts_down(inner, i * width, part, bias, routes, delta)
                     })?;
                 }
             }

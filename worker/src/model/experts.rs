@@ -1,17 +1,22 @@
 //! Mixtures of experts: what the configuration says of them, and how checkpoints name their tensors.
 //!
 //! Published checkpoints have a tensor for each projection of each expert, in Mixtral's names or in
-//! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked.
-use std::ops::Range;
-
-use kernels::backend::{HostMatrix, Routing};
+//! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked;
+//! gpt-oss always has them so, in a way of its own (`interleaved`).
+use kernels::backend::{ExpertActivation, HostMatrix, Routing};
 
 use super::ModelError;
 use super::quantization::{PACKED, Tensors};
 use super::safetensors::{TensorView, WeightFiles};
+use super::shard::Shard;
+
+mod interleaved;
+
+/// Inputs that share a scale in MXFP4.
+pub(crate) const MXFP4_GROUP: usize = 32;
 
 /// What all layers with experts have in common.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct ExpertsConfig {
     /// How a row chooses.
     pub routing: Routing,
@@ -19,6 +24,10 @@ pub struct ExpertsConfig {
     pub intermediate_size: usize,
     /// For every layer of the model whether it has experts.
     pub layers: Vec<bool>,
+    /// What gate and up become.
+    pub activation: ExpertActivation,
+    /// Router and experts have biases, and lie as those of gpt-oss do.
+    pub is_interleaved: bool,
 }
 
 /// What one rank takes of one layer's experts: checked, not yet read.
@@ -30,6 +39,19 @@ pub(crate) struct ExpertParts<'a> {
     pub(crate) gate_up: Vec<HostMatrix<'a>>,
     /// For each part of the sum over columns every expert's down, `[hidden, own / parts]`.
     pub(crate) down: Vec<Vec<HostMatrix<'a>>>,
+    /// Where the model has them.
+    pub(crate) biases: Biases,
+}
+
+/// Biases of one layer's router and experts.
+#[derive(Debug, Default)]
+pub(crate) struct Biases {
+    /// `[num_experts]`
+    pub(crate) router: Option<Vec<f32>>,
+    /// Each expert's gate, then its up, `[own]`.
+    pub(crate) gate_up: Option<Vec<f32>>,
+    /// Each expert's, `[hidden]`; on rank 0 alone, since its parts are summed.
+    pub(crate) down: Option<Vec<f32>>,
 }
 
 /// How a layer's tensors are named.
@@ -60,8 +82,8 @@ impl Names {
 }
 
 impl<'a> ExpertParts<'a> {
-    /// Finds a layer's tensors (`layer` is `model.layers.N`), and cuts a rank's `own` columns of
-    /// each expert out of them, its down projections in `parts` parts.
+    /// Finds a layer's tensors (`layer` is `model.layers.N`), and cuts a rank's columns of each expert
+    /// out of them, its down projections in as many parts as sums have.
     ///
     /// # Errors
     /// [`ModelError::Tensor`].
@@ -70,9 +92,12 @@ impl<'a> ExpertParts<'a> {
         config: &ExpertsConfig,
         layer: &str,
         hidden: usize,
-        own: &Range<usize>,
-        parts: usize,
+        shard: &Shard,
     ) -> Result<Self, ModelError> {
+        if config.is_interleaved {
+            return interleaved::find(tensors, config, layer, hidden, shard);
+        }
+        let Shard { expert: own, parts, .. } = shard;
         let (count, inner) = (config.routing.num_experts, config.intermediate_size);
         let files = tensors.files;
         let names = Names::of(files, layer);
@@ -104,20 +129,26 @@ impl<'a> ExpertParts<'a> {
                 downs.push((tensors.weight(&name(down), &[hidden, inner])?, 0));
             }
         }
-        let width = own.len() / parts;
         let part = |i: usize| {
-            let columns = own.start + i * width..own.start + (i + 1) * width;
+            let columns = columns(shard, i);
             let of = |(tensor, first): &(TensorView<'a>, usize)| {
                 tensor.cut(*first..first + hidden, columns.clone())
             };
             downs.iter().map(of).collect()
         };
         let router = router.cut(0..count, 0..hidden);
-        Ok(Self { router, gate_up, down: (0..parts).map(part).collect() })
+        let down = (0..*parts).map(part).collect();
+        Ok(Self { router, gate_up, down, biases: Biases::default() })
     }
 
     /// All of them.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
     }
+}
+
+/// Columns of down projections that part `index` of a rank's sums has.
+fn columns(shard: &Shard, index: usize) -> std::ops::Range<usize> {
+    let (first, width) = (shard.expert.start, shard.expert.len() / shard.parts);
+    first + index * width..first + (index + 1) * width
 }

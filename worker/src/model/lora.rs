@@ -368,8 +368,8 @@ impl<B: Backend> Adapters<B> {
         else {
             return Ok(None);
         };
-        backend.experts_down(x, first, &downs[part], routes, &mut room.ranks)?;
-        backend.experts_down(&room.ranks, 0, up, routes, &mut room.out)?;
+        backend.experts_down(x, first, &downs[part], None, routes, &mut room.ranks)?;
+        backend.experts_down(&room.ranks, 0, up, None, routes, &mut room.out)?;
         Ok(Some(&room.out))
     }
 }

@@ -22,7 +22,7 @@ const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_m
                          \"gptq\" of 4 or 8 bits, \"awq\" of 4 bits (version gemm), and \
                          \"compressed-tensors\" with weights of 8 bits, float or symmetric int, \
                          with a scale for each tensor, channel or (float) block, or pack-quantized \
-                         of 4 or 8 bits";
+                         of 4 or 8 bits; and of gpt-oss \"mxfp4\"";
 
 /// A checkpoint with quantised weights that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,6 +60,7 @@ pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
             Ok(Quantised { packed: Some(found.map_err(named)?), ..Quantised::PLAIN })
         }
         Some("compressed-tensors") => compressed_tensors(raw),
+        Some("mxfp4") => Ok(Quantised { packed: Some(packed::MXFP4), ..Quantised::PLAIN }),
         method => {
             let is_set = |key: &str| raw[key] == Value::Bool(true);
             let method = match method {
@@ -212,6 +213,7 @@ impl<'a> Tensors<'a> {
     ) -> Result<TensorView<'a>, ModelError> {
         // The files say which matrices are packed.
         if let Some(form) = self.quantised.and_then(|quantised| quantised.packed)
+            && !form.is_of_experts()
             && !self.files.has(name)
         {
             return form.find(self.files, name, shape);
@@ -276,7 +278,7 @@ mod tests {
         };
         let cases = [
             (r#"{"quant_method": "hqq", "bits": 4}"#, "(quant_method \"hqq\", 4 bits)"),
-            (r#"{"quant_method": "mxfp4"}"#, "(quant_method \"mxfp4\")"),
+            (r#"{"quant_method": "mxfp8"}"#, "(quant_method \"mxfp8\")"),
             (r#"{"load_in_4bit": true}"#, "(bitsandbytes)"),
             (r#"{"bits": 3}"#, "(without a quant_method, 3 bits)"),
             (r#"{"quant_method": "fp8", "weight_block_size": [128]}"#, "blocks of [128]"),

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 use kernels::backend::{DType, HostMatrix, Scales};
 use kernels::mapped::MappedFile;
+use kernels::weights::widen;
 use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::ModelError;
@@ -253,6 +254,38 @@ impl WeightFiles {
             return Err(ModelError::Tensor { file, tensor, message });
         }
         Ok(view)
+    }
+
+    /// The numbers of a tensor of exactly this shape, which is not quantised.
+    ///
+    /// # Errors
+    /// As [`WeightFiles::tensor`].
+    pub(crate) fn numbers(&self, tensor: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
+        let tensor = self.tensor(tensor, shape)?;
+        let mut values = vec![0.0; shape.iter().product()];
+        widen(tensor.dtype, tensor.data, &mut values);
+        Ok(values)
+    }
+
+    /// The bytes of a tensor of unsigned integers of 8 bits, of exactly this shape, and their file.
+    ///
+    /// # Errors
+    /// [`ModelError::Tensor`] when it is missing, of another shape or of another type.
+    pub(crate) fn bytes(
+        &self,
+        tensor: &str,
+        shape: &[usize],
+    ) -> Result<(&[u8], &Path), ModelError> {
+        let Found { file, name, info, data } = self.find(tensor)?;
+        if info.dtype != safetensors::Dtype::U8 {
+            let message = format!("is of type {:?}; it has to be U8 here", info.dtype);
+            return Err(wrong(file, name, message));
+        }
+        if info.shape != shape {
+            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            return Err(wrong(file, name, message));
+        }
+        Ok((data, file))
     }
 
     /// A tensor, of exactly this shape where one is given; without the scales that it may need.

@@ -116,7 +116,7 @@ fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::{Activation, Routing};
+    use kernels::backend::{Activation, ExpertActivation, Routing};
 
     use super::super::experts::ExpertsConfig;
     use super::super::rope::{RopeConfig, RopeScaling};
@@ -127,6 +127,7 @@ mod tests {
             hidden_size: 64,
             intermediate_size: 128,
             experts: None,
+            sinks: false,
             num_layers: 1,
             num_heads,
             num_kv_heads,
@@ -181,7 +182,13 @@ mod tests {
         assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
         // Experts are divided too, and where all layers have them, nothing else is.
         let routing = Routing { num_experts: 4, top_k: 2, normalise: true };
-        let experts = ExpertsConfig { routing, intermediate_size: 6, layers: vec![true] };
+        let experts = ExpertsConfig {
+            routing,
+            intermediate_size: 6,
+            layers: vec![true],
+            activation: ExpertActivation::Silu,
+            is_interleaved: false,
+        };
         let sparse =
             ModelConfig { intermediate_size: 0, experts: Some(experts), ..config(12, 4, 100) };
         let error = Shard::new(&sparse, 0, 4).unwrap_err().to_string();

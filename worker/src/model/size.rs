@@ -36,10 +36,10 @@ pub fn weight_bytes(
         Quantization::Int8 => rows * (cols + SCALE),
     };
     let matrix = |rows: u64, cols: u64, is_stack: bool| {
-        let groups = packed.map(|form| {
+        let groups = packed.filter(|form| is_stack || !form.is_of_experts()).map(|form| {
             let len = form.group.map_or(cols, n).max(1);
             let (len, count) = (len as usize, cols.div_ceil(len) as usize);
-            Int4Groups { first: 0, first_len: len, len, count }
+            Int4Groups { first: 0, first_len: len, len, count, is_float: form.is_of_experts() }
         });
         match groups.filter(|groups| keeps_int4(groups, is_stack)) {
             Some(groups) => groups.bytes(rows, cols),
@@ -122,7 +122,7 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::{Activation, Routing};
+    use kernels::backend::{Activation, ExpertActivation, Routing};
     use kernels::weights::Packing;
 
     use super::super::experts::ExpertsConfig;
@@ -136,6 +136,7 @@ mod tests {
             hidden_size: 4096,
             intermediate_size: 14336,
             experts: None,
+            sinks: false,
             num_layers: 32,
             num_heads: 32,
             num_kv_heads: 8,
@@ -211,7 +212,13 @@ mod tests {
     fn experts_are_counted_in_the_layers_that_have_them() {
         // Qwen3-30B-A3B: 48 layers of 128 experts of 768, and no MLP.
         let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
-        let experts = ExpertsConfig { routing, intermediate_size: 768, layers: vec![true; 48] };
+        let experts = ExpertsConfig {
+            routing,
+            intermediate_size: 768,
+            layers: vec![true; 48],
+            activation: ExpertActivation::Silu,
+            is_interleaved: false,
+        };
         let sparse = ModelConfig {
             hidden_size: 2048,
             intermediate_size: 0,
@@ -247,6 +254,46 @@ mod tests {
             plain_bytes(&mixed, &whole, Quantization::None) / 2 + expert_layer - 2048 * 3 * 6144,
             plain_bytes(&sparse, &Shard::new(&sparse, 0, 1).unwrap(), Quantization::None) / 2
         );
+    }
+
+    /// gpt-oss-20b: 24 layers of 32 experts, whose matrices have 4 bits in groups of 32; attention,
+    /// embedding and head are bf16.
+    #[test]
+    fn experts_alone_of_mxfp4_stay_small() {
+        let experts = ExpertsConfig {
+            routing: Routing { num_experts: 32, top_k: 4, normalise: true },
+            intermediate_size: 2880,
+            layers: vec![true; 24],
+            activation: ExpertActivation::Silu,
+            is_interleaved: true,
+        };
+        let raw = serde_json::json!({"quant_method": "mxfp4"});
+        let config = ModelConfig {
+            hidden_size: 2880,
+            intermediate_size: 0,
+            experts: Some(experts),
+            sinks: true,
+            num_layers: 24,
+            num_heads: 64,
+            num_kv_heads: 8,
+            head_dim: 64,
+            vocab_size: 201_088,
+            quantised: Some(crate::model::quantization::check(&raw).unwrap()),
+            ..config()
+        };
+        let whole = Shard::new(&config, 0, 1).unwrap();
+        let expert_weights = 24 * 32 * 3 * 2880 * 2880u64;
+        let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
+        let bf16 = plain_bytes(&config, &whole, Quantization::None);
+        assert_eq!(bf16, 2 * (expert_weights + others));
+        // A scale in f32 for each group.
+        let int4 = int4_bytes(&config, &whole, Quantization::None);
+        assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
+        // Groups that a division cuts have a scale in each part.
+        let quarter = Shard::new(&config, 3, 4).unwrap();
+        assert_eq!(quarter.expert, 2160..2880);
+        let all = 4 * int4_bytes(&config, &quarter, Quantization::None);
+        assert!(all > int4 && all < int4 * 51 / 50, "{all} of {int4}");
     }
 
     #[test]

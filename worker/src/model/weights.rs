@@ -10,7 +10,7 @@ use std::ops::Range;
 use half::{bf16, f16};
 use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable, Scales};
 use kernels::error::KernelError;
-use kernels::weights::{self, Int4Groups, int4_groups};
+use kernels::weights::{Int4Groups, int4_groups};
 use shared::protocol::Quantization;
 
 use super::ModelError;
@@ -31,6 +31,8 @@ pub struct LayerWeights<M, S, V> {
     pub qkv: QkvWeights<M, V>,
     /// Which of [`Weights::ropes`] turns q and k.
     pub rope: usize,
+    /// Each head's score besides those of tokens, where the model has them.
+    pub sinks: Option<V>,
     /// Output projection, row-parallel.
     pub output: Vec<M>,
     /// Its bias; on rank 0 alone, since partial products are summed.
@@ -63,10 +65,16 @@ pub enum Mlp<M, S, V> {
     Experts {
         /// `[num_experts, hidden]`
         router: M,
+        /// Its bias, the same on every rank.
+        router_bias: Option<V>,
         /// Each expert's gate, then its up.
         gate_up: S,
+        /// Their biases.
+        gate_up_bias: Option<V>,
         /// Every expert's down projection, row-parallel.
         down: Vec<S>,
+        /// Their biases; on rank 0 alone.
+        down_bias: Option<V>,
     },
 }
 
@@ -208,6 +216,7 @@ struct LayerPart<'a> {
     qkv_bias: Option<Vec<f32>>,
     q_norm: Option<Vec<f32>>,
     k_norm: Option<Vec<f32>>,
+    sinks: Option<Vec<f32>>,
     output: Vec<HostMatrix<'a>>,
     output_bias: Option<Vec<f32>>,
     output_norm: Option<Vec<f32>>,
@@ -320,21 +329,21 @@ impl<'a> Part<'a> {
                 norm
             }),
             k_norm: head_norm("self_attn.k_norm.weight")?,
+            sinks: match config.sinks {
+                true => {
+                    let all = self.vector(&name("self_attn.sinks"), config.num_heads)?;
+                    Some(all[shard.heads.clone()].to_vec())
+                }
+                false => None,
+            },
             output: cols(Module::O, &q)?,
             output_bias: row_parallel_bias(config.output_bias, Module::O)?,
             output_norm: output_norm.map(hidden_norm).transpose()?,
             post_norm: hidden_norm(post_norm)?,
             mlp: match config.experts.as_ref().filter(|experts| experts.layers[index]) {
                 Some(experts) => {
-                    let (layer, own) = (format!("model.layers.{index}"), &shard.expert);
-                    let found = ExpertParts::find(
-                        self.tensors(),
-                        experts,
-                        &layer,
-                        hidden,
-                        own,
-                        shard.parts,
-                    );
+                    let layer = format!("model.layers.{index}");
+                    let found = ExpertParts::find(self.tensors(), experts, &layer, hidden, shard);
                     MlpPart::Experts(found?)
                 }
                 None => MlpPart::Dense {
@@ -374,10 +383,7 @@ impl<'a> Part<'a> {
     }
 
     fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
-        let tensor = self.0.files.tensor(name, &[len])?;
-        let mut values = vec![0.0; len];
-        weights::widen(tensor.dtype, tensor.data, &mut values);
-        Ok(values)
+        self.0.files.numbers(name, &[len])
     }
 
     /// The weight of a norm, as it is multiplied with.
@@ -426,6 +432,7 @@ impl<B: Backend> Loader<'_, '_, B> {
                 q_norm: self.optional(part.q_norm.as_deref())?,
                 k_norm: self.optional(part.k_norm.as_deref())?,
             },
+            sinks: self.optional(part.sinks.as_deref())?,
             output: self.parts(&part.output)?,
             output_bias: self.optional(part.output_bias.as_deref())?,
             output_norm: self.optional(part.output_norm.as_deref())?,
@@ -443,10 +450,13 @@ impl<B: Backend> Loader<'_, '_, B> {
                 down: self.parts(down)?,
                 down_bias: self.optional(down_bias.as_deref())?,
             },
-            MlpPart::Experts(ExpertParts { router, gate_up, down }) => Mlp::Experts {
+            MlpPart::Experts(ExpertParts { router, gate_up, down, biases }) => Mlp::Experts {
                 router: self.small(std::slice::from_ref(router))?,
+                router_bias: self.optional(biases.router.as_deref())?,
                 gate_up: self.stack(gate_up)?,
+                gate_up_bias: self.optional(biases.gate_up.as_deref())?,
                 down: down.iter().map(|part| self.stack(part)).collect::<Result<_, _>>()?,
+                down_bias: self.optional(biases.down.as_deref())?,
             },
         })
     }

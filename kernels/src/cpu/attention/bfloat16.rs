@@ -123,7 +123,7 @@ fn run_queries<S: PairSimd, const Q: usize>(
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * stride..][..stride];
         let (start, end) = (query.start - base, query.end - base);
-        inverse[i] = softmax::<S>(&mut row[start..], end - start);
+        inverse[i] = softmax::<S>(&mut row[start..], end - start, query.sink);
         // Half pairs are made of these; others of tokens beyond are not looked at.
         row[..start].fill(0.0);
         row[end..].fill(0.0);

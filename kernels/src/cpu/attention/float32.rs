@@ -96,7 +96,8 @@ fn run_queries<S: Simd, const Q: usize>(
     let mut inverse = [0.0; Q];
     for (i, query) in queries.iter().enumerate() {
         let row = &mut scores[i * columns.stride..][..columns.stride];
-        inverse[i] = softmax::<S>(&mut row[query.start - columns.base..], query.end - query.start);
+        let row = &mut row[query.start - columns.base..];
+        inverse[i] = softmax::<S>(row, query.end - query.start, query.sink);
     }
 
     let weights = Weights { rows: scores, columns };

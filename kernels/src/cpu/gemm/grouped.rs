@@ -64,7 +64,7 @@ impl<'a> Grouped<'a> {
         &self,
         pool: &mut Pool,
         tasks: &mut Vec<Task>,
-        weight: &CpuStack,
+        (weight, bias): (&CpuStack, Option<&[f32]>),
         sums: &mut [f32],
         room: usize,
         finish: Finish<'_>,
@@ -77,8 +77,9 @@ impl<'a> Grouped<'a> {
             // SAFETY: no two running tasks have the same worker.
             let own = unsafe { sums.slice(worker * room, pair_room(group.rows.len())) };
             let halves = [weight.matrix(2 * group.expert), weight.matrix(2 * group.expert + 1)];
+            let biases = [0, 1].map(|half| of_matrix(bias, weight, 2 * group.expert + half));
             let acts = &self.activations(group);
-            let pair = Pair { isa: self.isa, acts, halves, biases: [None; 2] };
+            let pair = Pair { isa: self.isa, acts, halves, biases };
             pair.panels(panels, own, &|panels, sums| finish(group, panels, sums));
         })
     }
@@ -89,7 +90,7 @@ impl<'a> Grouped<'a> {
         &self,
         pool: &mut Pool,
         tasks: &mut Vec<Task>,
-        weight: &CpuStack,
+        (weight, bias): (&CpuStack, Option<&[f32]>),
         out: &mut [f32],
     ) -> Result<(), KernelError> {
         self.cut(pool, weight.matrix(0), tasks);
@@ -99,9 +100,10 @@ impl<'a> Grouped<'a> {
             let Task { group, panels } = tasks[index].clone();
             let group = &self.groups[group];
             let acts = &self.activations(group);
+            let bias = of_matrix(bias, weight, group.expert);
             let weight = weight.matrix(group.expert);
             let out = Output { data: out.again(), stride, first_row: group.rows.start, column: 0 };
-            Product { isa, acts, weight, bias: None, out: &out, first_panel: 0 }.panels(panels);
+            Product { isa, acts, weight, bias, out: &out, first_panel: 0 }.panels(panels);
         })
     }
 
@@ -129,4 +131,9 @@ impl<'a> Grouped<'a> {
             }
         }
     }
+}
+
+/// The bias of one matrix of a stack, of those of all.
+fn of_matrix<'a>(bias: Option<&'a [f32]>, weight: &CpuStack, index: usize) -> Option<&'a [f32]> {
+    bias.map(|bias| &bias[index * weight.rows()..][..weight.rows()])
 }

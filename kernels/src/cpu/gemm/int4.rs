@@ -1,4 +1,4 @@
-//! Products with weights of 4 bits: each group's integers less their zeros in bf16, exactly, summed
+//! Products with weights of 4 bits: each group's integers less their zeros, or floats, in bf16, exactly, summed
 //! up in f32 from zero as bf16 weights are; then the sum times the group's scale is added to the
 //! output, group by group in ascending order. Product and sum are rounded each, on all instruction
 //! sets. So rows that are alone and rows in a batch have the same bits.
@@ -23,6 +23,8 @@ use super::one_term::{self, Ahead};
 #[cfg(target_arch = "x86_64")]
 use super::vector::{broadcast, load, store};
 use super::{Acc, Product, TILE_ROWS, num_tiles, tile, tile_rows};
+#[cfg(target_arch = "x86_64")]
+use crate::weights::E2M1;
 
 /// Pairs that are made bf16 at a time: 16 KiB, which stay in the L1 cache for all tiles of a block.
 const ROOM: usize = 64;
@@ -201,7 +203,8 @@ fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairR
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { widen_512(rows, group.zeros, room) },
+        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { widen_512(rows, group, room) },
+        _ if group.is_float => widen_floats(isa, rows, room),
         _ => widen_rows(isa, rows, group.zeros, room),
     }
 }
@@ -232,6 +235,30 @@ fn widen_body<const FMA: bool>(
     }
 }
 
+multiversion! {
+    /// `rows` of floats, four pairs each, to `room`, which has enough.
+    fn widen_floats(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) = widen_floats_body
+}
+
+#[inline(always)]
+fn widen_floats_body<const FMA: bool>(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) {
+    // Twice the number, which is an integer: vectors have no table of sixteen everywhere.
+    let worth = |bits: u32| {
+        let (exponent, mantissa) = (bits >> 1 & 3, bits & 1);
+        let normal = (2 | mantissa) << exponent >> 1;
+        let twice = if exponent == 0 { mantissa } else { normal } as f32;
+        (twice * 0.5).to_bits() | (bits & 8) << 28
+    };
+    for (row, out) in rows.iter().zip(room.as_chunks_mut::<4>().0) {
+        for (pair, out) in out.iter_mut().enumerate() {
+            for (to, word) in out.as_flattened_mut().iter_mut().zip(row.as_flattened()) {
+                let word = word >> (4 * pair);
+                *to = worth(word & 15) >> 16 | worth(word >> 16 & 15);
+            }
+        }
+    }
+}
+
 /// bf16 of what 5 bits are worth, of which all 32 are looked up at once: with `SYMMETRIC` the lower
 /// four less 8, else all five with their sign.
 #[cfg(target_arch = "x86_64")]
@@ -249,6 +276,18 @@ const fn table<const SYMMETRIC: bool>() -> [u16; 32] {
     }
     table
 }
+
+/// Likewise of floats, the lower four bits.
+#[cfg(target_arch = "x86_64")]
+const FLOATS: [u16; 32] = {
+    let mut table = [0; 32];
+    let mut index = 0;
+    while index < 32 {
+        table[index] = (E2M1[index & 15].to_bits() >> 16) as u16;
+        index += 1;
+    }
+    table
+};
 
 /// The looked-up values of a table.
 #[cfg(target_arch = "x86_64")]
@@ -296,10 +335,13 @@ fn four_pairs<const SYMMETRIC: bool>(
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn widen_512(rows: &[[[u32; 16]; 4]], zeros: Option<&[i8; PANEL]>, room: &mut [PairRow; ROOM]) {
-    match zeros {
-        Some(zeros) => widen_512_of::<false>(rows, zeros, room),
-        None => widen_512_of::<true>(rows, &[0; PANEL], room),
+fn widen_512(rows: &[[[u32; 16]; 4]], group: &Int4Group<'_>, room: &mut [PairRow; ROOM]) {
+    match group.zeros {
+        _ if group.is_float => widen_512_of::<true>(rows, &[0; PANEL], &FLOATS, room),
+        Some(zeros) => {
+            widen_512_of::<false>(rows, zeros, const { &table::<false>() }, room);
+        }
+        None => widen_512_of::<true>(rows, &[0; PANEL], const { &table::<true>() }, room),
     }
 }
 
@@ -309,9 +351,10 @@ fn widen_512(rows: &[[[u32; 16]; 4]], zeros: Option<&[i8; PANEL]>, room: &mut [P
 fn widen_512_of<const SYMMETRIC: bool>(
     rows: &[[[u32; 16]; 4]],
     zeros: &[i8; PANEL],
+    table: &[u16; 32],
     room: &mut [PairRow; ROOM],
 ) {
-    let table = load_table(const { &table::<SYMMETRIC>() });
+    let table = load_table(table);
     for (quarter, zeros) in zeros.as_chunks::<16>().0.iter().enumerate() {
         let zeros = load_zeros(zeros);
         for (row, out) in rows.iter().zip(room.as_chunks_mut::<4>().0) {
@@ -333,7 +376,8 @@ fn row<const P: usize, const SYMMETRIC: bool>(
     panels: &[Option<Int4Panel<'_>>; P],
     out: &mut [Acc; P],
 ) {
-    let table = load_table(const { &table::<SYMMETRIC>() });
+    let is_float = panels.iter().flatten().any(Int4Panel::is_float);
+    let table = load_table(if is_float { &FLOATS } else { const { &table::<SYMMETRIC>() } });
     let groups = panels.iter().flatten().map(Int4Panel::num_groups).min().unwrap_or(0);
     for index in 0..groups {
         let Some(groups) = all(panels, index) else { return };
@@ -391,6 +435,40 @@ mod tests {
     use super::*;
 
     #[test]
+    fn every_float_is_exact_in_any_place() {
+        for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
+            // Each of 64 outputs has other floats.
+            let code = |output: usize, place: usize| (output * 5 + place * 3) % 16;
+            let mut row = [[0u32; 16]; 4];
+            for (output, word) in row.as_flattened_mut().iter_mut().enumerate() {
+                for pair in 0..4 {
+                    *word |= (code(output, 2 * pair) << (4 * pair)) as u32;
+                    *word |= (code(output, 2 * pair + 1) << (4 * pair + 16)) as u32;
+                }
+            }
+            let rows = [row, row];
+            let group = Int4Group {
+                rows: &rows,
+                first_pair: 0,
+                pairs: 7,
+                scales: &[1.0; PANEL],
+                zeros: None,
+                is_float: true,
+            };
+            let mut room = [[[u32::MAX; 16]; 4]; ROOM];
+            widen(isa, &group, 0..7, &mut room);
+            for (pair, words) in room[..7].iter().enumerate() {
+                for (output, word) in words.as_flattened().iter().enumerate() {
+                    let want = [0, 1].map(|half| E2M1[code(output, 2 * (pair % 4) + half)]);
+                    let got = [word << 16, word & 0xFFFF_0000];
+                    // Zeros keep their sign.
+                    assert_eq!(got, want.map(f32::to_bits), "{isa} {pair} {output}");
+                }
+            }
+        }
+    }
+
+    #[test]
     fn every_integer_less_every_zero_is_exact_in_any_place() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
             for zero in 0..16i8 {
@@ -412,6 +490,7 @@ mod tests {
                         pairs: 11,
                         scales: &[1.0; PANEL],
                         zeros,
+                        is_float: false,
                     };
                     let mut room = [[[u32::MAX; 16]; 4]; ROOM];
                     widen(isa, &group, 4..11, &mut room);

@@ -2,7 +2,8 @@
 //! zero and a scale for each output.
 //!
 //! In a word the even inputs are in the lower half and the odd ones in the upper, each pair 4 bits
-//! above the one before: so a shift puts a pair where bf16 products want it. A group begins with a
+//! above the one before: so a shift puts a pair where bf16 products want it. Floats of 4 bits lie like
+//! integers, and have no zeros. A group begins with a
 //! word of its own; only the last word of a row may be in part of inputs that there are not, whose
 //! integer is the zero.
 use std::ops::Range;
@@ -13,7 +14,7 @@ use super::rows::find;
 use super::{PANEL, Shape};
 use crate::backend::HostMatrix;
 use crate::error::KernelError;
-use crate::weights::{Int4Groups, int4_row};
+use crate::weights::{E2M1, Int4Groups, int4_row};
 
 /// Inputs of a word.
 pub(crate) const WORD: usize = 8;
@@ -30,7 +31,7 @@ pub(super) struct Int4 {
     words: AlignedVec<u32>,
     /// `PANEL` of each group.
     scales: AlignedVec<f32>,
-    /// Likewise; absent where all are [`MIDDLE`].
+    /// Likewise; absent where all are [`MIDDLE`], and of floats.
     zeros: Option<AlignedVec<i8>>,
     groups: Int4Groups,
 }
@@ -101,7 +102,7 @@ impl Int4 {
                 }
             }
         })?;
-        let is_symmetric = zeros.iter().all(|zero| *zero == MIDDLE);
+        let is_symmetric = groups.is_float || zeros.iter().all(|zero| *zero == MIDDLE);
         Ok(Self { words, scales, zeros: (!is_symmetric).then_some(zeros), groups })
     }
 }
@@ -125,6 +126,8 @@ pub(crate) struct Int4Group<'a> {
     pub(crate) scales: &'a [f32; PANEL],
     /// What integers are less, where that is not [`MIDDLE`] for all of the matrix.
     pub(crate) zeros: Option<&'a [i8; PANEL]>,
+    /// Weights are [`E2M1`], no integers.
+    pub(crate) is_float: bool,
 }
 
 /// A panel of weights of 4 bits.
@@ -176,7 +179,11 @@ impl<'a> Int4Elements<'a> {
                 let word = group.rows[pair / 4][lane / 16][lane % 16] >> (4 * (pair % 4));
                 for (half, integer) in [word & 15, word >> 16 & 15].into_iter().enumerate() {
                     if let Some(to) = out.get_mut(2 * (group.first_pair + pair) + half) {
-                        *to = (integer as f32 - f32::from(zero)) * group.scales[lane];
+                        let number = match group.is_float {
+                            true => E2M1[integer as usize],
+                            false => integer as f32 - f32::from(zero),
+                        };
+                        *to = number * group.scales[lane];
                     }
                 }
             }
@@ -189,9 +196,15 @@ impl<'a> Int4Panel<'a> {
         self.groups.count
     }
 
-    /// Whether all zeros are [`MIDDLE`].
+    /// Whether all zeros are [`MIDDLE`], or there are none.
     pub(crate) fn is_symmetric(&self) -> bool {
         self.zeros.is_none()
+    }
+
+    /// Whether weights are floats, no integers.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn is_float(&self) -> bool {
+        self.groups.is_float
     }
 
     pub(crate) fn group(&self, index: usize) -> Int4Group<'a> {
@@ -207,6 +220,7 @@ impl<'a> Int4Panel<'a> {
             pairs: end.div_ceil(2) - start / 2,
             scales: &self.scales[index],
             zeros: self.zeros.map(|zeros| &zeros[index]),
+            is_float: self.groups.is_float,
         }
     }
 }

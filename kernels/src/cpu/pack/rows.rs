@@ -108,7 +108,7 @@ fn pack_row(
             bf16::from_f32(f32::from_le_bytes(b)).to_bits()
         }),
         // Small enough numbers for bf16, all of them.
-        DType::F8E4M3 | DType::I8 | DType::Packed => {
+        DType::F8E4M3 | DType::I8 | DType::E8M0 | DType::Packed => {
             rounded.resize(part.cols, 0);
             part.row_bf16(row, wide, rounded);
             interleave(rounded, lane, panel, |bits| bits);

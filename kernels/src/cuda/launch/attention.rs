@@ -11,7 +11,7 @@ pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
 /// The largest head dimension that any kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Blocks of decode attention that a multiprocessor runs at once, by head dimension.
-const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 5, 4, 3, 3, 2];
+const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 4, 4, 3, 3, 2];
 
 /// What `tutti_qkv_finish` reads and writes.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +85,8 @@ pub struct AttentionIo {
     pub block_tables: DevicePtr,
     /// As q.
     pub out: DevicePtr,
+    /// `f32 [num_heads]`
+    pub sinks: Option<DevicePtr>,
 }
 
 fn window(shape: &AttentionShape) -> u32 {
@@ -123,6 +125,7 @@ pub fn prefill_attention(
         .u32(io.cache.block_shift)
         .u32(window(shape))
         .f32(scale(shape))
+        .maybe(io.sinks)
         .ptr(live);
     let mut call = call(entry, (count, shape.num_kv_heads, 1), 128, args);
     call.launch.shared = prefill_shared(shape.head_dim);
@@ -192,6 +195,7 @@ pub fn decode_attention(
         .u32(SPLITS_MAX)
         .u32(least)
         .f32(scale(shape))
+        .maybe(io.sinks)
         .ptr(work.live_parts);
     let group = shape.num_heads / shape.num_kv_heads;
     let blocks = shape.num_kv_heads * group.div_ceil(16);
@@ -225,6 +229,7 @@ pub fn attention_any(
         .u32(io.cache.block_shift)
         .u32(window(shape))
         .f32(scale(shape))
+        .maybe(io.sinks)
         .ptr(live);
     call(ATTENTION_ANY, (rows, shape.num_heads.div_ceil(4), 1), 128, args)
 }

@@ -4,7 +4,7 @@ use super::{
     EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, EXPERTS_SUM, GROUP_EXPERTS, ROUTE, Rows, SKINNY, Weight,
     by_rows, call, wide, words,
 };
-use crate::backend::Routing;
+use crate::backend::{ExpertActivation, Routing};
 
 /// Slots of some rows, grouped by expert.
 #[derive(Clone, Copy, Debug)]
@@ -71,11 +71,12 @@ fn variant(first: super::Entry, grouped: &Grouped) -> super::Entry {
     super::Entry(first.0 + which.unwrap_or(SKINNY.len() - 1))
 }
 
-/// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`.
+/// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`, its bias likewise.
 #[must_use]
 pub fn gate_up(
     x: Rows,
-    w: impl Into<Weight>,
+    (w, bias): (impl Into<Weight>, Option<DevicePtr>),
+    activation: ExpertActivation,
     out: Rows,
     grouped: &Grouped,
     (top_k, inner, k): (usize, usize, usize),
@@ -83,16 +84,22 @@ pub fn gate_up(
     let w = w.into();
     let (first, args) = w.choose(EXPERTS_GATE_UP, EXPERTS_GATE_UP_INT8, x);
     let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
+    let (alpha, limit, shift) = match activation {
+        ExpertActivation::Silu => (1.0, f32::INFINITY, 0.0),
+        ExpertActivation::Clamped { alpha, limit } => (alpha, limit, 1.0),
+    };
     let args = words(args, [top_k, inner, k, x.stride, w.at.stride, out.stride]);
+    let args = args.maybe(bias).f32(alpha).f32(limit).f32(shift);
     let entry = variant(first, grouped);
     call(entry, (grouped.tiles_most, inner.div_ceil(16), 1), 256, args)
 }
 
-/// `tutti_experts_down_*`: W `[num_experts, n, k]`; `out` begins with `first_slot`.
+/// `tutti_experts_down_*`: W `[num_experts, n, k]`, its bias `[num_experts, n]`; `out` begins with
+/// `first_slot`.
 #[must_use]
 pub fn down(
     x: Rows,
-    w: impl Into<Weight>,
+    (w, bias): (impl Into<Weight>, Option<DevicePtr>),
     out: Rows,
     grouped: &Grouped,
     (first_slot, n, k): (usize, usize, usize),
@@ -100,7 +107,7 @@ pub fn down(
     let w = w.into();
     let (first, args) = w.choose(EXPERTS_DOWN, EXPERTS_DOWN_INT8, x);
     let args = args.ptr(out.ptr).ptr(grouped.slots).ptr(grouped.tiles).ptr(grouped.num_tiles);
-    let args = words(args, [first_slot, n, k, x.stride, w.at.stride, out.stride]);
+    let args = words(args, [first_slot, n, k, x.stride, w.at.stride, out.stride]).maybe(bias);
     let features = if grouped.tile_slots <= 16 { 16 } else { 32 };
     let entry = variant(first, grouped);
     call(entry, (grouped.tiles_most, n.div_ceil(features), 1), 256, args)

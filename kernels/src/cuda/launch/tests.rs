@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::backend::{AttentionShape, Routing};
+use crate::backend::{AttentionShape, ExpertActivation, Routing};
 use crate::cuda::group::FusedNorm;
 
 /// What each kernel takes, as the assembler says.
@@ -86,7 +86,8 @@ fn all(sizes: Sizes) -> Vec<Call> {
     let int8 = Weight { scales: Some(ptr), ..rows.into() };
     let int4 = Weight { groups: Some((ptr, 7)), ..rows.into() };
     let cache = LayerCache { keys: ptr, values: ptr, block_shift: 4 };
-    let io = AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr };
+    let io =
+        AttentionIo { q: ptr, cache, seqs: ptr, block_tables: ptr, out: ptr, sinks: Some(ptr) };
     let partials = Partials { out: ptr, ml: ptr };
     let qkv = QkvFinish {
         qkv: ptr,
@@ -162,14 +163,14 @@ fn all(sizes: Sizes) -> Vec<Call> {
         let tiles_most = experts::tiles_most(slots, tile_slots, routing.num_experts);
         let grouped =
             experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
-        let top_k = routing.top_k;
+        let (top_k, silu) = (routing.top_k, ExpertActivation::Silu);
         calls.extend([
             experts::route(ptr, (ptr, ptr), &routing, number, ptr),
             experts::group(ptr, &grouped, &routing, (number, 256, tiles_most), ptr),
-            experts::gate_up(rows, rows, rows, &grouped, (top_k, width, width)),
-            experts::gate_up(rows, int8, rows, &grouped, (top_k, width, width)),
-            experts::down(rows, rows, rows, &grouped, (0, width, width)),
-            experts::down(rows, int8, rows, &grouped, (0, width, width)),
+            experts::gate_up(rows, (rows, None), silu, rows, &grouped, (top_k, width, width)),
+            experts::gate_up(rows, (int8, Some(ptr)), silu, rows, &grouped, (top_k, width, width)),
+            experts::down(rows, (rows, None), rows, &grouped, (0, width, width)),
+            experts::down(rows, (int8, Some(ptr)), rows, &grouped, (0, width, width)),
             experts::sum(ptr, ptr, ptr, (number, top_k, width), (number, ptr)),
             experts::assigned_rows((ptr, ptr), ptr, (number, width), (number, ptr)),
             experts::assigned_rows_bf16((ptr, ptr), rows, (number, width), (number, ptr)),
@@ -299,12 +300,12 @@ fn grids_cover_all_rows_features_and_heads() {
     }
     // Tiles come first, so that those of one expert, which are neighbours, run at about one time.
     for (tile_slots, features) in SKINNY.into_iter().zip([16, 16, 32, 32]) {
-        let (tiles_most, k) = (77, 64);
+        let (tiles_most, k, silu) = (77, 64, ExpertActivation::Silu);
         let grouped =
             experts::Grouped { slots: ptr, tiles: ptr, num_tiles: ptr, tiles_most, tile_slots };
-        let call = experts::gate_up(rows, rows, rows, &grouped, (2, 100, k));
+        let call = experts::gate_up(rows, (rows, None), silu, rows, &grouped, (2, 100, k));
         assert_eq!(call.launch.grid, (77, 7, 1));
-        let call = experts::down(rows, rows, rows, &grouped, (0, 100, k));
+        let call = experts::down(rows, (rows, None), rows, &grouped, (0, 100, k));
         assert_eq!(call.launch.grid, (77, 100usize.div_ceil(features) as u32, 1));
     }
     // 20 query heads of one KV head need two blocks.
@@ -314,6 +315,7 @@ fn grids_cover_all_rows_features_and_heads() {
         seqs: ptr,
         block_tables: ptr,
         out: ptr,
+        sinks: None,
     };
     let partials = Partials { out: ptr, ml: ptr };
     let calls = decode_attention(&io, &shape(64, 60, 3), &work(5), partials, 132).unwrap();
@@ -343,6 +345,7 @@ fn decode_attention_has_as_many_blocks_as_run_at_once() {
         seqs: ptr,
         block_tables: ptr,
         out: ptr,
+        sinks: None,
     };
     let partials = Partials { out: ptr, ml: ptr };
     for head_dim in HEAD_DIMS {

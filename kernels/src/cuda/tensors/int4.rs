@@ -7,9 +7,10 @@ pub(super) const UNIT: usize = 128;
 
 /// The two's power of inputs that share a word of scale and zero: the groups' length, or where a first
 /// one is cut, what its length and the others' have in common. `None` where it is below 32, which
-/// kernels do not take.
+/// kernels do not take, as floats of 4 bits.
 pub(in crate::cuda) fn shift(groups: &Int4Groups) -> Option<u32> {
     match groups.count {
+        _ if groups.is_float => None,
         1 => Some(31),
         _ => Some((groups.len | groups.first_len).trailing_zeros().min(30)).filter(|n| *n >= 5),
     }
@@ -63,7 +64,8 @@ mod tests {
 
     #[test]
     fn what_shares_a_word_divides_all_groups() {
-        let groups = |first_len, len, count| Int4Groups { first: 0, first_len, len, count };
+        let groups =
+            |first_len, len, count| Int4Groups { first: 0, first_len, len, count, is_float: false };
         assert_eq!(shift(&groups(128, 128, 32)), Some(7));
         assert_eq!(shift(&groups(64, 128, 33)), Some(6));
         assert_eq!(shift(&groups(96, 128, 33)), Some(5));
@@ -71,5 +73,6 @@ mod tests {
         assert_eq!(shift(&groups(100, 4096, 1)), Some(31));
         assert_eq!(shift(&groups(16, 16, 8)), None);
         assert_eq!(shift(&groups(8, 128, 3)), None);
+        assert_eq!(shift(&Int4Groups { is_float: true, ..groups(32, 32, 4) }), None);
     }
 }

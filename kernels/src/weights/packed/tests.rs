@@ -54,7 +54,7 @@ impl File {
                     zeros.extend(word(|i| zero(r * 8 + i, g), awq));
                 }
             }
-            Packing::Compressed => {
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
                 for (r, c) in (0..ROWS).flat_map(|r| (0..COLS / 8).map(move |c| (r, c))) {
                     words.extend(word(|i| integer(r, c * 8 + i), straight));
                 }
@@ -130,6 +130,51 @@ fn every_packing_gives_the_same_numbers_from_any_rectangle() {
     }
 }
 
+/// From OCP's table of E2M1; a byte has two neighbours, the first in its lower bits.
+#[test]
+fn floats_of_4_bits_have_their_known_values() {
+    let known = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
+    let words: Vec<u8> = (0..16).map(|i| (2 * i % 16) | (2 * i % 16 + 1) << 4).collect();
+    let packed = Packed {
+        packing: Packing::Mxfp4 { step: 1 },
+        bits: 4,
+        rows: 1,
+        cols: 32,
+        words: &words,
+        zeros: None,
+        scales: &[128],
+        scale_type: DType::E8M0,
+        num_groups: 1,
+        groups: Groups::Even(32),
+        first_row: 0,
+    };
+    let part = matrix(packed, 1, 0..32);
+    part.check("test", 32).unwrap();
+    let mut out = [f32::NAN; 32];
+    part.row_f32(0, &mut out);
+    for (i, got) in out.into_iter().enumerate() {
+        let want = known[i % 8] * if i / 8 % 2 == 1 { -2.0 } else { 2.0 };
+        assert_eq!(got.to_bits(), f32::to_bits(want), "{i}");
+    }
+    // Rows two apart; what is behind the last is zeros.
+    let two = Packed { packing: Packing::Mxfp4 { step: 2 }, ..packed };
+    let part = matrix(two, 2, 8..32);
+    part.check("test", 24).unwrap();
+    let mut out = [f32::NAN; 24];
+    part.row_f32(1, &mut out);
+    assert_eq!(out, [0.0; 24]);
+    let (first_len, len, is_float) = (24, 32, true);
+    let groups = Int4Groups { first: 0, first_len, len, count: 1, is_float };
+    assert_eq!(int4_groups(&[part]), Some(groups));
+    for bad in [
+        Packed { words: &words[1..], ..packed },
+        Packed { scales: &[], ..packed },
+        Packed { bits: 8, ..packed },
+    ] {
+        assert!(matrix(bad, 1, 0..32).check("test", 32).is_err());
+    }
+}
+
 #[test]
 fn rows_behind_the_last_are_zeros() {
     for file in PACKINGS.map(File::new) {
@@ -183,7 +228,10 @@ fn a_number_is_rounded_once() {
 fn what_stays_in_4_bits_is_decided_by_the_file_and_the_columns() {
     let file = File::new(Packing::Compressed);
     let groups = |cols: std::ops::Range<usize>| int4_groups(&[matrix(file.packed(), 2, cols)]);
-    let some = |first, first_len, count| Some(Int4Groups { first, first_len, len: GROUP, count });
+    let some = |first, first_len, count| {
+        let (len, is_float) = (GROUP, false);
+        Some(Int4Groups { first, first_len, len, count, is_float })
+    };
     assert_eq!(groups(0..24), some(0, 8, 3));
     assert_eq!(groups(8..20), some(1, 8, 2));
     // Within one group no edge is in the way, wherever it begins.

@@ -4,6 +4,7 @@ use serde_json::Value;
 use shared::model_config;
 
 use super::super::rope::{RopeConfig, RopeScaling};
+use super::gpt_oss;
 
 /// The table, and keys of the same names that stood beside it before.
 #[derive(Default, Deserialize)]
@@ -90,11 +91,19 @@ pub(super) fn rope(
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
     };
     let (raw, kind) = match model_config::rope_scaling(config) {
+        // transformers' own idea of it is of one model.
+        None if architecture == gpt_oss::ARCHITECTURE => {
+            return Err("key rope_scaling (or rope_parameters) is missing".to_owned());
+        }
         None => (Raw::default(), "default"),
         Some((table, kind)) => (read(table)?, kind),
     };
     let beside = ["rope_theta", "partial_rotary_factor"].map(|key| config[key].as_f64());
-    let usual = if architecture == "SmolLM3ForCausalLM" { 2e6 } else { 1e4 };
+    let usual = match architecture {
+        "SmolLM3ForCausalLM" => 2e6,
+        gpt_oss::ARCHITECTURE => 150_000.0,
+        _ => 1e4,
+    };
     let theta = raw.rope_theta.or(beside[0]).unwrap_or(usual);
     if !(theta.is_finite() && theta > 1.0) {
         return Err(format!("rope_theta is {theta}, it must be finite and above 1"));

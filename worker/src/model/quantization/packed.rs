@@ -11,6 +11,7 @@ use kernels::weights::{Groups, Packed, Packing};
 use serde_json::Value;
 
 use super::super::ModelError;
+use super::super::experts::MXFP4_GROUP;
 use super::super::safetensors::{IntegersView, TensorView, WeightFiles};
 
 /// What is behind a layer's name in that of its integers, in each packing.
@@ -143,7 +144,21 @@ pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
     Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true, has_zeros })
 }
 
+/// gpt-oss's experts, and nothing else.
+pub(super) const MXFP4: PackedForm = PackedForm {
+    packing: Packing::Mxfp4 { step: 1 },
+    bits: 4,
+    group: Some(MXFP4_GROUP),
+    is_listed: false,
+    has_zeros: false,
+};
+
 impl PackedForm {
+    /// Whether nothing but experts is packed, whose tensors have names of their own.
+    pub(crate) fn is_of_experts(&self) -> bool {
+        matches!(self.packing, Packing::Mxfp4 { .. })
+    }
+
     /// Whether matrices may stay in 4 bits, as far as the configuration says: see
     /// [`kernels::weights::int4_groups`].
     pub(crate) fn may_stay(&self) -> bool {
@@ -190,7 +205,9 @@ impl PackedForm {
         let (words_shape, zeros_shape, scales_shape) = match packing {
             Packing::Gptq { .. } => ([words_in, rows], [groups, words_out], [groups, rows]),
             Packing::Awq => ([cols, words_out], [groups, words_out], [groups, rows]),
-            Packing::Compressed => ([rows, words_in], [words_out, groups], [rows, groups]),
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
+                ([rows, words_in], [words_out, groups], [rows, groups])
+            }
         };
         let words = of_shape(files, &integers, &words_shape)?;
         if is_compressed {
