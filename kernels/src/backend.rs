@@ -195,6 +195,15 @@ pub trait Backend {
         Ok(())
     }
 
+    /// Hands what was called of the open step to the device, which computes it while its host waits for
+    /// masks ([`StepInputs::masked`]).
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn launch_step(&mut self) -> Result<(), KernelError> {
+        Ok(())
+    }
+
     /// The step that began last is complete: all of its work has at least been handed to the
     /// device, in order.
     ///

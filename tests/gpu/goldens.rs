@@ -130,7 +130,7 @@ pub(crate) fn follow(
             count,
             new_blocks,
             sample: true,
-            allowed: None,
+            masked: false,
             drafts: Vec::new(),
         });
         let mut outputs = Vec::new();
@@ -234,7 +234,7 @@ fn verify(
             new_blocks.push(BlockId(255 - blocks));
             blocks += 1;
         }
-        let (allowed, sample) = (None, true);
+        let (masked, sample) = (false, true);
         let expected = drafts.len().min(2) + 1;
         plan.sequences.push(SequenceStep {
             seq,
@@ -242,7 +242,7 @@ fn verify(
             count,
             new_blocks,
             sample,
-            allowed,
+            masked,
             drafts,
         });
         let mut outputs = Vec::new();
