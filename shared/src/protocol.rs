@@ -29,8 +29,8 @@ pub use lora::{Adapter, Lora};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult, StepTimings,
-    Swap, SwapPair, TokenDigest, TokenLogprobs,
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
+    StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;

@@ -236,15 +236,7 @@ fn verify(
         }
         let (masked, sample) = (false, true);
         let expected = drafts.len().min(2) + 1;
-        plan.sequences.push(SequenceStep {
-            seq,
-            start,
-            count,
-            new_blocks,
-            sample,
-            masked,
-            drafts,
-        });
+        plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample, masked, drafts });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
         for (at, got) in (compared..greedy.len()).zip(&outputs) {

@@ -13,7 +13,9 @@ use kernels::backend::{
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{
+    EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan, TokenMask,
+};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
 use worker::model::ModelError;

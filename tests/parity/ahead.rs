@@ -245,11 +245,7 @@ fn engine(graphs: bool) -> Engine<CudaBackend> {
 type Said = (u64, u32, Option<u32>, Vec<u32>);
 
 /// Runs the plans; what was said, and the steps that were begun while the one before ran.
-fn run(
-    engine: &mut Engine<CudaBackend>,
-    script: &Script,
-    ahead: bool,
-) -> (Vec<Said>, Vec<u64>) {
+fn run(engine: &mut Engine<CudaBackend>, script: &Script, ahead: bool) -> (Vec<Said>, Vec<u64>) {
     let (mut said, mut begun) = (Vec::new(), Vec::new());
     let mut source = Waiting::new(script, !ahead);
     while let Some(plan) = source.plans.pop_front() {

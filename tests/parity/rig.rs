@@ -12,7 +12,8 @@ use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan, TokenMask,
+    EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    TokenMask,
 };
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
@@ -25,6 +26,7 @@ use worker::model::lora::LoraFiles;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
+use worker::rank::StepSource;
 
 use crate::masks;
 

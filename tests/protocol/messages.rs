@@ -12,9 +12,9 @@ use shared::protocol::{
     FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
     FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
     MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization, Rejoin,
-    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan, StepResult,
-    StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
-    Whitespace, WorkerStats,
+    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
+    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
+    TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -89,6 +89,7 @@ fn result() -> StepResult {
             forward_us: 2,
             collective_us: 3,
             sample_us: 4,
+            masks_us: Some(7),
             idle_us: 5,
         },
         stats: WorkerStats { sequence: 8, snapshot: vec![1, 2, 3] },

@@ -163,9 +163,7 @@ impl FakeWorker {
             if !entry.drafts.is_empty() {
                 assert_eq!(entry.start as usize + 1, known.tokens.len(), "drafts_at_the_end");
                 assert_eq!(entry.count as usize, 1 + entry.drafts.len());
-                assert!(
-                    entry.sample && !entry.masked && self.config.speculation.is_some()
-                );
+                assert!(entry.sample && !entry.masked && self.config.speculation.is_some());
                 known.tokens.extend(&entry.drafts);
             }
             assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");

@@ -206,8 +206,7 @@ impl RankEngine {
         if !entry.drafts.is_empty() {
             let (drafts, count, start) = (entry.drafts.len(), entry.count, entry.start);
             let is_last = start as usize + 1 == known.tokens.len();
-            if count as usize != drafts + 1 || !entry.sample || entry.masked || !is_last
-            {
+            if count as usize != drafts + 1 || !entry.sample || entry.masked || !is_last {
                 return Err(format!("{drafts} drafts in {count} tokens from {start}"));
             }
             known.tokens.extend(&entry.drafts);

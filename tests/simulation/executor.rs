@@ -303,7 +303,9 @@ impl World {
             Some(Job::Start(start)) => self.started(slot, start),
             Some(Job::Compute(message)) => self.computed(slot, message),
             Some(Job::Met(message, tokens)) => self.step_finished(slot, &message, &tokens),
-            Some(job @ (Job::Meet(_) | Job::Masks(..))) => self.processes[slot].executor.job = Some(job),
+            Some(job @ (Job::Meet(_) | Job::Masks(..))) => {
+                self.processes[slot].executor.job = Some(job)
+            }
             None => {}
         }
         self.pump(slot);

@@ -238,7 +238,7 @@ impl<B: Backend> Engine<B> {
         let began = Instant::now();
         self.digest = TokenDigest::of(plan.step);
         let _ = self.backend.take_collective_time();
-        let (mut sampling, mut waited) = (Duration::ZERO, Duration::ZERO);
+        let (mut sampling, mut waited) = (Duration::ZERO, None);
         if !self.is_begun(plan)? {
             self.admit(plan)?;
             self.prepare(plan)?;
@@ -248,7 +248,7 @@ impl<B: Backend> Engine<B> {
         }
         if let Some(queued) = self.queued.front_mut() {
             if std::mem::take(&mut queued.awaits_masks) {
-                (waited, _) = self.sample_masked(plan, source, true)?;
+                waited = Some(self.sample_masked(plan, source, true)?.0);
             }
             self.finish(source, outputs)?;
         } else if self.step.ids.is_empty() {
@@ -258,7 +258,8 @@ impl<B: Backend> Engine<B> {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
             sampling = self.compute(plan, outputs, false)?;
             if masks::are_in(plan) && self.samples() {
-                (waited, sampling) = self.sample_masked(plan, source, false)?;
+                let (masks, own) = self.sample_masked(plan, source, false)?;
+                (waited, sampling) = (Some(masks), own);
             }
             let pools = self.pool(plan, outputs)?;
             self.share(plan, outputs)?;
@@ -269,12 +270,13 @@ impl<B: Backend> Engine<B> {
         }
         let collective = self.backend.take_collective_time();
         // What others are waited for is no work of this rank.
-        let others = collective + sampling + waited;
+        let others = collective + sampling + waited.unwrap_or_default();
         let forward = began.elapsed().saturating_sub(others);
         Ok(StepTimings {
             forward_us: micros(forward),
             collective_us: micros(collective),
             sample_us: micros(sampling),
+            masks_us: waited.map(micros),
             ..StepTimings::default()
         })
     }

@@ -368,8 +368,8 @@ impl Step {
         let places_rows = self.lists.params.len() <= layout.feed - layout.params;
         // Room for every step at once, but for block tables: moving costs all graphs.
         let samples_most = self.rows_max.min(self.rows_most);
-        let most = Layout::new(largest(self.rows_most, samples_most, cut))
-            .words(batch.block_tables.len());
+        let most =
+            Layout::new(largest(self.rows_most, samples_most, cut)).words(batch.block_tables.len());
         self.reserve(context, stream, words, most)?;
         let (Some(block), Some((pinned, travelled))) =
             (&self.block, self.staging.get_mut(self.next))

@@ -201,6 +201,8 @@ pub struct StepTimings {
     pub collective_us: u64,
     /// Sampling (rank 0).
     pub sample_us: u64,
+    /// Waiting for the step's masks; none where it has none, or the rank does not sample.
+    pub masks_us: Option<u64>,
     /// How long the executor had nothing to do before this plan.
     pub idle_us: u64,
 }

@@ -93,8 +93,7 @@ impl<B: Backend> Engine<B> {
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
             // Lists are not asked for again.
-            let step =
-                SequenceStep { new_blocks: Vec::new(), drafts: Vec::new(), ..*step };
+            let step = SequenceStep { new_blocks: Vec::new(), drafts: Vec::new(), ..*step };
             entries.push(Entry { step, place, wants_logprobs });
         }
         let awaits_masks = masks::are_in(plan);

@@ -124,7 +124,16 @@ impl<B: Backend> Decoder<B> {
         let mut windows = config.sliding_windows.clone();
         windows.sort_unstable();
         windows.dedup();
-        Ok(Self { weights, config, shard, attention, windows, buffers, adapters: None, gathered: false })
+        Ok(Self {
+            weights,
+            config,
+            shard,
+            attention,
+            windows,
+            buffers,
+            adapters: None,
+            gathered: false,
+        })
     }
 
     /// With adapters beside the model, if there are any.
