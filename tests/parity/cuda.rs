@@ -497,11 +497,11 @@ fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
             .iter()
             .flat_map(|plan| {
                 let mut masks = script.masks.get(&plan.step).into_iter().flatten();
-                let mut next = move |entry: &SequenceStep| match entry.masked {
+                let next = move |entry: &SequenceStep| match entry.masked {
                     true => masks.next().unwrap().clone(),
                     false => None,
                 };
-                plan.sequences.iter().map(|entry| next(entry)).collect::<Vec<_>>()
+                plan.sequences.iter().map(next).collect::<Vec<_>>()
             })
             .collect();
         let mut engine = engine(true);

@@ -153,7 +153,7 @@ fn load() -> Vec<GenerateRequest> {
             ..params.clone()
         });
         let guide = |_| Box::new(Rule::new(at.into())) as Box<dyn TokenGuide>;
-        let guides = if at % 3 == 0 { (0..n).map(guide).collect() } else { Vec::new() };
+        let guides = if at.is_multiple_of(3) { (0..n).map(guide).collect() } else { Vec::new() };
         let request = GenerateRequest::new(
             RequestId(at.into()), // Some begin alike, for a block or two.
             (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
