@@ -53,6 +53,7 @@ fn scrape(workers: u32) {
                 forward_us: 700 + step * 5,
                 collective_us: 60 + step,
                 sample_us: 40,
+                masks_us: None,
                 idle_us: 3 * step,
             });
         }

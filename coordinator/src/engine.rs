@@ -39,7 +39,7 @@ pub trait TokenGuide: Send + fmt::Debug {
     /// The tokens that may come next, at least one; none while that is not known.
     fn allowed(&self) -> Option<&TokenMask>;
 
-    /// Most bytes that its masks take in a plan.
+    /// Most bytes that one of its masks takes in a message.
     fn mask_bytes_max(&self) -> usize;
 
     /// Takes the next accepted token, which is an allowed one and no end token.

@@ -2,20 +2,22 @@
 //! paged KV, preemption by swapping or recomputation, one step ahead of the workers.
 //!
 //! Events and the time go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
-//! [`Scheduler::cancel`]); plans and [`Effect`]s come out. The order of everything is decided by
+//! [`Scheduler::cancel`]); plans, masks and [`Effect`]s come out. The order of everything is decided by
 //! arrival and admission, never by hashing.
 //!
 //! - `queue order`: requests are admitted by priority (lower is earlier), and in order of arrival
-//!   among equals; where a plan has no room for more masks, those that are not guided pass those
+//!   among equals; where a step has no room for more masks, those that are not guided pass those
 //!   that are. Out of blocks, the least urgent sequence, of equals the one admitted last, is
 //!   preempted and returns to the front of its equals, so the oldest of the most urgent always makes
 //!   progress. Who is less urgent may wait for ever: priorities are given on purpose. What was
 //!   computed of it goes to host memory where that has room (`swap`), else it is computed again.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
-//!   begin at the position of a token that only the workers know yet. A guided sequence's mask
-//!   depends on that token. While guided ones wait for theirs and are fewer than half of those that
-//!   run, the others are planned ahead and the guided ones are in every other step; else no step is
-//!   planned before their tokens are there. The same holds for sequences that are about to draft.
+//!   begin at the position of a token that only the workers know yet. A sequence that is about to
+//!   draft needs that token. While such ones wait for theirs and are fewer than half of those that
+//!   run, the others are planned ahead and those are in every other step; else no step is planned
+//!   before their tokens are there.
+//! - `masks`: guided sequences are planned ahead, too. The mask of what they may get depends on that
+//!   token, and follows its plan when it is known.
 //! - `speculation`: a sequence that repeats what it has before drafts the tokens that may come next
 //!   (`speculate`), and a step computes them all: its own tokens count as far as they are those
 //!   drafted, and one more. Drafts take what nobody else wants of a step; of what a step drafts only
@@ -31,6 +33,7 @@ mod blocks;
 mod config;
 mod drafts;
 mod effect;
+mod masks;
 mod plan;
 mod queue;
 mod sequence;
@@ -75,7 +78,7 @@ pub enum EpochEnd {
     Planned,
 }
 
-/// A mask that a plan waits for.
+/// A mask that a step waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AwaitedMask {
     /// Whose.
@@ -119,7 +122,7 @@ pub struct Scheduler {
     num_swapped_requests: u32,
     /// What requests that have not run take of the queue: it is bounded by that.
     queued: Load,
-    /// Requests whose masks the last look at them did not find, though all their tokens are known.
+    /// Masks that the last look at them did not find, though all tokens before are known.
     masks_awaited: Vec<AwaitedMask>,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
@@ -182,7 +185,7 @@ impl Scheduler {
         })
     }
 
-    /// Guides that are not ready for the next step wake this: it may be planned then.
+    /// Guides that are asked and do not know yet wake this: masks may be there then.
     pub fn wake_with(&mut self, waker: Waker) {
         self.waker = waker;
     }
@@ -205,7 +208,7 @@ impl Scheduler {
         }
     }
 
-    /// Requests whose masks are being computed: no step is planned without them.
+    /// Masks that are being computed, as of the last [`Scheduler::masks`]: a step waits for them.
     #[must_use]
     pub fn masks_awaited(&self) -> &[AwaitedMask] {
         &self.masks_awaited

@@ -17,6 +17,11 @@
 //! do nothing by default; without them every call stands for itself. [`KernelError::Again`] from any
 //! of these calls means that the whole step, beginning with `begin_step`, is to be called once more.
 //!
+//! # Masks
+//! Which tokens a row may get may be known later than all else that its step reads. The step is begun
+//! without masks ([`StepInputs::masked`]), [`Backend::launch_step`] has the device compute what was
+//! called so far, and its rows are sampled when the masks are there; no other step is begun before.
+//!
 //! # One step ahead
 //! A device may also be given a step before the tokens of the one before are known, so that it never
 //! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
@@ -192,6 +197,15 @@ pub trait Backend {
     /// [`KernelError::Shape`], [`KernelError::Device`].
     fn begin_step(&mut self, step: &StepInputs<'_>) -> Result<(), KernelError> {
         let _ = step;
+        Ok(())
+    }
+
+    /// Hands what was called of the open step to the device, which computes it while its host waits for
+    /// masks ([`StepInputs::masked`]).
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    fn launch_step(&mut self) -> Result<(), KernelError> {
         Ok(())
     }
 

@@ -5,7 +5,7 @@
 //!
 //! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
 //! [`Form`] -> [`GroupId`] (ranks on GPUs) -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
-//! [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
+//! [`StepMasks`] (where some entry is masked) -> [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
 pub mod actors;
 pub mod control;
 pub mod frontend;
@@ -29,8 +29,8 @@ pub use lora::{Adapter, Lora};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepPlan, StepResult, StepTimings, Swap,
-    SwapPair, TokenDigest, TokenLogprobs,
+    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
+    StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
 };
 
 use crate::actor::peer::RemoteMessage;
@@ -39,7 +39,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 12;
+pub const PROTOCOL_VERSION: u16 = 13;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -62,6 +62,8 @@ pub enum ToWorker {
     },
     /// What rank 0 made for the other ranks' GPUs to find its own by.
     GroupId(GroupId),
+    /// Which tokens may be sampled in a step whose plan has masked entries: behind that plan.
+    Masks(StepMasks),
 }
 
 /// Everything a worker says to the coordinator after the handshake.
@@ -97,7 +99,7 @@ pub enum FromWorker {
 impl RemoteMessage for ToWorker {
     fn kind(&self) -> FrameKind {
         match self {
-            Self::Step(_) => FrameKind::Step,
+            Self::Step(_) | Self::Masks(_) => FrameKind::Step,
             Self::Form(_)
             | Self::Start(_)
             | Self::Abort { .. }

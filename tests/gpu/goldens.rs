@@ -132,7 +132,7 @@ pub(crate) fn follow(
             count,
             new_blocks,
             sample: true,
-            allowed: None,
+            masked: false,
             drafts: Vec::new(),
         });
         let mut outputs = Vec::new();
@@ -236,17 +236,9 @@ fn verify(
             new_blocks.push(BlockId(255 - blocks));
             blocks += 1;
         }
-        let (allowed, sample) = (None, true);
+        let (masked, sample) = (false, true);
         let expected = drafts.len().min(2) + 1;
-        plan.sequences.push(SequenceStep {
-            seq,
-            start,
-            count,
-            new_blocks,
-            sample,
-            allowed,
-            drafts,
-        });
+        plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample, masked, drafts });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
         for (at, got) in (compared..greedy.len()).zip(&outputs) {

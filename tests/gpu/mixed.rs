@@ -108,7 +108,7 @@ fn entry(
     new_blocks: Vec<BlockId>,
     sample: bool,
 ) -> SequenceStep {
-    SequenceStep { seq, start, count, new_blocks, sample, allowed: None, drafts: Vec::new() }
+    SequenceStep { seq, start, count, new_blocks, sample, masked: false, drafts: Vec::new() }
 }
 
 /// Seconds that a step takes which `run` runs.

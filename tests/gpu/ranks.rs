@@ -111,6 +111,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
             sampling: &sampling,
             feed: &[],
             adapters: &[],
+            masked: false,
             is_plain: true,
         })?;
         backend.all_reduce(&mut data)?;

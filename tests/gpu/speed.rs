@@ -14,7 +14,9 @@ use kernels::backend::{
 use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
+use shared::protocol::{
+    EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan, TokenMask,
+};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
 use worker::model::ModelError;
@@ -321,6 +323,10 @@ impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
         self.0.front()
     }
+
+    fn masks(&mut self, _: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        Err("nothing is masked here".to_owned())
+    }
 }
 
 /// Steps of one engine.
@@ -374,7 +380,7 @@ impl Driver<'_> {
                     count: tokens,
                     new_blocks: own.map(BlockId).collect(),
                     sample: true,
-                    allowed: None,
+                    masked: false,
                     drafts: Vec::new(),
                 });
                 slot += 1;
@@ -453,7 +459,7 @@ impl Driver<'_> {
             count: 1,
             new_blocks: Vec::new(),
             sample: true,
-            allowed: None,
+            masked: false,
             drafts: Vec::new(),
         };
         self.step += 1;

@@ -238,6 +238,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
                 forward_us: 700,
                 collective_us: 200,
                 sample_us: if rank == 0 { 100 } else { 0 },
+                masks_us: (rank == 0).then_some(25),
                 idle_us: 50,
             });
         }
@@ -277,6 +278,9 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     assert_eq!(page.get(&of("tutti_rank_collective_seconds_count", 0)), 4.0);
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 0)), 4.0);
     assert_eq!(live.get(&of("tutti_rank_sample_seconds_count", 1)), 0.0);
+    assert_eq!(live.get(&of("tutti_rank_mask_wait_seconds_sum", 0)), 0.0001);
+    assert_eq!(live.get(&of("tutti_rank_mask_wait_seconds_count", 1)), 0.0);
+    assert_eq!(page.get(&of("tutti_rank_mask_wait_seconds_count", 0)), 4.0, "not by free steps");
 
     hub.retire(Source::Worker(WorkerId(1)), Incarnation(7));
     let after = scrape(&hub);

@@ -1,7 +1,8 @@
 //! Steps of any mix begun while the one before runs, on stand-ins for GPUs: prompts in chunks beside
 //! sequences that decode, admissions, sequences that end late, that are swapped, that come back under
-//! their old names. What every sequence gets is what it gets from steps one after the other.
-use std::collections::{BTreeMap, VecDeque};
+//! their old names, sequences with masks that come while their step is computed. What every sequence
+//! gets is what it gets from steps one after the other.
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kernels::KernelError;
@@ -14,7 +15,8 @@ use testkit::models::variant;
 use testkit::relay::SharedRelay;
 use worker::engine::{Engine, EngineError};
 
-use crate::cuda::Waiting;
+use crate::cuda::{Script, Waiting};
+use crate::masks;
 use crate::rig::{engine_of, fake_cuda_with, fake_nccl_backend, fake_nccl_options};
 
 const BLOCK_SIZE: u32 = 16;
@@ -35,7 +37,9 @@ struct Written {
 #[derive(Debug, Default)]
 struct Author {
     written: BTreeMap<u64, Written>,
-    plans: VecDeque<StepPlan>,
+    /// Sequences whose tokens have masks.
+    masked: Vec<u64>,
+    script: Script,
 }
 
 fn prompt(seq: u64, len: u32) -> Vec<u32> {
@@ -60,15 +64,19 @@ fn sampling(seq: u64) -> SamplingParams {
 }
 
 impl Author {
+    fn new(masked: &[u64]) -> Self {
+        Self { masked: masked.to_vec(), ..Self::default() }
+    }
+
     /// Begins a plan.
     fn plan(&mut self) -> &mut Self {
-        let step = StepId(self.plans.len() as u64 + 1);
-        self.plans.push_back(StepPlan { epoch: Epoch(1), step, ..StepPlan::default() });
+        let step = StepId(self.script.plans.len() as u64 + 1);
+        self.script.plans.push_back(StepPlan { epoch: Epoch(1), step, ..StepPlan::default() });
         self
     }
 
     fn last(&mut self) -> &mut StepPlan {
-        self.plans.back_mut().unwrap()
+        self.script.plans.back_mut().unwrap()
     }
 
     fn admits(&mut self, seq: u64, len: u32) -> &mut Self {
@@ -99,13 +107,19 @@ impl Author {
             new_blocks.push(BlockId(seq as u32 * BLOCKS + (own.blocks + own.moved) % BLOCKS));
             own.blocks += 1;
         }
+        let masked = sample && self.masked.contains(&seq);
+        if masked {
+            let step = self.last().step;
+            let masks = self.script.masks.entry(step).or_default();
+            masks.push(Some(masks::of(seq, &[start])));
+        }
         self.last().sequences.push(SequenceStep {
             seq: SeqId(seq),
             start,
             count,
             new_blocks,
             sample,
-            allowed: None,
+            masked,
             drafts: Vec::new(),
         });
         self
@@ -144,8 +158,8 @@ impl Author {
 }
 
 /// Steps of every kind; those that can be begun while the one before runs.
-fn mixed() -> (VecDeque<StepPlan>, Vec<u64>) {
-    let mut author = Author::default();
+fn mixed(masked: &[u64]) -> (Script, Vec<u64>) {
+    let mut author = Author::new(masked);
     author.plan().admits(1, 5).admits(2, 20).runs(1, 5, true).runs(2, 20, true);
     // A prompt in three chunks; another whole beside it.
     author.plan().decodes(&[1, 2]).admits(3, 40).runs(3, 16, false);
@@ -153,7 +167,7 @@ fn mixed() -> (VecDeque<StepPlan>, Vec<u64>) {
     author.plan().decodes(&[1, 2, 4]).runs(3, 8, true);
     author.plan().decodes(&[1, 2, 3, 4]);
     author.plan().decodes(&[1, 2, 3, 4]);
-    // The token of 1 on its way is its last, as is found late; 2 waits for a mask.
+    // The token of 1 on its way is its last, as is found late; 2 has no share.
     author.plan().forgets(1).decodes(&[4, 3]);
     // Nothing is sampled.
     author.plan().admits(5, 30).runs(5, 10, false);
@@ -170,13 +184,13 @@ fn mixed() -> (VecDeque<StepPlan>, Vec<u64>) {
     author.plan().forgets(3).decodes(&[2, 4, 5, 6]);
     author.plan().admits(3, 48).decodes(&[2, 4, 5, 6]).runs(3, 30, false);
     author.plan().decodes(&[2, 4, 5, 6]).runs(3, 18, true);
-    let begun = (2..=author.plans.len() as u64).collect();
-    (author.plans, begun)
+    let begun = (2..=author.script.plans.len() as u64).collect();
+    (author.script, begun)
 }
 
 /// Steps that need their host, or the token before, each among others that do not.
-fn hindered() -> (VecDeque<StepPlan>, Vec<u64>) {
-    let mut author = Author::default();
+fn hindered(masked: &[u64]) -> (Script, Vec<u64>) {
+    let mut author = Author::new(masked);
     author.plan().admits(1, 5).runs(1, 5, true);
     // Log-probabilities of a prompt's chunks. The last position's are another prompt's, or none.
     let scored = SamplingParams { prompt_logprobs: Some(1), ..sampling(2) };
@@ -202,7 +216,7 @@ fn hindered() -> (VecDeque<StepPlan>, Vec<u64>) {
     author.plan();
     author.plan().decodes(&[2]);
     author.plan().decodes(&[2]).admits(4, 3).runs(4, 3, true);
-    (author.plans, vec![5, 8, 11, 13, 16])
+    (author.script, vec![5, 8, 11, 13, 16])
 }
 
 fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> {
@@ -231,22 +245,14 @@ fn engine(graphs: bool) -> Engine<CudaBackend> {
 type Said = (u64, u32, Option<u32>, Vec<u32>);
 
 /// Runs the plans; what was said, and the steps that were begun while the one before ran.
-fn run(
-    engine: &mut Engine<CudaBackend>,
-    plans: &VecDeque<StepPlan>,
-    ahead: bool,
-) -> (Vec<Said>, Vec<u64>) {
+fn run(engine: &mut Engine<CudaBackend>, script: &Script, ahead: bool) -> (Vec<Said>, Vec<u64>) {
     let (mut said, mut begun) = (Vec::new(), Vec::new());
-    let mut source = Waiting(plans.clone(), 0);
-    while let Some(plan) = source.0.pop_front() {
+    let mut source = Waiting::new(script, !ahead);
+    while let Some(plan) = source.plans.pop_front() {
         let (mut outputs, before) = (Vec::new(), engine.begun_ahead());
-        if ahead {
-            engine.step_with(&plan, &mut source, &mut outputs).unwrap();
-        } else {
-            engine.step(&plan, &mut outputs).unwrap();
-        }
+        engine.step_with(&plan, &mut source, &mut outputs).unwrap();
         if engine.begun_ahead() > before {
-            begun.push(source.0.front().unwrap().step.0);
+            begun.push(source.plans.front().unwrap().step.0);
         }
         for output in outputs {
             let scores = output.logprobs.iter().chain(&output.prompt_logprobs);
@@ -260,8 +266,9 @@ fn run(
     (said, begun)
 }
 
-/// Every token that is due is there once, in the order of plans.
-fn complete(plans: &VecDeque<StepPlan>, said: &[Said]) {
+/// Every token that is due is there once, in the order of plans, and is one that its mask allows.
+fn complete(script: &Script, said: &[Said]) {
+    let plans = &script.plans;
     let shares = plans.iter().flat_map(|plan| &plan.sequences);
     let due = shares.filter(|entry| entry.sample && entry.drafts.is_empty());
     let due: Vec<_> = due.map(|entry| (entry.seq.0, entry.start + entry.count)).collect();
@@ -275,18 +282,35 @@ fn complete(plans: &VecDeque<StepPlan>, said: &[Said]) {
     let tokens = said.iter().filter(|said| said.2.is_some() && !is_drafted(said.0, said.1));
     let tokens: Vec<_> = tokens.map(|(seq, position, ..)| (*seq, *position)).collect();
     assert_eq!(tokens, due);
+    for plan in plans {
+        let mut masks = script.masks.get(&plan.step).into_iter().flatten();
+        for entry in plan.sequences.iter().filter(|entry| entry.masked) {
+            let mask = masks.next().unwrap().as_ref().unwrap();
+            // A name may come again.
+            let own = |said: &&Said| (said.0, said.1) == (entry.seq.0, entry.start + entry.count);
+            let mut tokens = said.iter().filter(own).filter_map(|said| said.2);
+            assert!(tokens.any(|token| mask.allows(token)), "{} of {}", entry.seq, plan.step);
+        }
+    }
 }
 
 #[test]
 fn steps_of_any_mix_are_begun_behind_each_other_and_give_the_same_tokens() {
-    for graphs in [true, false] {
-        let (plans, expected) = mixed();
+    for (graphs, masked) in [
+        (true, &[][..]),
+        (false, &[]),
+        (true, &[3]),
+        (true, &[2, 5]),
+        (false, &[2, 5]),
+        (true, &[1, 2, 3, 4, 5, 6]),
+    ] {
+        let (plans, expected) = mixed(masked);
         let (known, begun) = run(&mut engine(graphs), &plans, true);
-        assert_eq!(begun, expected, "graphs: {graphs}");
+        assert_eq!(begun, expected, "graphs: {graphs}, masked: {masked:?}");
         let (one_by_one, none) = run(&mut engine(graphs), &plans, false);
         assert!(none.is_empty());
         complete(&plans, &one_by_one);
-        assert_eq!(known, one_by_one, "graphs: {graphs}");
+        assert_eq!(known, one_by_one, "graphs: {graphs}, masked: {masked:?}");
         let tokens: std::collections::HashSet<_> = known.iter().map(|said| said.2).collect();
         assert!(tokens.len() > 8, "{tokens:?}");
     }
@@ -294,27 +318,29 @@ fn steps_of_any_mix_are_begun_behind_each_other_and_give_the_same_tokens() {
 
 #[test]
 fn steps_that_need_their_host_or_the_token_before_wait() {
-    let (plans, expected) = hindered();
-    let (known, begun) = run(&mut engine(true), &plans, true);
-    assert_eq!(begun, expected);
-    let (one_by_one, _) = run(&mut engine(true), &plans, false);
-    complete(&plans, &one_by_one);
-    assert_eq!(known, one_by_one);
-    assert!(known.iter().any(|said| said.2.is_none() && said.3.len() > 20), "an embedding");
+    for masked in [&[][..], &[2], &[4]] {
+        let (plans, expected) = hindered(masked);
+        let (known, begun) = run(&mut engine(true), &plans, true);
+        assert_eq!(begun, expected, "{masked:?}");
+        let (one_by_one, _) = run(&mut engine(true), &plans, false);
+        complete(&plans, &one_by_one);
+        assert_eq!(known, one_by_one, "{masked:?}");
+        assert!(known.iter().any(|said| said.2.is_none() && said.3.len() > 20), "an embedding");
+    }
 }
 
 /// The epoch ends with a step of every kind begun; the next has nothing of it.
 #[test]
 fn an_epoch_may_end_with_any_step_begun() {
-    let (plans, _) = mixed();
+    let (plans, _) = mixed(&[2, 5]);
     let mut engine = engine(true);
     let (expected, _) = run(&mut engine, &plans, false);
-    for ended in 1..plans.len() {
+    for ended in 1..plans.plans.len() {
         engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
-        let mut source = Waiting(plans.clone(), 0);
+        let mut source = Waiting::new(&plans, false);
         let before = engine.begun_ahead();
         for _ in 0..ended {
-            let plan = source.0.pop_front().unwrap();
+            let plan = source.plans.pop_front().unwrap();
             engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
         }
         assert_eq!(engine.begun_ahead() - before, ended as u64, "begun behind step {ended}");
@@ -328,11 +354,11 @@ fn an_epoch_may_end_with_any_step_begun() {
 /// A plan that does not fit is an error of the step that it was looked at behind.
 #[test]
 fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
-    let (plans, _) = mixed();
+    let (plans, _) = mixed(&[2]);
     let mut engine = engine(true);
-    let mut source = Waiting(plans.clone(), 0);
-    source.0[1].sequences[2].new_blocks = vec![BlockId(SEQS * BLOCKS)];
-    let first = source.0.pop_front().unwrap();
+    let mut source = Waiting::new(&plans, false);
+    source.plans[1].sequences[2].new_blocks = vec![BlockId(SEQS * BLOCKS)];
+    let first = source.plans.pop_front().unwrap();
     let error = engine.step_with(&first, &mut source, &mut Vec::new()).unwrap_err().to_string();
     assert!(error.contains("step 2: seq-3 is given block-80 of 80"), "{error}");
     engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
@@ -343,7 +369,13 @@ fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
 /// The next step is there for one rank sooner than for the other, or for none.
 #[test]
 fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
-    let (plans, expected) = mixed();
+    for masked in [&[][..], &[2, 5], &[1, 2, 3, 4, 5, 6]] {
+        ranks_begin_alike(masked);
+    }
+}
+
+fn ranks_begin_alike(masked: &[u64]) {
+    let (plans, expected) = mixed(masked);
     let plans = &plans;
     let run_both = |ahead: [bool; 2]| {
         let group = local_group(2, Duration::from_secs(60)).unwrap();
@@ -374,7 +406,7 @@ fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
     let known = run_both([false, false]);
     complete(plans, &known);
     for ahead in [[true, true], [true, false], [false, true]] {
-        assert_eq!(run_both(ahead), known, "{ahead:?}");
+        assert_eq!(run_both(ahead), known, "{ahead:?}, masked: {masked:?}");
     }
 }
 
@@ -383,7 +415,7 @@ fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
 #[test]
 fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
     const COME: usize = 3;
-    let (plans, _) = mixed();
+    let (plans, _) = mixed(&[]);
     let plans = &plans;
     let group = local_group(2, Duration::from_secs(60)).unwrap();
     let relay = SharedRelay::default();
@@ -406,15 +438,15 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         let (over, is_over) = std::sync::mpsc::channel::<()>();
         let leaver = scope.spawn(move || {
             let (mut engine, _) = joined(1, there, other);
-            for plan in plans.iter().take(COME) {
+            for plan in plans.plans.iter().take(COME) {
                 engine.step(plan, &mut Vec::new()).unwrap();
             }
             let _ = is_over.recv();
         });
         let (mut engine, handles) = joined(0, here, relay);
-        let mut source = Waiting(plans.clone(), 0);
+        let mut source = Waiting::new(plans, false);
         for _ in 0..COME {
-            let plan = source.0.pop_front().unwrap();
+            let plan = source.plans.pop_front().unwrap();
             engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
         }
         assert_eq!(engine.begun_ahead(), COME as u64);
@@ -423,7 +455,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
             handles.iter().for_each(|handle| handle.abort());
         });
         // It is begun; nobody else comes to it.
-        let plan = source.0.pop_front().unwrap();
+        let plan = source.plans.pop_front().unwrap();
         let error = engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap_err();
         let is_aborted = matches!(&error, EngineError::Kernel(KernelError::Collective(_)));
         assert!(is_aborted, "{error}");

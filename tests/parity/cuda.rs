@@ -3,7 +3,7 @@
 //!
 //! Products' inputs are rounded to bf16, so log-probabilities are compared more loosely than on
 //! CPUs, and greedy tokens where the golden's own choice was clear.
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::{Backend as _, KernelError};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
@@ -174,7 +174,7 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
             count,
             new_blocks,
             sample: true,
-            allowed: None,
+            masked: false,
             drafts: Vec::new(),
         });
         seq.computed = len;
@@ -366,24 +366,46 @@ fn edited_logits_and_lists_of_likely_tokens_come_back_right() {
     assert_eq!(all[0].tokens[all[0].tokens.len() - 3..], [7, 7, 7]);
 }
 
-/// Plans that are all there from the start; how often the next was looked at.
-pub(crate) struct Waiting(pub(crate) VecDeque<StepPlan>, pub(crate) usize);
+/// Plans, and the masks of their masked entries.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Script {
+    pub(crate) plans: VecDeque<StepPlan>,
+    pub(crate) masks: BTreeMap<StepId, Vec<Option<TokenMask>>>,
+}
+
+/// A script that is all there from the start, or whose next plan never is.
+pub(crate) struct Waiting {
+    pub(crate) plans: VecDeque<StepPlan>,
+    masks: BTreeMap<StepId, Vec<Option<TokenMask>>>,
+    is_hidden: bool,
+}
+
+impl Waiting {
+    pub(crate) fn new(script: &Script, is_hidden: bool) -> Self {
+        let Script { plans, masks } = script.clone();
+        Self { plans, masks, is_hidden }
+    }
+}
 
 impl StepSource for Waiting {
     fn peek(&mut self) -> Option<&StepPlan> {
-        self.1 += 1;
-        self.0.front()
+        self.plans.front().filter(|_| !self.is_hidden)
+    }
+
+    fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        // Of a step that was begun ahead the plan is taken by now: the one before was told.
+        assert!(self.plans.front().is_none_or(|next| next.step > step), "{step}");
+        self.masks.remove(&step).ok_or_else(|| format!("{step} has no masks, or had them"))
     }
 }
 
 /// Steps of six sequences, of which two leave and whose order changes: their prompts, then decode.
-pub(crate) fn plans() -> VecDeque<StepPlan> {
+pub(crate) fn plans() -> Script {
     plans_with(&[])
 }
 
-/// The same, but that the tokens of some are masked: those are there in every other step, since
-/// nothing is sampled for them before the coordinator knows the token before.
-pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
+/// The same, but that the tokens of some are masked behind their prompts.
+pub(crate) fn plans_with(masked: &[usize]) -> Script {
     let sampling = |index: u32| SamplingParams {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 1.0 },
         seed: u64::from(index) + 9,
@@ -393,7 +415,8 @@ pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
     let mut all: Vec<Running> = (0..6).map(|i| Running::new(i + 2, sampling(i))).collect();
     let mut number = 0;
     let mut batch: Vec<&mut Running> = all.iter_mut().collect();
-    let mut plans = VecDeque::from([plan(&mut number, &mut batch)]);
+    let mut script =
+        Script { plans: VecDeque::from([plan(&mut number, &mut batch)]), ..Script::default() };
     for i in 0..12u32 {
         number += 1;
         let mut plan = StepPlan { epoch: Epoch(1), step: StepId(number), ..StepPlan::default() };
@@ -409,9 +432,14 @@ pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
             // An empty step: nothing can be begun behind or before it.
             order.clear();
         }
-        order.retain(|index| !masked.contains(index) || i % 2 == 1);
         for index in order {
-            let allowed = masked.contains(&index).then(|| masks::of(index as u64, &[i]));
+            let is_masked = masked.contains(&index);
+            if is_masked {
+                let masks = script.masks.entry(plan.step).or_default();
+                // Now and then one for which it makes no difference any more.
+                let ends = i == 3 && masks.is_empty();
+                masks.push((!ends).then(|| masks::of(index as u64, &[i])));
+            }
             let seq = &mut all[index];
             let start = seq.computed;
             let mut new_blocks = Vec::new();
@@ -426,30 +454,26 @@ pub(crate) fn plans_with(masked: &[usize]) -> VecDeque<StepPlan> {
                 count: 1,
                 new_blocks,
                 sample: true,
-                allowed,
+                masked: is_masked,
                 drafts: Vec::new(),
             });
         }
-        plans.push_back(plan);
+        script.plans.push_back(plan);
     }
-    plans
+    script
 }
 
 /// Runs them, with the next one known or not; every token with its log-probability's bits.
 pub(crate) fn run_plans(
     engine: &mut Engine<CudaBackend>,
-    plans: VecDeque<StepPlan>,
+    script: &Script,
     ahead: bool,
 ) -> Vec<(u64, u32, u32)> {
     let mut seen = Vec::new();
-    let mut source = Waiting(plans, 0);
-    while let Some(plan) = source.0.pop_front() {
+    let mut source = Waiting::new(script, !ahead);
+    while let Some(plan) = source.plans.pop_front() {
         let mut outputs = Vec::new();
-        if ahead {
-            engine.step_with(&plan, &mut source, &mut outputs).unwrap();
-        } else {
-            engine.step(&plan, &mut outputs).unwrap();
-        }
+        engine.step_with(&plan, &mut source, &mut outputs).unwrap();
         if outputs.is_empty() {
             // Another rank's to tell.
             continue;
@@ -465,34 +489,46 @@ pub(crate) fn run_plans(
     seen
 }
 
-/// Masked sequences beside others: what they get is the same, whatever is begun ahead.
+/// Masked sequences beside others: what they get is the same, whatever is begun ahead, and they are in
+/// every step.
 #[test]
-fn masked_steps_are_begun_behind_others_and_others_behind_them() {
-    for (masked, ahead) in [(&[2usize][..], 10), (&[0, 3], 10), (&[0, 1, 2, 3, 4, 5], 0)] {
-        let plans = plans_with(masked);
-        let entries = plans.iter().flat_map(|plan| &plan.sequences);
-        let allowed: Vec<_> = entries.map(|entry| entry.allowed.clone()).collect();
+fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
+    for masked in [&[2usize][..], &[0, 3], &[0, 1, 2, 3, 4, 5]] {
+        let script = plans_with(masked);
+        let allowed: Vec<_> = script
+            .plans
+            .iter()
+            .flat_map(|plan| {
+                let mut masks = script.masks.get(&plan.step).into_iter().flatten();
+                let next = move |entry: &SequenceStep| match entry.masked {
+                    true => masks.next().unwrap().clone(),
+                    false => None,
+                };
+                plan.sequences.iter().map(next).collect::<Vec<_>>()
+            })
+            .collect();
         let mut engine = engine(true);
-        let known = run_plans(&mut engine, plans.clone(), true);
-        assert_eq!(engine.begun_ahead(), ahead, "{masked:?}");
+        let known = run_plans(&mut engine, &script, true);
+        assert_eq!(engine.begun_ahead(), 10, "{masked:?}");
         let mut engine = self::engine(false);
-        assert_eq!(known, run_plans(&mut engine, plans, false), "{masked:?}");
+        assert_eq!(known, run_plans(&mut engine, &script, false), "{masked:?}");
         assert_eq!(engine.begun_ahead(), 0);
         assert_eq!(known.len(), allowed.len());
         for ((_, token, _), mask) in known.iter().zip(&allowed) {
             assert!(mask.as_ref().is_none_or(|mask| mask.allows(*token)));
         }
+        assert_ne!(known, run_plans(&mut self::engine(true), &plans(), true), "masks matter");
     }
 }
 
 #[test]
 fn steps_begun_ahead_give_the_same_tokens() {
     let mut engine = engine(true);
-    let known = run_plans(&mut engine, plans(), true);
+    let known = run_plans(&mut engine, &plans(), true);
     // All decode steps but the first behind an empty one: 0 to 8, and 11.
     assert_eq!(engine.begun_ahead(), 10);
     let mut engine = self::engine(true);
-    assert_eq!(known, run_plans(&mut engine, plans(), false));
+    assert_eq!(known, run_plans(&mut engine, &plans(), false));
     assert_eq!(engine.begun_ahead(), 0);
     let tokens: std::collections::HashSet<u32> = known.iter().map(|(_, token, _)| *token).collect();
     assert!(tokens.len() > 8, "{tokens:?}");

@@ -60,7 +60,7 @@ impl Request {
             count,
             new_blocks,
             sample,
-            allowed: None,
+            masked: false,
             drafts: Vec::new(),
         });
     }

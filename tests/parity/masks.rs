@@ -7,7 +7,7 @@ use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
 use crate::nccl::transcript_of;
-use crate::rig::{On, Rig, Seq, engine_of, fake_cuda_backend};
+use crate::rig::{Given, On, Rig, Seq, engine_of, fake_cuda_backend};
 
 /// Of the models here.
 const VOCAB: u32 = 384;
@@ -132,13 +132,13 @@ fn masks_of_all_sequences_cost_no_graphs() {
     let mut engine = engine_of(&demo(), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();
     engine.start(SEQS).unwrap();
-    let run = |seq: u32, start, allowed| SequenceStep {
+    let run = |seq: u32, start, masked| SequenceStep {
         seq: SeqId(u64::from(seq)),
         start,
         count: 1,
         new_blocks: if start == 0 { vec![BlockId(seq)] } else { Vec::new() },
         sample: true,
-        allowed,
+        masked,
         drafts: Vec::new(),
     };
     let sampling = SamplingParams::greedy();
@@ -152,16 +152,18 @@ fn masks_of_all_sequences_cost_no_graphs() {
     let half = Some(TokenMask::Bits(vec![0x5555_5555; 2048 / 32]));
     for step in 0..4u32 {
         let (admitted, sequences) = match step {
-            0..3 => ((0..1 - u64::from(step.min(1))).map(new).collect(), vec![run(0, step, None)]),
+            0..3 => ((0..1 - u64::from(step.min(1))).map(new).collect(), vec![run(0, step, false)]),
             _ => {
-                let others = (1..SEQS).map(|seq| run(seq, 0, half.clone()));
+                let others = (1..SEQS).map(|seq| run(seq, 0, true));
                 ((1..u64::from(SEQS)).map(new).collect(), others.collect())
             }
         };
         let step = StepId(u64::from(step) + 1);
         let plan = StepPlan { step, admitted, sequences, ..StepPlan::default() };
+        let masked = plan.sequences.iter().filter(|entry| entry.masked);
+        let mut given = Given(masked.map(|_| half.clone()).collect());
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut outputs).unwrap();
+        engine.step_with(&plan, &mut given, &mut outputs).unwrap();
         let masked = outputs.iter().filter(|output| output.seq != SeqId(0));
         assert!(masked.filter_map(|output| output.token).all(|token| token.is_multiple_of(2)));
     }

@@ -1,6 +1,6 @@
 //! Ranks on GPUs that exchange data by NCCL, all three of them stand-ins: the bits are those of ranks
 //! that exchange data through host memory, with graphs, and with one step begun behind the other.
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use testkit::models::{demo, goldens, variant};
 use testkit::relay::SharedRelay;
 use worker::engine::Engine;
 
-use crate::cuda::{check, plans_with, run_plans};
+use crate::cuda::{Script, check, plans_with, run_plans};
 use crate::rig::{On, Rig, engine_of, fake_nccl_backend, fake_nccl_engine, join_nccl};
 
 /// Sequences with each kind of sampling: tokens, and bits of all log-probabilities.
@@ -129,14 +129,14 @@ fn the_demo_model_at_two_ranks() {
 }
 
 /// Tokens of two ranks, each of which looks for the next step or does not.
-fn run_ranks(plans: &VecDeque<StepPlan>, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
+fn run_ranks(plans: &Script, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
     let group = local_group(2, Duration::from_secs(30)).unwrap();
     let relay = SharedRelay::default();
-    let is_masked = plans.iter().flat_map(|plan| &plan.sequences).any(|it| it.allowed.is_some());
+    let is_masked = !plans.masks.is_empty();
     let run = |rank: u32, collective, relay| {
         let model = variant("llama-gqa");
         let mut engine = fake_nccl_engine(&model, (rank, 2), collective, relay);
-        let seen = run_plans(&mut engine, plans.clone(), ahead[rank as usize]);
+        let seen = run_plans(&mut engine, plans, ahead[rank as usize]);
         assert_eq!(engine.begun_ahead() > 0, ahead[rank as usize]);
         // Among masked ones a late step makes room for a first exchange of best logits.
         let graphs = if is_masked { 0 } else { 2 };
@@ -161,7 +161,7 @@ fn run_ranks(plans: &VecDeque<StepPlan>, ahead: [bool; 2]) -> Vec<(u64, u32, u32
 /// The next step is there for one rank sooner than for another, or for none.
 #[test]
 fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
-    for masked in [&[][..], &[0, 3]] {
+    for masked in [&[][..], &[0, 3], &[0, 1, 2, 3, 4, 5]] {
         let plans = plans_with(masked);
         let known = run_ranks(&plans, [false, false]);
         assert!(known.len() > 40);
@@ -173,10 +173,10 @@ fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
 
 /// Greedy steps of these sequences: a prompt where one is met first, a token of it later. Of every
 /// third one the prompt's log-probabilities are wanted, and every fifth one's tokens are masked.
-fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
+fn greedy(batches: &[&[u64]]) -> Script {
     const PROMPT: [u32; 5] = [1, 5, 9, 33, 7];
     let mut computed = HashMap::new();
-    let mut plans = VecDeque::new();
+    let mut script = Script::default();
     for (number, batch) in (1..).zip(batches) {
         let mut plan = StepPlan { epoch: Epoch(1), step: StepId(number), ..StepPlan::default() };
         for &seq in *batch {
@@ -198,7 +198,11 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                 new_blocks.push(BlockId(seq as u32 * 2 + 1));
             }
             computed.insert(seq, start + count);
-            let allowed = seq.is_multiple_of(5).then(|| TokenMask::Except(vec![0, start + 1]));
+            let masked = seq.is_multiple_of(5);
+            if masked {
+                let masks = script.masks.entry(plan.step).or_default();
+                masks.push(Some(TokenMask::Except(vec![0, start + 1])));
+            }
             let seq = SeqId(seq);
             plan.sequences.push(SequenceStep {
                 seq,
@@ -206,13 +210,13 @@ fn greedy(batches: &[&[u64]]) -> VecDeque<StepPlan> {
                 count,
                 new_blocks,
                 sample: true,
-                allowed,
+                masked,
                 drafts: Vec::new(),
             });
         }
-        plans.push_back(plan);
+        script.plans.push_back(plan);
     }
-    plans
+    script
 }
 
 /// An engine as a worker has it: the largest steps were run once.
@@ -261,7 +265,7 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
                 let kinds = if seconds > 0 { 2 * 4 } else { 0 };
                 assert_eq!((warmed.kinds, warmed.of), (kinds, 2 * 4));
                 assert_eq!(engine.backend().num_graphs(), kinds);
-                let seen = run_plans(&mut engine, plans.clone(), false);
+                let seen = run_plans(&mut engine, &plans, false);
                 if seconds > 0 {
                     assert_eq!(engine.backend().num_graphs(), kinds);
                 }
@@ -320,7 +324,7 @@ fn a_replaced_rank_records_the_steps_that_the_other_records() {
     let run = |rank: u32, [one, two]: [(Box<dyn Collective>, SharedRelay); 2]| {
         let mut engine = profiled(rank, one.0, one.1);
         engine.start(64).unwrap();
-        run_plans(&mut engine, greedy(&first), false);
+        run_plans(&mut engine, &greedy(&first), false);
         if rank == 0 {
             engine.release();
             engine.backend().set_collective(two.0).unwrap();
@@ -330,7 +334,7 @@ fn a_replaced_rank_records_the_steps_that_the_other_records() {
             engine = profiled(rank, two.0, two.1);
         }
         engine.start(64).unwrap();
-        let seen = run_plans(&mut engine, greedy(&second), false);
+        let seen = run_plans(&mut engine, &greedy(&second), false);
         assert!(engine.backend().num_graphs() >= 3, "{}", engine.backend().num_graphs());
         (seen.len(), engine.digest())
     };

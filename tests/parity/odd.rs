@@ -118,7 +118,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         count,
         new_blocks: if start == 0 { vec![BlockId(0)] } else { Vec::new() },
         sample,
-        allowed: None,
+        masked: false,
         drafts: Vec::new(),
     };
     let admitted = vec![NewSequence {

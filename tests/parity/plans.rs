@@ -7,9 +7,9 @@ use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenM
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use worker::engine::Engine;
-use worker::rank::StepSource;
+use worker::rank::{NoSteps, StepSource};
 
-use crate::rig::engine_of;
+use crate::rig::{Given, engine_of};
 
 const NUM_BLOCKS: u32 = 8;
 const TOKENS: [u32; 5] = [1, 2, 3, 4, 5];
@@ -57,7 +57,7 @@ fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
         count,
         new_blocks,
         sample: true,
-        allowed: None,
+        masked: false,
         drafts: Vec::new(),
     }
 }
@@ -78,7 +78,6 @@ fn plans_that_do_not_fit() {
         drafts: drafts.to_vec(),
         ..run(1, 5, 1 + drafts.len() as u32, &[2])
     };
-    let masked = |mask| SequenceStep { allowed: Some(mask), ..run(1, 5, 1, &[]) };
     let pooled = |pooling| {
         let NewSequence { sampling, .. } = new(2, &TOKENS, 5);
         let sampling = SamplingParams { pooling: Some(pooling), ..sampling };
@@ -129,24 +128,8 @@ fn plans_that_do_not_fit() {
         ),
         (
             vec![],
-            vec![masked(TokenMask::Only(vec![5, 384]))],
-            "seq-1 a mask's list of tokens (only) has token 384; the vocabulary has 384",
-        ),
-        (
-            vec![],
-            vec![masked(TokenMask::Except(vec![5, 5]))],
-            "seq-1 a mask's list of tokens (except) is not ascending: 5 follows 5",
-        ),
-        (
-            vec![],
-            vec![masked(TokenMask::Bits(vec![1; 13]))],
-            "seq-1 a mask of 13 words of bits; a vocabulary of 384 tokens has 12",
-        ),
-        (vec![], vec![masked(TokenMask::Only(vec![]))], "seq-1 a mask allows no token at all"),
-        (
-            vec![],
-            vec![SequenceStep { sample: false, ..masked(TokenMask::Only(vec![5])) }],
-            "seq-1 has a mask, but is not to be sampled",
+            vec![SequenceStep { sample: false, masked: true, ..run(1, 5, 1, &[]) }],
+            "seq-1 is masked, but is not to be sampled",
         ),
         (
             vec![],
@@ -170,7 +153,7 @@ fn plans_that_do_not_fit() {
         ),
         (
             vec![],
-            vec![SequenceStep { allowed: Some(TokenMask::Only(vec![7])), ..drafts(&[7]) }],
+            vec![SequenceStep { masked: true, ..drafts(&[7]) }],
             "seq-1 has drafts, but is not to be sampled freely",
         ),
         (vec![], vec![drafts(&[7, 384])], "seq-1 has draft 384 of 384"),
@@ -207,42 +190,48 @@ fn plans_that_do_not_fit() {
     assert_eq!(error.unwrap_err(), "step 1: there is no KV cache yet");
 }
 
-/// The next plan came before this one's tokens were told.
-struct Next(StepPlan);
-
-impl StepSource for Next {
-    fn peek(&mut self) -> Option<&StepPlan> {
-        Some(&self.0)
-    }
-}
-
 #[test]
-fn a_mask_has_to_know_what_it_follows() {
-    let decode = StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) };
-    let mask = Some(TokenMask::Only(vec![7]));
-    let next = |allowed, seq| {
-        let entry = SequenceStep { allowed, ..run(seq, 6, 1, &[]) };
-        Next(StepPlan { sequences: vec![entry], ..plan(3) })
-    };
-    let step = |plan: &StepPlan, mut next: Next| {
+fn masks_that_do_not_fit_their_plan() {
+    let masked = SequenceStep { masked: true, ..run(1, 5, 1, &[]) };
+    let decode = StepPlan { sequences: vec![masked.clone()], ..plan(2) };
+    let step = |plan: &StepPlan, source: &mut dyn StepSource| {
         let mut outputs = Vec::new();
-        let result = engine().step_with(plan, &mut next, &mut outputs);
-        result.map(|_| outputs.len()).map_err(|error| error.to_string())
+        let result = engine().step_with(plan, source, &mut outputs);
+        let tokens = || outputs.iter().filter_map(|output| output.token).collect::<Vec<_>>();
+        result.map(|_| tokens()).map_err(|error| error.to_string())
     };
-    assert_eq!(
-        step(&decode, next(mask.clone(), 1)).unwrap_err(),
-        "step 3: seq-1 has a mask, but its token of step 2 is not known yet"
-    );
-    // Without a mask it is one step ahead as always; another sequence's token is known.
-    assert_eq!(step(&decode, next(None, 1)), Ok(1));
-    assert_eq!(step(&decode, next(mask.clone(), 2)), Ok(1));
-    // The part of a prompt that nothing is sampled behind has no token that could be missing.
-    let chunk = StepPlan {
+    let given = |masks: Vec<Option<TokenMask>>| step(&decode, &mut Given(masks));
+    assert_eq!(given(vec![Some(TokenMask::Only(vec![7]))]), Ok(vec![7]));
+    let free = step(&StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) }, &mut NoSteps);
+    assert_eq!(given(vec![None]), free, "without one all may be sampled");
+    for (masks, expected) in [
+        (vec![], "0 masks came for 1 masked sequences"),
+        (vec![None, None], "2 masks came for 1 masked sequences"),
+        (
+            vec![Some(TokenMask::Only(vec![5, 384]))],
+            "seq-1: a mask's list of tokens (only) has token 384; the vocabulary has 384",
+        ),
+        (
+            vec![Some(TokenMask::Except(vec![5, 5]))],
+            "seq-1: a mask's list of tokens (except) is not ascending: 5 follows 5",
+        ),
+        (
+            vec![Some(TokenMask::Bits(vec![1; 13]))],
+            "seq-1: a mask of 13 words of bits; a vocabulary of 384 tokens has 12",
+        ),
+        (vec![Some(TokenMask::Only(vec![]))], "seq-1: a mask allows no token at all"),
+    ] {
+        assert_eq!(given(masks).unwrap_err(), format!("step 2: {expected}"));
+    }
+    assert_eq!(step(&decode, &mut NoSteps).unwrap_err(), "step 2: no masks come here");
+    // They are of the masked ones alone, in the plan's order.
+    let both = StepPlan {
         admitted: vec![new(2, &TOKENS, 5)],
-        sequences: vec![SequenceStep { sample: false, ..run(2, 0, 3, &[2]) }],
+        sequences: vec![run(2, 0, 5, &[2, 3]), masked],
         ..plan(2)
     };
-    assert_eq!(step(&chunk, next(mask, 2)), Ok(0));
+    let tokens = step(&both, &mut Given(vec![Some(TokenMask::Only(vec![9]))])).unwrap();
+    assert_eq!((tokens.len(), tokens[1]), (2, 9));
 }
 
 /// What the plans above are one step beyond.

@@ -103,6 +103,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
         sampling,
         feed,
         adapters: &[],
+        masked: false,
         is_plain: true,
     };
     backend.begin_step(&inputs).unwrap();

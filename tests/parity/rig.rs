@@ -13,6 +13,7 @@ use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
     EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    TokenMask,
 };
 use shared::sampling::SamplingParams;
 use testkit::fake_cuda::{fake_cuda_of, fake_nccl};
@@ -25,6 +26,7 @@ use worker::model::lora::LoraFiles;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
+use worker::rank::StepSource;
 
 use crate::masks;
 
@@ -33,9 +35,25 @@ const NUM_BLOCKS: u32 = 2048;
 const SEQS_MAX: u32 = 64;
 const TOKENS_MAX: u32 = 1024;
 
+/// A plan, and the masks of its masked entries.
+type Planned = (StepPlan, Vec<Option<TokenMask>>);
+
+/// Masks of one step, which are there when they are asked for.
+pub(crate) struct Given(pub(crate) Vec<Option<TokenMask>>);
+
+impl StepSource for Given {
+    fn peek(&mut self) -> Option<&StepPlan> {
+        None
+    }
+
+    fn masks(&mut self, _: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        Ok(std::mem::take(&mut self.0))
+    }
+}
+
 /// A replica of threads.
 pub(crate) struct Rig {
-    plans: Vec<Sender<StepPlan>>,
+    plans: Vec<Sender<Planned>>,
     outputs: Receiver<Result<Vec<SequenceOutput>, String>>,
     threads: Vec<JoinHandle<()>>,
     step: u64,
@@ -278,12 +296,12 @@ fn engine_reducing<B: Backend>(
 fn serve<B: Backend>(
     rank: u32,
     mut engine: Engine<B>,
-    plans: Receiver<StepPlan>,
+    plans: Receiver<Planned>,
     sender: &Sender<Result<Vec<SequenceOutput>, String>>,
 ) {
-    for plan in plans {
+    for (plan, masks) in plans {
         let mut outputs = Vec::new();
-        let result = engine.step(&plan, &mut outputs);
+        let result = engine.step_with(&plan, &mut Given(masks), &mut outputs);
         if rank == 0 || result.is_err() {
             let result = result.map(|_| outputs).map_err(|error| error.to_string());
             let _ = sender.send(result);
@@ -320,7 +338,7 @@ impl Rig {
         let mut plans = Vec::new();
         let mut threads = Vec::new();
         for (rank, collective) in (0..degree).zip(group) {
-            let (plan_sender, plan_receiver) = channel::<StepPlan>();
+            let (plan_sender, plan_receiver) = channel::<Planned>();
             plans.push(plan_sender);
             let model = model.to_owned();
             let (sender, relay, lora) = (sender.clone(), relay.clone(), lora.clone());
@@ -374,7 +392,7 @@ impl Rig {
     /// One rank on the fast backend, whose sequences have at most so many tokens.
     pub(crate) fn within(model: &Path, max_model_len: u32) -> Self {
         let (sender, outputs) = channel();
-        let (plans, received) = channel::<StepPlan>();
+        let (plans, received) = channel::<Planned>();
         let model = model.to_owned();
         let thread = std::thread::spawn(move || {
             let backend = CpuBackend::new(1, Precision::Float32, single_rank()).unwrap();
@@ -423,6 +441,7 @@ impl Rig {
     pub(crate) fn step(&mut self, seqs: &mut [&mut Seq], chunk: u32) {
         self.step += 1;
         let mut plan = StepPlan { epoch: Epoch(1), step: StepId(self.step), ..StepPlan::default() };
+        let mut masks = Vec::new();
         for seq in seqs.iter_mut() {
             if !seq.admitted {
                 seq.admitted = true;
@@ -449,19 +468,21 @@ impl Rig {
                 new_blocks.push(BlockId(self.next_block * 769 % NUM_BLOCKS));
                 seq.blocks += 1;
             }
+            let rule = seq.rule.filter(|_| end == len);
+            masks.extend(rule.map(|rule| Some(masks::of(rule, &seq.tokens))));
             plan.sequences.push(SequenceStep {
                 seq: seq.id,
                 start: seq.computed,
                 count,
                 new_blocks,
                 sample: end == len && seq.sampling.pooling.is_none(),
-                allowed: seq.rule.filter(|_| end == len).map(|rule| masks::of(rule, &seq.tokens)),
+                masked: rule.is_some(),
                 drafts,
             });
             seq.computed = end;
         }
         for sender in &self.plans {
-            sender.send(plan.clone()).unwrap();
+            sender.send((plan.clone(), masks.clone())).unwrap();
         }
         let outputs = self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
         let mut seen = Vec::new();
@@ -500,7 +521,7 @@ impl Rig {
         let plan =
             StepPlan { epoch: Epoch(1), step: StepId(self.step), finished, ..StepPlan::default() };
         for sender in &self.plans {
-            sender.send(plan.clone()).unwrap();
+            sender.send((plan.clone(), Vec::new())).unwrap();
         }
         self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
         self.next_block = 0;

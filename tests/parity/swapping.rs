@@ -1,23 +1,28 @@
 //! Texts of sequences that went to host memory and came back, several times, are those of sequences
 //! that were computed again and of ones that nobody disturbed: the real scheduler over real engines,
-//! one step ahead, with far fewer KV blocks than the load wants.
+//! one step ahead, with far fewer KV blocks than the load wants. Some are guided: their masks follow
+//! their plans.
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, channel};
+use std::task::{Context, Poll};
 use std::time::Duration;
 
-use coordinator::engine::GenerateRequest;
+use coordinator::engine::{GenerateRequest, Guided, TokenGuide};
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, Speculation};
 use kernels::collective::{Collective, local_group};
 use kernels::cpu::Precision;
 use kernels::cuda::CudaOptions;
 use kernels::{Backend, CpuBackend, ReferenceBackend};
-use shared::ids::{Epoch, RequestId};
-use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, TokenLogprobs};
+use shared::ids::{Epoch, RequestId, StepId};
+use shared::protocol::{
+    EngineConfig, SequenceOutput, StepMasks, StepPlan, ToWorker, TokenLogprobs, TokenMask,
+};
 use shared::sampling::SamplingParams;
 use testkit::models::variant;
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
+use crate::masks;
 use crate::rig::{engine_of, fake_cuda_with};
 
 const BLOCK_SIZE: u32 = 16;
@@ -38,23 +43,91 @@ struct Outcome {
     recomputed: u32,
     drafted: u32,
     /// Steps that rank 0 began while the one before ran: of decode alone, with parts of prompts or
-    /// admissions, and with copies to or from host memory.
-    ahead: [u32; 3],
+    /// admissions, and with copies to or from host memory; and of all those, with masks.
+    ahead: [u32; 4],
 }
 
-/// The next plans, of which an engine may see the first.
+/// What a rank is sent: the next plans, of which an engine may see the first, and masks.
 struct Plans {
-    receiver: Receiver<StepPlan>,
+    receiver: Receiver<ToWorker>,
     held: Option<StepPlan>,
+    masks: Vec<StepMasks>,
+}
+
+impl Plans {
+    /// The next message, within so long; whether there was one.
+    fn receive(&mut self, within: Duration) -> bool {
+        match self.receiver.recv_timeout(within) {
+            Ok(ToWorker::Step(plan)) => assert!(self.held.replace(plan).is_none(), "two ahead"),
+            Ok(ToWorker::Masks(masks)) => self.masks.push(masks),
+            _ => return false,
+        }
+        true
+    }
+
+    fn next(&mut self) -> Option<StepPlan> {
+        while self.held.is_none() {
+            if !self.receive(PATIENCE) {
+                return None;
+            }
+        }
+        self.held.take()
+    }
 }
 
 impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
-        if self.held.is_none() {
-            // An emulated device runs while it is waited for: the next plan shall come before that.
-            self.held = self.receiver.recv_timeout(Duration::from_millis(2)).ok();
-        }
+        // An emulated device runs while it is waited for: the next plan shall come before that.
+        while self.held.is_none() && self.receive(Duration::from_millis(2)) {}
         self.held.as_ref()
+    }
+
+    fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        loop {
+            if let Some(at) = self.masks.iter().position(|masks| masks.step == step) {
+                return Ok(self.masks.remove(at).masks);
+            }
+            if !self.receive(PATIENCE) {
+                return Err(format!("no masks come for {step}"));
+            }
+        }
+    }
+}
+
+/// What keeps a sequence to a rule, which depends on all its tokens.
+#[derive(Debug)]
+struct Rule {
+    rule: u64,
+    tokens: Vec<u32>,
+    mask: TokenMask,
+}
+
+impl Rule {
+    fn new(rule: u64) -> Self {
+        Self { rule, tokens: Vec::new(), mask: masks::of(rule, &[]) }
+    }
+}
+
+impl TokenGuide for Rule {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn allowed(&self) -> Option<&TokenMask> {
+        Some(&self.mask)
+    }
+
+    fn mask_bytes_max(&self) -> usize {
+        100
+    }
+
+    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+        if !self.mask.allows(token) {
+            return Err(format!("token {token} is not one of those allowed"));
+        }
+        self.tokens.push(token);
+        self.mask = masks::of(self.rule, &self.tokens);
+        Ok(Guided::GoesOn)
     }
 }
 
@@ -79,24 +152,27 @@ fn load() -> Vec<GenerateRequest> {
             prompt_logprobs: (at == 5).then_some(1),
             ..params.clone()
         });
-        GenerateRequest::new(
+        let guide = |_| Box::new(Rule::new(at.into())) as Box<dyn TokenGuide>;
+        let guides = if at.is_multiple_of(3) { (0..n).map(guide).collect() } else { Vec::new() };
+        let request = GenerateRequest::new(
             RequestId(at.into()), // Some begin alike, for a block or two.
             (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
             sampling.collect(),
             30 + at,
-        )
+        );
+        GenerateRequest { guides, ..request }
     };
     (0..7).map(request).collect()
 }
 
 fn serve<B: Backend>(
     mut engine: Engine<B>,
-    receiver: Receiver<StepPlan>,
+    receiver: Receiver<ToWorker>,
     results: &std::sync::mpsc::Sender<Result<Vec<SequenceOutput>, String>>,
-) -> [u32; 3] {
-    let mut ahead = [0; 3];
-    let mut plans = Plans { receiver, held: None };
-    while let Some(plan) = plans.held.take().or_else(|| plans.receiver.recv().ok()) {
+) -> [u32; 4] {
+    let mut ahead = [0; 4];
+    let mut plans = Plans { receiver, held: None, masks: Vec::new() };
+    while let Some(plan) = plans.next() {
         let mut outputs = Vec::new();
         let before = engine.begun_ahead();
         let stepped = engine.step_with(&plan, &mut plans, &mut outputs);
@@ -106,6 +182,7 @@ fn serve<B: Backend>(
             let admits = is_mixed(begun) || !begun.admitted.is_empty();
             let kind = if swaps { 2 } else { usize::from(admits) };
             ahead[kind] += 1;
+            ahead[3] += u32::from(begun.sequences.iter().any(|entry| entry.masked));
         }
         let result = stepped.map(|_| outputs).map_err(|error| error.to_string());
         let failed = result.is_err();
@@ -166,19 +243,28 @@ fn run<B: Backend>(
         load().into_iter().for_each(|request| {
             scheduler.submit(request).unwrap();
         });
-        let mut plan = StepPlan::default();
+        let (mut plan, mut masks) = (StepPlan::default(), StepMasks::default());
         while scheduler.gauges().in_flight > 0 {
+            while scheduler.masks(&mut masks, &mut effects) {
+                let masks = ToWorker::Masks(masks.clone());
+                ranks.iter().for_each(|rank| rank.send(masks.clone()).unwrap());
+            }
             while scheduler.plan(&mut plan, &mut effects) {
                 let count = |swaps: &[shared::protocol::Swap]| -> u32 {
                     swaps.iter().map(|swap| swap.blocks.len() as u32).sum()
                 };
                 outcome.swapped.0 += count(&plan.swap_out);
                 outcome.swapped.1 += count(&plan.swap_in);
+                let plan = ToWorker::Step(plan.clone());
                 ranks.iter().for_each(|rank| rank.send(plan.clone()).unwrap());
+            }
+            while scheduler.masks(&mut masks, &mut effects) {
+                let masks = ToWorker::Masks(masks.clone());
+                ranks.iter().for_each(|rank| rank.send(masks.clone()).unwrap());
             }
             let step = plan.step.0 + 1 - u64::from(scheduler.gauges().steps_in_flight);
             let outputs = results.recv_timeout(PATIENCE).unwrap().unwrap();
-            let step = shared::ids::StepId(step);
+            let step = StepId(step);
             scheduler.apply(Epoch(1), step, outputs, &mut |_, _| false, &mut effects).unwrap();
             for effect in effects.drain(..) {
                 match effect {
@@ -216,7 +302,7 @@ const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 fn all_alike<B: Backend>(
     degree: u32,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
-) -> [u32; 3] {
+) -> [u32; 4] {
     let undisturbed = run(degree, (100, 0), (true, None), make);
     assert_eq!((undisturbed.preemptions, undisturbed.recomputed), (0, 0));
     assert_eq!(undisturbed.choices.len(), 8);
@@ -246,7 +332,7 @@ fn all_alike<B: Backend>(
 fn on_the_cpu_by_one_rank_and_by_two() {
     for degree in [1, 2] {
         let make = |collective| CpuBackend::new(2, Precision::Float32, collective).unwrap();
-        assert_eq!(all_alike(degree, make), [0; 3]);
+        assert_eq!(all_alike(degree, make), [0; 4]);
     }
 }
 

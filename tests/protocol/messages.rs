@@ -12,9 +12,9 @@ use shared::protocol::{
     FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
     FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
     MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization, Rejoin,
-    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepPlan, StepResult,
-    StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs, TokenMask,
-    Whitespace, WorkerStats,
+    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
+    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
+    TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -62,7 +62,7 @@ fn plan() -> StepPlan {
             count: 3,
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
-            allowed: Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX])),
+            masked: true,
             drafts: Vec::new(),
         }],
     }
@@ -89,6 +89,7 @@ fn result() -> StepResult {
             forward_us: 2,
             collective_us: 3,
             sample_us: 4,
+            masks_us: Some(7),
             idle_us: 5,
         },
         stats: WorkerStats { sequence: 8, snapshot: vec![1, 2, 3] },
@@ -135,6 +136,11 @@ fn every_message_survives_and_every_cut_is_noticed() {
         ToWorker::Abort { epoch: Epoch(1) },
         ToWorker::Shutdown { reason: "r".to_owned() },
         ToWorker::GroupId(GroupId { epoch: Epoch(1), bytes: vec![7; GROUP_ID_MAX] }),
+        ToWorker::Masks(StepMasks {
+            epoch: Epoch(3),
+            step: StepId(9),
+            masks: vec![None, Some(TokenMask::Bits(vec![0x8000_0001, 0, u32::MAX]))],
+        }),
     ];
     to.iter().for_each(round_trip);
     let epoch = Epoch(1);
@@ -382,17 +388,23 @@ fn the_form_of_messages_is_pinned() {
         count: 1,
         new_blocks: vec![BlockId(7)],
         sample: true,
-        allowed: None,
+        masked: false,
         drafts: Vec::new(),
     };
     assert_eq!(hex(codec::encode(&entry).unwrap()), "0903010107010000");
-    let mask = |allowed| codec::encode(&SequenceStep { allowed, ..entry.clone() }).map(hex);
-    let only = mask(Some(TokenMask::Only(vec![5, 70_000])));
-    assert_eq!(only.unwrap(), "0903010107010100".to_owned() + "0205fc7011010000");
-    let except = mask(Some(TokenMask::Except(vec![300])));
-    assert_eq!(except.unwrap(), "0903010107010101".to_owned() + "01fb2c0100");
-    let bits = mask(Some(TokenMask::Bits(vec![u32::MAX, 1])));
-    assert_eq!(bits.unwrap(), "0903010107010102".to_owned() + "02fcffffffff0100");
+    let masked = SequenceStep { masked: true, ..entry.clone() };
+    assert_eq!(hex(codec::encode(&masked).unwrap()), "0903010107010100");
+    let masks = [
+        TokenMask::Only(vec![5, 70_000]),
+        TokenMask::Except(vec![300]),
+        TokenMask::Bits(vec![u32::MAX, 1]),
+    ];
+    let masks = [None].into_iter().chain(masks.map(Some)).collect();
+    let masks = StepMasks { epoch: Epoch(3), step: StepId(300), masks };
+    assert_eq!(
+        hex(codec::encode(&ToWorker::Masks(masks)).unwrap()),
+        "0603fb2c010400".to_owned() + "01000205fc70110100" + "010101fb2c01" + "010202fcffffffff01"
+    );
     let embedding = EngineEvent::Embedding(vec![1.0, -0.5]);
     assert_eq!(hex(codec::encode(&embedding).unwrap()), "01020000803f000000bf");
     let sampling = codec::encode(&SamplingParams::greedy()).unwrap();

@@ -15,13 +15,17 @@ use tokio::sync::mpsc;
 #[derive(Default)]
 pub(crate) struct Sent {
     pub(crate) plans: Vec<StepPlan>,
+    /// Steps whose masks were sent.
+    pub(crate) masks: Vec<StepId>,
     pub(crate) ends: Vec<String>,
 }
 
 impl Outside for Sent {
-    fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
-        if let ToWorker::Step(plan) = plan {
-            self.plans.push(plan.clone());
+    fn send(&mut self, _epoch: Epoch, message: &ToWorker) -> Result<(), String> {
+        match message {
+            ToWorker::Step(plan) => self.plans.push(plan.clone()),
+            ToWorker::Masks(masks) => self.masks.push(masks.step),
+            _ => {}
         }
         Ok(())
     }
@@ -31,6 +35,16 @@ impl Outside for Sent {
     }
 
     fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
+}
+
+impl Sent {
+    /// A plan that ranks have all of, masks included.
+    pub(crate) fn runnable(&self, at: usize) -> Option<StepPlan> {
+        let has_all = |plan: &&StepPlan| {
+            self.masks.contains(&plan.step) || !plan.sequences.iter().any(|entry| entry.masked)
+        };
+        self.plans.get(at).filter(has_all).cloned()
+    }
 }
 
 pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];

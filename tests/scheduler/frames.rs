@@ -1,15 +1,14 @@
 //! Plans travel as one frame each, whatever is admitted at a time.
 use coordinator::scheduler::{Scheduler, SchedulerConfig};
-use shared::protocol::{StepPlan, ToWorker};
+use shared::protocol::ToWorker;
 use shared::sampling::Pooling;
 use shared::wire::codec;
 use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
 use crate::rig::{ClientRequest, Rig};
 
-/// What a worker reads of a plan.
-pub(crate) fn travels(plan: &StepPlan) {
-    let message = ToWorker::Step(plan.clone());
+/// What a worker reads of a plan, or of masks.
+pub(crate) fn travels(message: ToWorker) {
     let body = codec::encode(&message).unwrap();
     let mut bytes = Vec::new();
     FrameEncoder::default().encode(FrameKind::Step, 1, &body, &mut bytes).unwrap();

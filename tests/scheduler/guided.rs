@@ -134,79 +134,100 @@ fn guided(max_tokens: u32) -> ClientRequest {
     ClientRequest { max_tokens, guide: Some(Guidance::default()), ..ClientRequest::default() }
 }
 
-#[test]
-fn a_guided_sequence_is_in_every_step_and_none_is_planned_ahead_of_it() {
-    let mut rig = Rig::new(config());
-    rig.ready(30);
-    let id = rig.submit(guided(20)).unwrap();
-    let other = rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap();
-    for step in 1..=20 {
-        assert!(rig.plan(), "step {step}");
-        assert_eq!(rig.plan.sequences.len(), 2);
-        assert!(rig.plan.sequences.iter().any(|entry| entry.allowed.is_some()));
-        // Behind the last one there is nothing to wait for, and nothing to plan.
-        assert!(!rig.plan(), "step {step} is not answered");
-        assert!(rig.deliver());
-        assert_eq!(rig.requests[&id].1.tokens[0].len(), step);
-        assert_eq!(rig.requests[&other].1.tokens[0].len(), step);
-    }
-    rig.drain();
+/// How many of the last plan's sequences are masked.
+fn masked(rig: &Rig) -> usize {
+    rig.plan.sequences.iter().filter(|entry| entry.masked).count()
 }
 
 #[test]
-fn a_few_guided_sequences_are_in_every_other_step_and_the_others_one_ahead() {
+fn guided_sequences_are_in_every_step_one_ahead_of_their_tokens() {
+    for (guided_ones, free) in [(1, 3), (1, 0), (3, 1)] {
+        let mut rig = Rig::new(config());
+        rig.ready(40);
+        let few: Vec<_> = (0..guided_ones).map(|_| rig.submit(guided(20)).unwrap()).collect();
+        let plain = ClientRequest { max_tokens: 20, ..ClientRequest::default() };
+        let many: Vec<_> = (0..free).map(|_| rig.submit(plain.clone()).unwrap()).collect();
+        assert!(rig.plan());
+        // As many steps as free ones alone need: a token for everybody in each.
+        for step in 1..20 {
+            assert!(rig.plan(), "step {step} is in flight, and the next is planned");
+            assert_eq!((masked(&rig), rig.plan.sequences.len()), (few.len(), few.len() + free));
+            assert!(!rig.plan(), "two steps are in flight");
+            assert!(rig.deliver());
+            for id in few.iter().chain(&many) {
+                assert_eq!(rig.requests[id].1.tokens[0].len(), step);
+            }
+        }
+        assert!(rig.deliver() && !rig.plan() && !rig.deliver());
+        rig.drain();
+    }
+}
+
+#[test]
+fn masks_follow_when_all_are_there_and_the_next_step_is_planned_meanwhile() {
     let mut rig = Rig::new(config());
     rig.ready(30);
-    let slow = Some(Guidance { slow: true, ..Guidance::default() });
-    let few = rig.submit(ClientRequest { guide: slow, ..guided(10) }).unwrap();
-    let many: Vec<_> = (0..2)
-        .map(|_| rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap())
-        .collect();
-    assert!(rig.plan());
-    for step in 1..20 {
-        // Its mask is waited for, though it is not there at once, while a step is in flight.
-        let planned = rig.plan() || (rig.was_woken() && rig.plan());
-        assert!(planned, "step {step}: others are planned ahead");
-        let guided = rig.plan.sequences.iter().filter(|entry| entry.allowed.is_some()).count();
-        assert_eq!((guided, rig.plan.sequences.len()), ((step + 1) % 2, 2 + (step + 1) % 2));
-        assert!(!rig.plan(), "two steps are in flight");
+    let guide = Some(Guidance { slow: true, ..Guidance::default() });
+    let slow = rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
+    let quick = rig.submit(guided(9)).unwrap();
+    assert!(rig.plan() && !rig.awaits_masks(), "the first masks are there at once");
+    for step in 1..9 {
+        assert!(rig.plan() && rig.awaits_masks(), "{step} is not answered");
+        assert!(!rig.was_woken() && rig.scheduler.masks_awaited().is_empty());
         assert!(rig.deliver());
-        assert_eq!(rig.requests[&few].1.tokens[0].len(), step.div_ceil(2));
-        for id in &many {
-            assert_eq!(rig.requests[id].1.tokens[0].len(), step);
+        assert_eq!(rig.scheduler.masks_awaited().len(), 1, "only the slow one's");
+        assert!(rig.awaits_masks() && rig.was_woken());
+        rig.send_masks();
+        assert!(!rig.awaits_masks());
+        for id in [slow, quick] {
+            assert_eq!(rig.requests[&id].1.tokens[0].len(), step);
         }
     }
     rig.drain();
 }
 
 #[test]
-fn a_step_waits_until_all_masks_are_there_and_is_planned_when_it_is_woken() {
+fn a_first_mask_is_sent_while_another_step_is_under_way() {
     let mut rig = Rig::new(config());
     rig.ready(30);
-    let guide = Some(Guidance { slow: true, ..Guidance::default() });
-    rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
-    rig.submit(ClientRequest { max_tokens: 9, ..ClientRequest::default() }).unwrap();
-    assert!(rig.plan() && rig.deliver(), "the first mask is there");
-    for _ in 1..9 {
-        assert!(!rig.was_woken() && !rig.plan());
-        assert!(rig.was_woken() && rig.plan());
-        assert_eq!(rig.plan.sequences.len(), 2);
-        assert!(rig.deliver());
-    }
+    rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap();
+    assert!(rig.plan());
+    rig.submit(guided(3)).unwrap();
+    assert!(rig.plan() && masked(&rig) == 1 && !rig.awaits_masks());
     rig.drain();
 }
 
 #[test]
-fn without_guided_sequences_steps_are_planned_ahead() {
+fn a_step_whose_sequences_are_gone_gets_its_masks_all_the_same() {
+    let goes: [fn(&mut Rig, shared::ids::RequestId); 2] =
+        [|rig, id| rig.cancel(id), |rig, _| assert!(rig.deliver())];
+    for (at, goes) in goes.into_iter().enumerate() {
+        let mut rig = Rig::new(config());
+        rig.ready(30);
+        // At the second one the first token ends it, while the step behind is under way.
+        let over_in = at as u64;
+        let guide = Some(Guidance { over_in, ..Guidance::default() });
+        let id = rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
+        assert!(rig.plan() && rig.plan() && rig.awaits_masks());
+        goes(&mut rig, id);
+        assert!(!rig.awaits_masks(), "{at}");
+        rig.drain();
+        assert_eq!(rig.totals.wasted, 2 - at as u32, "what it still got counts for nothing");
+        assert!(rig.requests[&id].1.tokens[0].len() == at);
+    }
+}
+
+/// A rank that samples before it is told what is allowed has done something else than was planned.
+#[test]
+fn an_answer_before_its_masks_ends_the_requests_that_are_masked() {
+    use shared::ids::{Epoch, StepId};
     let mut rig = Rig::new(config());
     rig.ready(30);
-    rig.submit(guided(2)).unwrap();
-    rig.submit(ClientRequest { max_tokens: 20, ..ClientRequest::default() }).unwrap();
-    assert!(rig.plan() && !rig.plan() && rig.deliver());
-    // The guided one needs no token behind the one that comes.
-    assert!(rig.plan() && rig.plan());
-    assert_eq!(rig.plan.sequences.len(), 1);
-    rig.drain();
+    let id = rig.submit(ClientRequest { max_tokens: 9, ..guided(9) }).unwrap();
+    assert!(rig.plan() && rig.plan() && rig.awaits_masks());
+    rig.rush(&[7]);
+    assert_eq!(rig.requests[&id].1.dropped, Some(Some(EngineError::Corrupted)));
+    assert_eq!((Epoch(rig.epoch), rig.scheduler.last_step()), (Epoch(1), StepId(2)));
 }
 
 #[test]
@@ -216,10 +237,8 @@ fn a_prompt_in_parts_has_a_mask_with_its_last_part_alone() {
     let prompt: Vec<u32> = (0..40).map(|token| token % 50).chain(0..40).collect();
     rig.submit(ClientRequest { prompt, ..guided(3) }).unwrap();
     assert!(rig.plan());
-    assert_eq!((rig.plan.sequences[0].count, &rig.plan.sequences[0].allowed), (64, &None));
-    assert!(rig.plan(), "its beginning can be planned ahead: all of it is known");
-    assert!(rig.plan.sequences[0].allowed.is_some());
-    assert!(!rig.plan());
+    assert_eq!((rig.plan.sequences[0].count, rig.plan.sequences[0].masked), (64, false));
+    assert!(rig.plan() && rig.plan.sequences[0].masked);
     rig.drain();
 }
 
@@ -295,18 +314,18 @@ fn a_guide_that_gives_up_as_it_waits_ends_its_request_behind_the_step_its_other_
 }
 
 #[test]
-fn no_more_are_admitted_than_a_plan_has_room_for_masks() {
+fn no_more_are_admitted_than_a_step_has_room_for_masks() {
     let mut rig = Rig::new(config());
     rig.ready(60);
     // Two of the four fit. The unguided one, which needs no room, passes the third; the fourth,
     // which would fit, does not.
     let of = |bytes| Some(Guidance { mask_bytes: bytes, ..Guidance::default() });
-    let ids: Vec<_> = [of(3 << 20), of(2 << 20), of(3 << 20), of(1), None]
+    let ids: Vec<_> = [of(8 << 20), of(6 << 20), of(8 << 20), of(1), None]
         .map(|guide| rig.submit(ClientRequest { guide, ..guided(3) }).unwrap())
         .into();
     assert!(rig.plan());
     assert_eq!(rig.plan.sequences.len(), 3);
-    assert_eq!(rig.plan.sequences.iter().filter(|entry| entry.allowed.is_some()).count(), 2);
+    assert_eq!(masked(&rig), 2);
     while rig.requests[&ids[0]].1.reasons.contains(&None) {
         assert!(rig.requests[&ids[3]].1.tokens[0].is_empty());
         let _ = rig.plan() || rig.deliver();
@@ -316,7 +335,7 @@ fn no_more_are_admitted_than_a_plan_has_room_for_masks() {
         assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::Length)]);
     }
     // One that is too large by itself runs alone rather than never.
-    let guide = Some(Guidance { mask_bytes: 9 << 20, ..Guidance::default() });
+    let guide = Some(Guidance { mask_bytes: 17 << 20, ..Guidance::default() });
     rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
 use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
-use shared::protocol::{SequenceOutput, StepPlan};
+use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ToWorker};
 use shared::sampling::{Pooling, SamplingParams};
 
 use crate::frames::travels;
@@ -88,6 +88,9 @@ pub(crate) struct Rig {
     pub(crate) scheduler: Scheduler,
     pub(crate) worker: Option<FakeWorker>,
     pub(crate) epoch: u64,
+    /// Plans that the worker has, the oldest first, and the masks that have come for them.
+    planned: VecDeque<(StepPlan, Option<StepMasks>)>,
+    /// Its answers.
     in_flight: VecDeque<(StepId, Vec<SequenceOutput>)>,
     pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
     stop_tokens: BTreeMap<SeqId, u32>,
@@ -119,6 +122,7 @@ impl Rig {
             woken,
             worker: None,
             epoch: 0,
+            planned: VecDeque::new(),
             in_flight: VecDeque::new(),
             requests: BTreeMap::new(),
             stop_tokens: BTreeMap::new(),
@@ -137,6 +141,7 @@ impl Rig {
 
     pub(crate) fn ready(&mut self, num_blocks: u32) {
         self.epoch += 1;
+        self.planned.clear();
         self.in_flight.clear();
         self.worker = Some(FakeWorker::new(self.config, num_blocks, self.host_blocks));
         let (epoch, host_blocks) = (Epoch(self.epoch), self.host_blocks);
@@ -152,6 +157,7 @@ impl Rig {
 
     pub(crate) fn ended(&mut self, end: EpochEnd) {
         self.worker = None;
+        self.planned.clear();
         self.in_flight.clear();
         self.scheduler.replica_lost(end, &mut self.effects);
         self.running.clear();
@@ -243,6 +249,7 @@ impl Rig {
 
     pub(crate) fn cancel(&mut self, id: RequestId) {
         self.scheduler.cancel(id, &mut self.effects);
+        self.send_masks();
         self.settle();
     }
 
@@ -252,25 +259,79 @@ impl Rig {
         let planned = self.scheduler.plan(&mut plan, &mut self.effects);
         self.plan = plan;
         if planned {
-            self.run_plan();
+            self.send_plan();
         }
+        self.send_masks();
         self.settle();
         planned
     }
 
+    /// Sends masks that are known, as the shell does after whatever happens.
+    pub(crate) fn send_masks(&mut self) {
+        let mut masks = StepMasks::default();
+        while self.scheduler.masks(&mut masks, &mut self.effects) {
+            assert_eq!(masks.epoch, Epoch(self.epoch));
+            travels(ToWorker::Masks(masks.clone()));
+            let held = self.planned.iter_mut().find(|(plan, _)| plan.step == masks.step);
+            let (plan, given) = held.expect("masks are for a step in flight");
+            let masked = plan.sequences.iter().filter(|entry| entry.masked).count();
+            assert_eq!(masks.masks.len(), masked, "one for each masked entry");
+            assert!(given.replace(masks.clone()).is_none(), "masks come once");
+        }
+        self.run_plans();
+    }
+
+    /// Whether the worker waits for masks.
+    pub(crate) fn awaits_masks(&self) -> bool {
+        !self.planned.is_empty()
+    }
+
     pub(crate) fn canary(&mut self) {
         if self.scheduler.canary(&mut self.plan) {
-            self.run_plan();
+            self.send_plan();
+            self.run_plans();
         }
         self.settle();
     }
 
-    fn run_plan(&mut self) {
-        let worker = self.worker.as_mut().expect("plans are made only while a replica is ready");
+    fn send_plan(&mut self) {
         assert_eq!(self.plan.epoch, Epoch(self.epoch));
-        travels(&self.plan);
-        let outputs = worker.run(&self.plan);
-        self.in_flight.push_back((self.plan.step, outputs));
+        travels(ToWorker::Step(self.plan.clone()));
+        self.planned.push_back((self.plan.clone(), None));
+    }
+
+    /// The worker runs what it has all of.
+    fn run_plans(&mut self) {
+        let has_all = |(plan, masks): &mut (StepPlan, Option<StepMasks>)| {
+            masks.is_some() || !plan.sequences.iter().any(|entry| entry.masked)
+        };
+        while let Some((plan, masks)) = self.planned.pop_front_if(has_all) {
+            let worker = self.worker.as_mut().expect("plans are made while a replica is ready");
+            let outputs = worker.run(&plan, &masks.unwrap_or_default().masks);
+            self.in_flight.push_back((plan.step, outputs));
+        }
+    }
+
+    /// The worker answers the step that waits for masks before they come, as soon as it has answered the
+    /// one before: each sequence gets this token.
+    pub(crate) fn rush(&mut self, tokens: &[u32]) {
+        let (before, outputs) = self.in_flight.pop_front().unwrap();
+        let epoch = Epoch(self.epoch);
+        let effects = &mut self.effects;
+        self.scheduler.apply(epoch, before, outputs, &mut |_, _| false, effects).unwrap();
+        let (plan, _) = self.planned.pop_front().unwrap();
+        let outputs = plan.sequences.iter().zip(tokens).map(|(entry, token)| SequenceOutput {
+            seq: entry.seq,
+            position: entry.start + entry.count,
+            token: Some(*token),
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: Vec::new(),
+        });
+        self.in_flight.push_back((plan.step, outputs.collect()));
+        assert!(self.deliver());
     }
 
     /// Whether a guide has woken the scheduler's shell since this was last asked.
@@ -285,6 +346,7 @@ impl Rig {
         let mut stopped = |seq: SeqId, token: u32| stops.get(&seq) == Some(&token);
         let epoch = Epoch(self.epoch);
         self.scheduler.apply(epoch, step, outputs, &mut stopped, &mut self.effects).unwrap();
+        self.send_masks();
         self.settle();
         true
     }

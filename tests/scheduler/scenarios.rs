@@ -431,7 +431,7 @@ fn spent_on_256(config: SchedulerConfig) -> std::time::Duration {
         let began = Instant::now();
         assert!(rig.scheduler.plan(&mut plan, &mut effects));
         spent += began.elapsed();
-        let outputs = rig.worker.as_mut().unwrap().run(&plan);
+        let outputs = rig.worker.as_mut().unwrap().run(&plan, &[]);
         let began = Instant::now();
         let epoch = Epoch(rig.epoch);
         rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();

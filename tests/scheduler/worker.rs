@@ -117,8 +117,14 @@ impl FakeWorker {
         }
     }
 
-    /// Runs a plan; panics when it cannot be run (`plan_is_runnable`).
-    pub(crate) fn run(&mut self, plan: &StepPlan) -> Vec<SequenceOutput> {
+    /// Runs a plan, whose masked sequences get these masks; panics when it cannot be run
+    /// (`plan_is_runnable`).
+    pub(crate) fn run(
+        &mut self,
+        plan: &StepPlan,
+        masks: &[Option<TokenMask>],
+    ) -> Vec<SequenceOutput> {
+        let mut masks = masks.iter();
         assert_eq!(plan.step.0, self.last_step + 1, "steps_are_consecutive");
         self.last_step = plan.step.0;
         for seq in &plan.finished {
@@ -157,9 +163,7 @@ impl FakeWorker {
             if !entry.drafts.is_empty() {
                 assert_eq!(entry.start as usize + 1, known.tokens.len(), "drafts_at_the_end");
                 assert_eq!(entry.count as usize, 1 + entry.drafts.len());
-                assert!(
-                    entry.sample && entry.allowed.is_none() && self.config.speculation.is_some()
-                );
+                assert!(entry.sample && !entry.masked && self.config.speculation.is_some());
                 known.tokens.extend(&entry.drafts);
             }
             assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");
@@ -177,10 +181,12 @@ impl FakeWorker {
             }
             assert!(!entry.sample || end as usize == known.tokens.len(), "samples at the end only");
             assert!(end <= self.config.max_model_len);
-            assert!(entry.sample || entry.allowed.is_none(), "a mask is for what is sampled");
-            outputs.extend(output(known, entry));
+            assert!(entry.sample || !entry.masked, "a mask is for what is sampled");
+            let mask = if entry.masked { masks.next().expect("a mask for each") } else { &None };
+            outputs.extend(output(known, entry, mask.as_ref()));
             outputs.extend(verified(known, entry));
         }
+        assert_eq!(masks.next(), None, "a mask for each masked one");
         self.cache_holds_what_it_shall();
         let embeddings = outputs.iter().filter(|output| !output.embedding.is_empty()).count();
         let bytes = embeddings * (4 * self.config.hidden_size as usize + 64);
@@ -245,7 +251,11 @@ fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
     outputs
 }
 
-fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
+fn output(
+    known: &mut Known,
+    entry: &SequenceStep,
+    allowed: Option<&TokenMask>,
+) -> Option<SequenceOutput> {
     if !entry.drafts.is_empty() {
         return None;
     }
@@ -266,7 +276,6 @@ fn output(known: &mut Known, entry: &SequenceStep) -> Option<SequenceOutput> {
     if !sample && prompt_logprobs.is_empty() && embedding.is_empty() {
         return None;
     }
-    let allowed = entry.allowed.as_ref();
     let token = sample.then(|| next_token(&known.sampling, &known.tokens, allowed));
     known.tokens.extend(token);
     Some(SequenceOutput {

@@ -18,7 +18,7 @@ use shared::metrics::labels::{
     FinishedReason, LabelValue as _, PromptSource, RejectReason, SwapDirection,
 };
 use shared::metrics::{Merged, Value};
-use shared::protocol::ToWorker;
+use shared::protocol::{StepMasks, ToWorker};
 
 use crate::network::LinkId;
 use crate::scenario::{S, Time};
@@ -43,6 +43,8 @@ pub(crate) struct LifeChecks {
     pub(crate) refused: u64,
     /// The newest epoch in which a replica sent a plan, and its last step.
     plans: BTreeMap<ReplicaId, (Epoch, u64)>,
+    /// The last step in it whose masks were sent.
+    masks: BTreeMap<ReplicaId, (Epoch, u64)>,
     /// To which replica an epoch belongs.
     epochs: BTreeMap<Epoch, ReplicaId>,
     last: Option<Merged>,
@@ -111,6 +113,9 @@ impl LifeChecks {
 impl World {
     /// A replica sends plans of its newest epoch only, step by step.
     pub(crate) fn check_plan(&mut self, replica: ReplicaId, message: &ToWorker) {
+        if let ToWorker::Masks(masks) = message {
+            return self.check_masks(replica, masks);
+        }
         let ToWorker::Step(plan) = message else { return };
         let last = self.coordinator.checks.plans.get(&replica).copied();
         let fits = match last {
@@ -125,6 +130,18 @@ impl World {
             self.fail(format!("{replica} sends {} of {} after {last:?}", plan.step, plan.epoch));
         }
         self.coordinator.checks.plans.insert(replica, (plan.epoch, plan.step.0));
+    }
+
+    /// It sends masks of steps that it has sent, step by step.
+    fn check_masks(&mut self, replica: ReplicaId, masks: &StepMasks) {
+        let checks = &mut self.coordinator.checks;
+        let own = (masks.epoch, masks.step.0);
+        let planned = checks.plans.get(&replica).copied();
+        let before = checks.masks.insert(replica, own);
+        if planned.is_none_or(|last| last.0 != own.0 || last < own) || before > Some(own) {
+            let step = masks.step;
+            self.fail(format!("{replica} sends masks of {step} behind {planned:?}, {before:?}"));
+        }
     }
 
     /// No step ends its epoch that was in time: at least one rank was disturbed meanwhile.

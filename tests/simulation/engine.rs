@@ -206,8 +206,7 @@ impl RankEngine {
         if !entry.drafts.is_empty() {
             let (drafts, count, start) = (entry.drafts.len(), entry.count, entry.start);
             let is_last = start as usize + 1 == known.tokens.len();
-            if count as usize != drafts + 1 || !entry.sample || entry.allowed.is_some() || !is_last
-            {
+            if count as usize != drafts + 1 || !entry.sample || entry.masked || !is_last {
                 return Err(format!("{drafts} drafts in {count} tokens from {start}"));
             }
             known.tokens.extend(&entry.drafts);
@@ -283,20 +282,23 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sampled rows choose, in order; once they are computed.
-    pub(crate) fn choosers(&self, plan: &StepPlan) -> Vec<Chooser> {
+    /// How the sampled rows choose, in order, once they are computed; `masks` are those of masked ones,
+    /// as far as they are known here.
+    pub(crate) fn choosers(&self, plan: &StepPlan, masks: &[Option<TokenMask>]) -> Vec<Chooser> {
+        let mut masks = masks.iter();
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
         sampled
             .filter_map(|entry| Some((entry, self.known.get(&entry.seq)?)))
             .flat_map(|(entry, known)| {
                 let SamplingParams { seed, choice, .. } = known.sampling;
                 let rows = &known.tokens[known.states.len() - entry.drafts.len() - 1..];
-                let allowed = &entry.allowed;
+                let mask = if entry.masked { masks.next() } else { None };
+                let allowed = mask.and_then(Option::as_ref);
                 rows.iter().map(move |last| Chooser {
                     last: *last,
                     seed,
                     choice,
-                    allowed: allowed.clone(),
+                    allowed: allowed.cloned(),
                 })
             })
             .collect()

@@ -100,6 +100,8 @@ pub(crate) struct Report {
     pub(crate) preemptions: u64,
     /// Of these, those that went to host memory.
     pub(crate) swapped: u64,
+    /// Steps whose ranks were done before their masks were there.
+    pub(crate) masks_awaited: u64,
     /// Prompt tokens that the KV cache had.
     pub(crate) cached: u64,
     /// Tokens drafted, and those of them that were right.

@@ -6,7 +6,8 @@ use std::rc::Rc;
 use shared::ids::Epoch;
 use shared::protocol::{
     CollectiveSpec, Form, FormFailed, Formed, FromWorker, HeldShard, LoadProgress, SequenceOutput,
-    Start, Started, StepFailed, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats,
+    Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, ToWorker, TokenMask,
+    WorkerStats,
 };
 
 use crate::engine::{Chooser, RankEngine};
@@ -18,6 +19,10 @@ use crate::world::World;
 
 /// As `worker::executor`.
 const COMMANDS_MAX: usize = 32;
+/// As `worker::rank`.
+const MASKS_MAX: usize = 4;
+/// As `worker::executor`.
+const MASKS_PATIENCE: Time = 60 * S;
 /// As `worker::outbox`, but rarer: encoding a report is most of what a run costs.
 const REPORT_INTERVAL: Time = 400 * MS;
 
@@ -39,6 +44,8 @@ pub(crate) enum Job {
     Load(Form),
     Start(Start),
     Compute(Rc<ToWorker>),
+    /// Computed; waiting for masks.
+    Masks(Rc<ToWorker>, Vec<u64>),
     /// Waiting for the other ranks' shares.
     Meet(Rc<ToWorker>),
     /// All shares are there.
@@ -76,6 +83,8 @@ pub(crate) struct Executor {
     handle: Option<(u64, Epoch)>,
     /// Of the command under way.
     pub(crate) entered: u64,
+    /// Those that have come and are not taken, with the link that they came by.
+    masks: VecDeque<(u64, StepMasks)>,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
@@ -96,6 +105,7 @@ pub(crate) struct Meeting {
 pub(crate) struct Arrived {
     slot: usize,
     token: u64,
+    rank: u32,
     /// How many meet.
     world_size: u32,
     shares: Vec<u64>,
@@ -149,8 +159,15 @@ impl World {
         if reached && let Some(collective) = &mut executor.collective {
             collective.aborted = true;
         }
+        if !self.switches.masks_are_for_anybody {
+            executor.masks.retain(|(link, masks)| (*link, masks.epoch) > over);
+        }
         let token = executor.token;
         let frees = match &executor.job {
+            Some(Job::Masks(message, _)) => {
+                let ToWorker::Step(plan) = &**message else { return };
+                (executor.entered, plan.epoch) <= over
+            }
             Some(Job::Meet(_)) => reached,
             Some(Job::Connect(form)) => {
                 (executor.entered, form.epoch) <= over && !self.switches.connecting_is_not_freed
@@ -225,7 +242,7 @@ impl World {
         if executor.aborted >= (executor.entered, form.epoch) {
             return;
         }
-        let (place, world_size) = (self.place_of(&form), form.world_size);
+        let (place, world_size, rank) = (self.place_of(&form), form.world_size, form.rank);
         let alone = form.collective == CollectiveSpec::None;
         let token = self.begin(slot, Job::Connect(form));
         if alone {
@@ -234,6 +251,7 @@ impl World {
         let arrived = Arrived {
             slot,
             token,
+            rank,
             world_size,
             shares: Vec::new(),
             choosers: Vec::new(),
@@ -285,7 +303,9 @@ impl World {
             Some(Job::Start(start)) => self.started(slot, start),
             Some(Job::Compute(message)) => self.computed(slot, message),
             Some(Job::Met(message, tokens)) => self.step_finished(slot, &message, &tokens),
-            Some(job @ Job::Meet(_)) => self.processes[slot].executor.job = Some(job),
+            Some(job @ (Job::Meet(_) | Job::Masks(..))) => {
+                self.processes[slot].executor.job = Some(job)
+            }
             None => {}
         }
         self.pump(slot);
@@ -384,7 +404,71 @@ impl World {
                 return self.fail(format!("slot {slot} refuses a plan of {}: {why}", plan.epoch));
             }
         };
-        let mut choosers = executor.engine.choosers(plan);
+        // Rank 0 chooses.
+        let chooses = executor.collective.as_ref().is_none_or(|it| it.rank == 0);
+        if !chooses || !plan.sequences.iter().any(|entry| entry.masked) {
+            return self.exchange(slot, message, shares, &[]);
+        }
+        if executor.aborted >= (executor.entered, plan.epoch) {
+            return self.step_failed(slot, plan, "its epoch was over before its masks came");
+        }
+        let token = self.begin(slot, Job::Masks(message, shares));
+        self.schedule(MASKS_PATIENCE, Event::Deadline { slot, token });
+        if !self.look_for_masks(slot) {
+            self.report.masks_awaited += 1;
+        }
+    }
+
+    /// Masks have come. As `AbortSlot::tell_masks`.
+    pub(crate) fn tell_masks(&mut self, slot: usize, masks: &StepMasks) {
+        let executor = &mut self.processes[slot].executor;
+        let term = (executor.link, masks.epoch);
+        if executor.aborted >= term && !self.switches.masks_are_for_anybody {
+            return;
+        }
+        if executor.masks.len() >= MASKS_MAX {
+            executor.masks.pop_front();
+        }
+        executor.masks.push_back((executor.link, masks.clone()));
+        if self.processes[slot].hung.is_none() && self.look_for_masks(slot) {
+            self.pump(slot);
+        }
+    }
+
+    /// Goes on with the step under way if its masks are there.
+    fn look_for_masks(&mut self, slot: usize) -> bool {
+        let any = self.switches.masks_are_for_anybody;
+        let executor = &mut self.processes[slot].executor;
+        let Some(Job::Masks(message, _)) = &executor.job else { return false };
+        let ToWorker::Step(plan) = &**message else { return false };
+        let own = (executor.entered, plan.epoch, plan.step);
+        let count = plan.sequences.iter().filter(|entry| entry.masked).count();
+        let is_own = |(link, masks): &(u64, StepMasks)| {
+            (*link, masks.epoch, masks.step) == own || (any && masks.masks.len() == count)
+        };
+        let Some(at) = executor.masks.iter().position(is_own) else { return false };
+        let Some((_, masks)) = executor.masks.remove(at) else { return false };
+        if masks.masks.len() != count {
+            self.fail(format!("slot {slot} gets {} masks for {count}", masks.masks.len()));
+        }
+        let Some(Job::Masks(message, shares)) = self.processes[slot].executor.job.take() else {
+            return false;
+        };
+        self.exchange(slot, message, shares, &masks.masks);
+        true
+    }
+
+    /// Meets the other ranks, if there are any; those that choose know the masks.
+    fn exchange(
+        &mut self,
+        slot: usize,
+        message: Rc<ToWorker>,
+        shares: Vec<u64>,
+        masks: &[Option<TokenMask>],
+    ) {
+        let ToWorker::Step(plan) = &*message else { return };
+        let executor = &mut self.processes[slot].executor;
+        let mut choosers = executor.engine.choosers(plan, masks);
         if self.switches.masks_are_ignored {
             choosers.iter_mut().for_each(|chooser| chooser.allowed = None);
         }
@@ -393,7 +477,7 @@ impl World {
             let tokens = tokens_of(&[shares], &choosers);
             return self.step_finished(slot, &message, &tokens);
         }
-        let world_size = collective.world_size;
+        let (world_size, rank) = (collective.world_size, collective.rank);
         let left = collective.tcp && self.left.contains(&collective.place);
         if collective.aborted || left {
             return self.step_failed(slot, plan, "the collective was aborted");
@@ -401,7 +485,7 @@ impl World {
         let point = (collective.place, plan.step.0);
         let token = self.begin(slot, Job::Meet(message.clone()));
         let plan = Some(message);
-        self.meet(point, Arrived { slot, token, world_size, shares, choosers, plan });
+        self.meet(point, Arrived { slot, token, rank, world_size, shares, choosers, plan });
     }
 
     /// A rank has come to a point where it waits for the others.
@@ -419,7 +503,8 @@ impl World {
             return self.fail(format!("the ranks run different plans at {point:?}"));
         }
         let shares: Vec<Vec<u64>> = meeting.ranks.iter().map(|rank| rank.shares.clone()).collect();
-        let tokens = tokens_of(&shares, &first.choosers);
+        let chooses = meeting.ranks.iter().find(|rank| rank.rank == 0).unwrap_or(first);
+        let tokens = tokens_of(&shares, &chooses.choosers);
         for rank in &meeting.ranks {
             let executor = &mut self.processes[rank.slot].executor;
             if let Some(Job::Meet(message)) = &executor.job {
@@ -434,6 +519,12 @@ impl World {
     pub(crate) fn broken(&mut self, slot: usize, token: u64) {
         if self.processes[slot].executor.token != token || self.processes[slot].hung.is_some() {
             return;
+        }
+        let is_masks = |job: &mut Job| matches!(job, Job::Masks(..));
+        if let Some(Job::Masks(message, _)) = self.processes[slot].executor.job.take_if(is_masks) {
+            let ToWorker::Step(plan) = &*message else { return };
+            self.step_failed(slot, plan, "its masks did not come");
+            return self.pump(slot);
         }
         let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));
         let in_meeting = |meeting: &Meeting| meeting.ranks.iter().any(|rank| rank.token == token);
@@ -479,6 +570,13 @@ impl World {
             process.executor.engine.sampled(plan, tokens, &learned);
         if process.executor.collective.as_ref().is_none_or(|it| it.rank != 0) {
             outputs.clear();
+        }
+        if !self.switches.masks_are_for_anybody {
+            let over = (process.executor.entered, plan.epoch, plan.step);
+            let is_needed = |(link, masks): &(u64, StepMasks)| {
+                (*link, masks.epoch) > (over.0, over.1) || masks.step > over.2
+            };
+            process.executor.masks.retain(is_needed);
         }
         let forward_us = process.executor.computes;
         let timings = StepTimings { step_us: 1000, forward_us, ..StepTimings::default() };

@@ -105,6 +105,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.silent += report.silent;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
+                all.masks_awaited += report.masks_awaited;
                 all.fenced += report.fenced;
                 all.lasted += report.lasted;
                 all.converged_after = all.converged_after.max(report.converged_after);
@@ -126,7 +127,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 51] = [
+const MUTATIONS: [Mutation; 53] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -157,6 +158,8 @@ const MUTATIONS: [Mutation; 51] = [
     ("gone_process_counts_again", |it| it.gone_process_counts_again = true),
     ("adapters_are_mixed_up", |it| it.adapters_are_mixed_up = true),
     ("masks_are_ignored", |it| it.masks_are_ignored = true),
+    ("masks_are_for_anybody", |it| it.masks_are_for_anybody = true),
+    ("masks_are_kept_back", |it| it.masks_are_kept_back = true),
     ("drafts_are_believed", |it| it.drafts_are_believed = true),
     ("rejected_drafts_stay", |it| it.rejected_drafts_stay = true),
     ("drafts_are_cut", |it| it.drafts_are_cut = true),

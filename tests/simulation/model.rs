@@ -62,12 +62,14 @@ pub(crate) fn choose(
 pub(crate) struct Guide {
     state: u64,
     allowed: TokenMask,
+    /// How often whoever asks is told to ask again.
+    waits: u64,
 }
 
 impl Guide {
     pub(crate) fn new(key: u64) -> Self {
         let state = mix(key, EMPTY);
-        Self { state, allowed: Self::after(state) }
+        Self { state, allowed: Self::after(state), waits: 0 }
     }
 
     fn after(state: u64) -> TokenMask {
@@ -81,7 +83,13 @@ impl Guide {
 
 impl TokenGuide for Guide {
     fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
-        Poll::Ready(Ok(()))
+        match self.waits.checked_sub(1) {
+            Some(left) => {
+                self.waits = left;
+                Poll::Pending
+            }
+            None => Poll::Ready(Ok(())),
+        }
     }
 
     fn allowed(&self) -> Option<&TokenMask> {
@@ -98,6 +106,8 @@ impl TokenGuide for Guide {
         }
         self.state = extend(self.state, token);
         self.allowed = Self::after(self.state);
+        // Some masks are there at once, others a while later.
+        self.waits = (self.state >> 20 & 7).saturating_sub(4);
         Ok(if self.state >> 7 & 63 == 0 { Guided::IsOver } else { Guided::GoesOn })
     }
 }

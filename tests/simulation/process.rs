@@ -412,6 +412,10 @@ impl World {
                 }
                 true
             }
+            ToWorker::Masks(masks) => {
+                self.tell_masks(slot, masks);
+                true
+            }
             // Its ranks have no GPUs.
             ToWorker::GroupId(_) => true,
             ToWorker::Shutdown { .. } => {

@@ -193,6 +193,11 @@ impl World {
         act(&mut running.operation, now, &mut out);
         let Outgoing { plans, ends, paces, .. } = out;
         for (link, plan) in plans {
+            if self.switches.masks_are_kept_back
+                && matches!(&*plan, ToWorker::Masks(masks) if masks.masks.contains(&None))
+            {
+                continue;
+            }
             self.check_plan(id, &plan);
             self.send(link, Side::Worker, Packet::Down(plan));
         }

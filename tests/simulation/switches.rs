@@ -65,6 +65,10 @@ pub(crate) struct Switches {
     pub(crate) adapters_are_mixed_up: bool,
     /// Workers choose among all tokens, whatever is allowed.
     pub(crate) masks_are_ignored: bool,
+    /// Workers take masks of whatever step and epoch for those that they wait for.
+    pub(crate) masks_are_for_anybody: bool,
+    /// Masks are not sent where a sequence of the step has ended.
+    pub(crate) masks_are_kept_back: bool,
     /// Workers take every token that they sampled behind drafts, right or not.
     pub(crate) drafts_are_believed: bool,
     /// What was computed for a draft that was wrong stays in the KV cache.

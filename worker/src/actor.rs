@@ -352,6 +352,10 @@ impl WorkerActor {
                 self.executor.tell_group_id(id);
                 Ok(())
             }
+            ToWorker::Masks(masks) => {
+                self.executor.tell_masks(masks);
+                Ok(())
+            }
             ToWorker::Shutdown { reason } => {
                 // One that hangs has not done what it was told: it is to be started again.
                 let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);

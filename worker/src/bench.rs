@@ -186,7 +186,7 @@ impl Replica {
                 count: prompt,
                 new_blocks: own.map(BlockId).collect(),
                 sample: true,
-                allowed: None,
+                masked: false,
                 drafts: Vec::new(),
             }];
             let began = Instant::now();
@@ -201,7 +201,7 @@ impl Replica {
                 count: 1,
                 new_blocks: Vec::new(),
                 sample: true,
-                allowed: None,
+                masked: false,
                 drafts: Vec::new(),
             };
             let sequences = seqs.iter().map(entry).collect();

@@ -238,7 +238,7 @@ impl<B: Backend> Engine<B> {
         let began = Instant::now();
         self.digest = TokenDigest::of(plan.step);
         let _ = self.backend.take_collective_time();
-        let mut sampling = Duration::ZERO;
+        let (mut sampling, mut waited) = (Duration::ZERO, None);
         if !self.is_begun(plan)? {
             self.admit(plan)?;
             self.prepare(plan)?;
@@ -246,7 +246,10 @@ impl<B: Backend> Engine<B> {
                 self.begin(plan)?;
             }
         }
-        if !self.queued.is_empty() {
+        if let Some(queued) = self.queued.front_mut() {
+            if std::mem::take(&mut queued.awaits_masks) {
+                waited = Some(self.sample_masked(plan, source, true)?.0);
+            }
             self.finish(source, outputs)?;
         } else if self.step.ids.is_empty() {
             // Nothing to compute: a sign of life, for which the ranks meet.
@@ -254,6 +257,10 @@ impl<B: Backend> Engine<B> {
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
             sampling = self.compute(plan, outputs, false)?;
+            if masks::are_in(plan) && self.samples() {
+                let (masks, own) = self.sample_masked(plan, source, false)?;
+                (waited, sampling) = (Some(masks), own);
+            }
             let pools = self.pool(plan, outputs)?;
             self.share(plan, outputs)?;
             if reports || pools {
@@ -261,13 +268,15 @@ impl<B: Backend> Engine<B> {
                 outputs.sort_by_cached_key(|output| place(output.seq));
             }
         }
-        self.check_next(plan, source)?;
         let collective = self.backend.take_collective_time();
-        let forward = began.elapsed().saturating_sub(collective).saturating_sub(sampling);
+        // What others are waited for is no work of this rank.
+        let others = collective + sampling + waited.unwrap_or_default();
+        let forward = began.elapsed().saturating_sub(others);
         Ok(StepTimings {
             forward_us: micros(forward),
             collective_us: micros(collective),
             sample_us: micros(sampling),
+            masks_us: waited.map(micros),
             ..StepTimings::default()
         })
     }
@@ -333,7 +342,7 @@ impl<B: Backend> Engine<B> {
                 return Err(fault(format!("{} occurs twice", entry.seq)));
             }
             seq.check(entry, &self.config, self.num_blocks)
-                .and_then(|()| masks::check(entry, vocab))
+                .and_then(|()| masks::check(entry))
                 .and_then(|()| match entry.drafts.is_empty() {
                     true => Ok(()),
                     false => verify::check(seq, entry, vocab),
@@ -391,7 +400,8 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Computes the batch and samples the logits where they are, or leaves that queued; returns how
-    /// long sampling took.
+    /// long sampling took. Where some rows have masks, a step that this rank samples is left open:
+    /// [`Engine::sample_masked`] is to follow.
     fn compute(
         &mut self,
         plan: &StepPlan,
@@ -417,20 +427,18 @@ impl<B: Backend> Engine<B> {
         queue: bool,
     ) -> Result<Duration, EngineError> {
         let is_plain = !plan.sequences.iter().any(|entry| self.reports_prompt(entry));
-        let Self { backend, decoder, sequences, step, masks, cache, .. } = self;
+        let samples = self.samples();
+        let Self { backend, decoder, sequences, step, cache, .. } = self;
         let cache = cache.as_mut().ok_or_else(|| EngineError::Plan {
             step: plan.step.0,
             message: "there is no KV cache yet".to_owned(),
         })?;
-        let samples = backend.rank() == 0 || backend.samples_everywhere();
+        let masked = masks::are_in(plan);
         let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
         if samples {
-            let entries = step.sample_entries.iter().map(|index| &plan.sequences[*index]);
-            masks.lay_out(entries.clone(), decoder.config().vocab_size as u32);
-            for (row, entry) in entries.enumerate() {
-                if let Some(seq) = sequences.get(&entry.seq) {
-                    let known = step.positions[step.sample_rows[row] as usize] as usize + 1;
-                    rows.push(seq.sample_row(known, masks.of(row)));
+            for (row, index) in step.sample_entries.iter().enumerate() {
+                if let Some(seq) = sequences.get(&plan.sequences[*index].seq) {
+                    rows.push(seq.sample_row(step.known(row), None));
                 }
             }
         }
@@ -449,6 +457,7 @@ impl<B: Backend> Engine<B> {
             sampling: &rows,
             feed: &step.feed,
             adapters: &step.adapters,
+            masked,
             is_plain,
         })?;
         decoder.forward(backend, cache, &step.ids, &batch, &step.adapters)?;
@@ -460,7 +469,9 @@ impl<B: Backend> Engine<B> {
         if !step.sample_rows.is_empty() {
             let vocab = decoder.config().vocab_size;
             let logits = decoder.logits(backend, &step.sample_rows)?;
-            if queue {
+            if masked {
+                // With the masks, when they have come.
+            } else if queue {
                 backend.queue_sample(logits, vocab, &rows)?;
             } else if samples {
                 let began = Instant::now();
@@ -468,7 +479,11 @@ impl<B: Backend> Engine<B> {
                 sampling = began.elapsed();
             }
         }
-        backend.end_step()?;
+        if masked && samples {
+            backend.launch_step()?;
+        } else {
+            backend.end_step()?;
+        }
         step.sampling = recycle(rows);
         Ok(sampling)
     }
@@ -630,6 +645,11 @@ fn micros(duration: Duration) -> u64 {
 }
 
 impl StepBuffers {
+    /// Tokens that a sampled row is computed behind, itself included.
+    fn known(&self, row: usize) -> usize {
+        self.positions[self.sample_rows[row] as usize] as usize + 1
+    }
+
     fn clear(&mut self) {
         self.ids.clear();
         self.positions.clear();

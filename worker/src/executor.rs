@@ -10,10 +10,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use shared::ids::Epoch;
+use shared::ids::{Epoch, StepId};
 use shared::protocol::{
     Form, FormFailed, Formed, FromWorker, GroupId, LoadProgress, SequenceOutput, Start, Started,
-    StepFailed, StepPlan, StepResult, TokenLogprobs, WorkerStats,
+    StepFailed, StepMasks, StepPlan, StepResult, TokenLogprobs, TokenMask, WorkerStats,
 };
 use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
@@ -24,6 +24,9 @@ use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
 
 /// How long the thread may take to end when its owner does.
 const END_PATIENCE: Duration = Duration::from_millis(200);
+/// How long a rank waits for a step's masks: longer than the coordinator gives whoever computes them,
+/// and than it gives most steps.
+const MASKS_PATIENCE: Duration = Duration::from_secs(60);
 /// Load progress is reported at most this often.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
@@ -176,6 +179,12 @@ impl Executor {
         self.abort.tell_group_id(id.epoch, id.bytes);
     }
 
+    /// Brings the masks of a step that is planned. They wait in no queue: the executor may be in the
+    /// middle of that step, with the next one's plan before them.
+    pub fn tell_masks(&self, masks: StepMasks) {
+        self.abort.tell_masks(masks);
+    }
+
     /// Called before the first message of a new link: its epochs are not over, whatever their
     /// numbers, and those of earlier links are, also in commands that wait still. Returns the
     /// link's number.
@@ -235,6 +244,11 @@ impl StepSource for EpochSteps<'_, '_> {
             }
             _ => None,
         }
+    }
+
+    fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        let (_, epoch) = self.term;
+        self.abort.wait_for_masks(epoch, step, MASKS_PATIENCE)
     }
 }
 
@@ -375,6 +389,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         let term = (self.entered, plan.epoch);
         let mut source = EpochSteps { inbox, term, abort: &self.abort };
         let stepped = self.rank.step_with(plan, &mut source, &mut outputs);
+        self.abort.forget_masks(plan.epoch, plan.step);
         self.outbox.exchanged(self.rank.take_exchanged());
         match stepped {
             Ok(mut timings) => {

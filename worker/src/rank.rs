@@ -3,12 +3,17 @@
 //! The trait is the seam between message handling (epochs, order, deadlines: [`crate::executor`])
 //! and arithmetic ([`crate::engine`] over a `kernels::Backend`). Called from the executor thread
 //! alone; only [`AbortSlot`] is touched by other threads.
+use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use kernels::collective::{AbortHandle, Tally};
-use shared::ids::Epoch;
-use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
+use shared::ids::{Epoch, StepId};
+use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
+
+/// Steps whose masks are held until they are asked for. The coordinator has two steps under way.
+const MASKS_MAX: usize = 4;
 
 /// One rank.
 pub trait Rank {
@@ -92,10 +97,16 @@ pub struct Exchanged {
     pub is_timed: bool,
 }
 
-/// Steps that wait behind the one that is being run.
+/// Steps that wait behind the one that is being run, and what comes for that one behind its plan.
 pub trait StepSource {
     /// The next step of the epoch, if it is there; it stays there.
     fn peek(&mut self) -> Option<&StepPlan>;
+
+    /// Waits for the masks of a step's masked entries, in their order; once.
+    ///
+    /// # Errors
+    /// One sentence when they do not come.
+    fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String>;
 }
 
 /// No step waits.
@@ -105,6 +116,10 @@ pub struct NoSteps;
 impl StepSource for NoSteps {
     fn peek(&mut self) -> Option<&StepPlan> {
         None
+    }
+
+    fn masks(&mut self, _: StepId) -> Result<Vec<Option<TokenMask>>, String> {
+        Err("no masks come here".to_owned())
     }
 }
 
@@ -139,7 +154,14 @@ pub struct FormError {
 /// earlier link when the next is up.
 #[derive(Clone, Debug, Default)]
 pub struct AbortSlot {
-    inner: Arc<Mutex<SlotState>>,
+    inner: Arc<Slot>,
+}
+
+#[derive(Debug, Default)]
+struct Slot {
+    state: Mutex<SlotState>,
+    /// Masks have come, or an epoch is over.
+    changed: Condvar,
 }
 
 /// Links in their order, and the epochs that came over each.
@@ -156,6 +178,8 @@ struct SlotState {
     current: Option<(Term, Arc<dyn AbortHandle>)>,
     /// What rank 0 of an epoch has told this one.
     group_id: Option<(Term, Vec<u8>)>,
+    /// Those of steps that are not over, the oldest first.
+    masks: VecDeque<(Term, StepMasks)>,
 }
 
 impl fmt::Debug for SlotState {
@@ -186,6 +210,7 @@ impl AbortSlot {
         let mut state = self.state();
         let term = (state.link, epoch);
         state.abort(term);
+        self.inner.changed.notify_all();
     }
 
     /// Ends `epoch` of the command under way.
@@ -193,6 +218,7 @@ impl AbortSlot {
         let mut state = self.state();
         let term = (state.entered, epoch);
         state.abort(term);
+        self.inner.changed.notify_all();
     }
 
     /// Whether `epoch` of the command under way is over.
@@ -219,6 +245,58 @@ impl AbortSlot {
         state.group_id.take_if(|(of, _)| *of == term).map(|(_, bytes)| bytes)
     }
 
+    /// The masks of a step of the present link have come.
+    pub fn tell_masks(&self, masks: StepMasks) {
+        let mut state = self.state();
+        let term = (state.link, masks.epoch);
+        if state.aborted >= term {
+            return;
+        }
+        // No rank that needs them is so far behind.
+        if state.masks.len() >= MASKS_MAX {
+            state.masks.pop_front();
+        }
+        state.masks.push_back((term, masks));
+        self.inner.changed.notify_all();
+    }
+
+    /// Waits for the masks of a step of `epoch` of the command under way.
+    ///
+    /// # Errors
+    /// One sentence when the epoch is over, or they do not come within `patience`.
+    pub fn wait_for_masks(
+        &self,
+        epoch: Epoch,
+        step: StepId,
+        patience: Duration,
+    ) -> Result<Vec<Option<TokenMask>>, String> {
+        let began = Instant::now();
+        let mut state = self.state();
+        let term = (state.entered, epoch);
+        loop {
+            if state.aborted >= term {
+                return Err(format!("{epoch} is over, and {step} had no masks yet"));
+            }
+            let found = state.masks.iter().position(|(of, it)| (*of, it.step) == (term, step));
+            if let Some((_, masks)) = found.and_then(|at| state.masks.remove(at)) {
+                return Ok(masks.masks);
+            }
+            let Some(left) = patience.checked_sub(began.elapsed()) else {
+                let seconds = patience.as_secs_f64();
+                return Err(format!("the masks of {step} did not come within {seconds} s"));
+            };
+            let waited = self.inner.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// A step of `epoch` of the command under way is over: its masks are needed no longer, if they were.
+    pub fn forget_masks(&self, epoch: Epoch, step: StepId) {
+        let mut state = self.state();
+        let term = (state.entered, epoch);
+        state.masks.retain(|(of, masks)| *of > term || (*of == term && masks.step > step));
+    }
+
     /// Forgets the handle, when its collective is dropped.
     pub fn clear(&self) {
         self.state().current = None;
@@ -237,13 +315,15 @@ impl AbortSlot {
     }
 
     fn state(&self) -> MutexGuard<'_, SlotState> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl SlotState {
     fn abort(&mut self, term: Term) {
         self.aborted = self.aborted.max(term);
+        let aborted = self.aborted;
+        self.masks.retain(|(of, _)| *of > aborted);
         if let Some((current, handle)) = &self.current
             && *current <= term
         {

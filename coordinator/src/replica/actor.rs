@@ -39,9 +39,9 @@ struct Links {
 }
 
 impl Outside for Links {
-    /// Encodes the plan once and sends the same bytes to every rank.
-    fn send(&mut self, epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
-        let encoded = Encoded::new(plan).map_err(|error| error.to_string())?;
+    /// Encodes the message once and sends the same bytes to every rank.
+    fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String> {
+        let encoded = Encoded::new(message).map_err(|error| error.to_string())?;
         self.ranks.iter().try_for_each(|(worker, link)| {
             link.tell_encoded(epoch, &encoded).map_err(|error| format!("{worker}: {error}"))
         })
@@ -132,7 +132,7 @@ pub struct StepDone {
     pub result: StepResult,
 }
 
-/// What a step has waited for is there.
+/// A mask that a step waits for is there.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 struct GoOn;

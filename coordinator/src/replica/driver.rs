@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::labels::{FinishedReason, RejectReason};
-use shared::protocol::{StepPlan, StepResult};
+use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use crate::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Gone, Reading, StopCheck,
@@ -81,8 +81,9 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
-    /// Since when masks have been waited for that are not there.
+    /// For how long masks have been waited for that are not there, and when that was last looked at.
     masks_late: HashMap<AwaitedMask, Duration>,
+    looked_for_masks: Duration,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
     epoch: Option<Epoch>,
@@ -110,13 +111,14 @@ impl ReplicaDriver {
             effects: Vec::new(),
             gone: Vec::new(),
             masks_late: HashMap::new(),
+            looked_for_masks: now,
             in_flight: VecDeque::new(),
             epoch: None,
             unavailable_since: now,
         }
     }
 
-    /// What wakes this may let a step be planned.
+    /// What wakes this may let masks be sent.
     pub fn wake_with(&mut self, waker: Waker) {
         self.scheduler.wake_with(waker);
     }
@@ -274,6 +276,15 @@ impl ReplicaDriver {
             self.deliver(now);
         }
         planned
+    }
+
+    /// Fills `masks` with those of a step that waits for them, if they are all known.
+    pub fn next_masks(&mut self, now: Duration, masks: &mut StepMasks) -> bool {
+        let known = self.scheduler.masks(masks, &mut self.effects);
+        if !self.effects.is_empty() {
+            self.deliver(now);
+        }
+        known
     }
 
     /// Fills `plan` with a step that computes nothing: a sign of life of every rank.

@@ -8,7 +8,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
-use shared::protocol::{StepPlan, StepResult, ToWorker};
+use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
 use super::agreement::{Agreement, Settled, Word};
 use super::driver::{Moved, ReplicaDriver};
@@ -32,11 +32,11 @@ pub struct ReplicaLoad {
 
 /// The way out of a replica.
 pub trait Outside {
-    /// Sends one plan to every rank of the epoch.
+    /// Sends one plan, or one step's masks, to every rank of the epoch.
     ///
     /// # Errors
     /// Why some rank does not get it, in one sentence.
-    fn send(&mut self, epoch: Epoch, plan: &ToWorker) -> Result<(), String>;
+    fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String>;
     /// The epoch must end.
     fn end_epoch(&mut self, epoch: Epoch, reason: String);
     /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps pace.
@@ -50,6 +50,7 @@ pub struct Operation {
     epoch: Option<Epoch>,
     ranks: Vec<Rank>,
     plan: StepPlan,
+    masks: StepMasks,
     load: Arc<ReplicaLoad>,
     /// What the ranks say of the same steps.
     agreement: Agreement,
@@ -83,6 +84,7 @@ impl Operation {
             held: VecDeque::new(),
             stragglers: Stragglers::default(),
             plan: StepPlan::default(),
+            masks: StepMasks::default(),
             load,
             last_step_sent: None,
         }
@@ -241,13 +243,15 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// Sends the steps that can run now: up to two are in flight.
+    /// Sends masks that are known, for which ranks wait, and the steps that can run now: up to two are
+    /// in flight.
     fn drive(&mut self, now: Duration, outside: &mut impl Outside) {
-        if self.epoch.is_some() {
-            while self.driver.next_plan(now, &mut self.plan) {
-                self.send_plan(now, outside);
-            }
+        self.send_masks(now, outside);
+        while self.epoch.is_some() && self.driver.next_plan(now, &mut self.plan) {
+            self.send_plan(now, outside);
         }
+        // Of what was planned, and of what was preempted for it.
+        self.send_masks(now, outside);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
     }
@@ -263,6 +267,22 @@ impl Operation {
         }
         if let Err(reason) = sent {
             self.end_epoch(format!("a step plan could not be sent: {reason}"), outside);
+        }
+    }
+
+    fn send_masks(&mut self, now: Duration, outside: &mut impl Outside) {
+        while let Some(epoch) = self.epoch
+            && self.driver.next_masks(now, &mut self.masks)
+        {
+            let message = ToWorker::Masks(std::mem::take(&mut self.masks));
+            let sent = outside.send(epoch, &message);
+            // The list is used again.
+            if let ToWorker::Masks(masks) = message {
+                self.masks = masks;
+            }
+            if let Err(reason) = sent {
+                self.end_epoch(format!("a step's masks could not be sent: {reason}"), outside);
+            }
         }
     }
 

@@ -64,8 +64,12 @@ impl Scheduler {
                 if entry.verifies {
                     verifying.drafts = std::mem::take(&mut seq.drafts);
                 }
-                let token = output.as_ref().and_then(|output| output.token);
-                if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
+                let (token, request) =
+                    (output.as_ref().and_then(|output| output.token), seq.request);
+                if entry.masked && answered.owes_masks {
+                    // It was sampled before anybody knew what was allowed.
+                    self.end_request(request, Some(EngineError::Corrupted), effects);
+                } else if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
                     verifying.got(token);
                 }
             }

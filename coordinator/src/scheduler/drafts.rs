@@ -223,7 +223,7 @@ impl Scheduler {
     /// The sequence of a step's entry, if it is still the one that was planned.
     pub(super) fn current(&mut self, entry: &Entry) -> Option<&mut Sequence> {
         let seq = self.sequences[entry.slot].as_mut();
-        seq.filter(|seq| seq.id == entry.seq && seq.admission == Some(entry.admission))
+        seq.filter(|seq| entry.is_of(seq))
     }
 
     /// Takes a token that was sampled behind a draft; returns whether it was accepted. Behind what was

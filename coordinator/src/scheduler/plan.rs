@@ -1,6 +1,4 @@
 //! PURE: what the next step computes.
-use std::task::{Context, Poll};
-
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
@@ -8,7 +6,6 @@ use shared::sampling::Pooling;
 use super::effect::Place;
 use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler, keep_full, weight};
-use crate::engine::EngineError;
 
 /// A step that was sent and not answered.
 #[derive(Debug, Default)]
@@ -27,6 +24,8 @@ pub(super) struct InFlight {
     /// Prompt tokens looked up in the KV cache by sequences new to it, and found there.
     pub(super) looked_up: u32,
     pub(super) found: u32,
+    /// It has masked entries, and their masks are not sent.
+    pub(super) owes_masks: bool,
 }
 
 impl InFlight {
@@ -45,7 +44,11 @@ pub(super) struct Entry {
     pub(super) admission: u64,
     /// Position of the first token that it computes.
     pub(super) start: u32,
+    /// Position behind the last one, drafts not counted.
+    pub(super) end: u32,
     pub(super) samples: bool,
+    /// Its token must be one that the sequence's guide allows.
+    pub(super) masked: bool,
     /// It verifies the sequence's drafts. Parts of a prompt before it may be in flight, too.
     pub(super) verifies: bool,
     /// It computes more of the sequence than was ever computed before.
@@ -57,6 +60,13 @@ pub(super) struct Entry {
     pub(super) computed_max: u32,
 }
 
+impl Entry {
+    /// Whether the sequence is still the one that was planned.
+    pub(super) fn is_of(&self, seq: &Sequence) -> bool {
+        seq.id == self.seq && seq.admission == Some(self.admission)
+    }
+}
+
 impl Scheduler {
     /// Fills `plan` with the next step and returns true, if there is work and room for one more
     /// step in flight.
@@ -66,7 +76,7 @@ impl Scheduler {
             return false;
         }
         self.look_for_drafts();
-        if !self.tokens_are_ready(effects) {
+        if !self.tokens_are_ready() {
             return false;
         }
         clear(plan);
@@ -76,8 +86,7 @@ impl Scheduler {
         // the budget goes to prompts under way, then to the queue.
         self.plan_running(plan, &mut step, &mut budget, true, effects);
         self.plan_running(plan, &mut step, &mut budget, false, effects);
-        let mut over = Vec::new();
-        self.plan_waiting(plan, &mut step, &mut budget, &mut over, effects);
+        self.plan_waiting(plan, &mut step, &mut budget, effects);
         self.plan_drafts(plan, &mut step, budget);
         let is_planned = !plan.sequences.is_empty();
         if is_planned {
@@ -86,11 +95,6 @@ impl Scheduler {
             self.send(plan, step);
         } else {
             self.spare.push(step);
-        }
-        // Now, for others of a request's choices may be in this plan: the workers forget them with
-        // the next.
-        for (request, message) in over {
-            self.end_request(request, Some(EngineError::Guide { message }), effects);
         }
         is_planned
     }
@@ -120,35 +124,16 @@ impl Scheduler {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
-    /// Whether a step can be planned as far as tokens go that are not known yet. Not while a mask is
-    /// being computed: it is there soon, and comes in then. While sequences that are guided or draft
-    /// wait for tokens of a step in flight, others are planned ahead of them if they are most; so
-    /// those are in every other step. Requests whose guides cannot go on end.
-    fn tokens_are_ready(&mut self, effects: &mut Vec<Effect>) -> bool {
-        let mut context = Context::from_waker(&self.waker);
-        let (mut ready, mut over) = (true, Vec::new());
-        self.masks_awaited.clear();
+    /// Whether a step can be planned as far as tokens go that are not known yet: while sequences that
+    /// draft wait for tokens of a step in flight, others are planned ahead of them if they are most; so
+    /// those are in every other step.
+    fn tokens_are_ready(&self) -> bool {
         let (mut waiting, mut wanting) = (0, 0);
-        for slot in &self.running {
-            let Some(seq) = &mut self.sequences[*slot] else { continue };
+        for seq in self.running() {
             wanting += usize::from(seq.num_wanted(self.config.max_model_len) > 0);
-            if seq.waits_for_token(self.config.max_model_len) {
-                waiting += 1;
-                continue;
-            }
-            match seq.poll_guide(self.config.max_model_len, &mut context) {
-                Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(message)) => over.push((seq.request, message)),
-                Poll::Pending => {
-                    self.masks_awaited.push(seq.awaited_mask());
-                    ready = false;
-                }
-            }
+            waiting += usize::from(seq.waits_for_token(self.config.max_model_len));
         }
-        for (request, message) in over {
-            self.end_request(request, Some(EngineError::Guide { message }), effects);
-        }
-        ready && (waiting == 0 || 2 * waiting < wanting)
+        waiting == 0 || 2 * waiting < wanting
     }
 
     /// Plans admitted sequences: those in decode or those in prefill.
@@ -189,14 +174,12 @@ impl Scheduler {
 
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is found
     /// in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody is
-    /// overtaken, except guided ones that wait for room for masks: by those that need none. Requests
-    /// whose guides cannot go on end, or are `over` where a choice of theirs is in the plan.
+    /// overtaken, except guided ones that wait for room for masks: by those that need none.
     fn plan_waiting(
         &mut self,
         plan: &mut StepPlan,
         step: &mut InFlight,
         budget: &mut u32,
-        over: &mut Vec<(RequestId, String)>,
         effects: &mut Vec<Effect>,
     ) {
         if self.waiting.is_empty() {
@@ -205,7 +188,7 @@ impl Scheduler {
         let mut admitted = 0;
         let mut masks: usize = self.running().filter_map(mask_bytes).sum();
         let mut masks_are_full = false;
-        while let Some((at, slot)) = self.next_waiting(masks_are_full, over) {
+        while let Some((at, slot)) = self.next_waiting(masks_are_full) {
             if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
@@ -214,30 +197,11 @@ impl Scheduler {
             if seq.is_some_and(|seq| !self.may_report(seq, whole(seq), step)) {
                 return;
             }
-            let Some(seq) = &mut self.sequences[slot] else {
+            let Some(seq) = &self.sequences[slot] else {
                 self.waiting.remove(at);
                 continue;
             };
             let (length, request) = (seq.tokens.len() as u32, seq.request);
-            let mut context = Context::from_waker(&self.waker);
-            match seq.poll_guide(self.config.max_model_len, &mut context) {
-                Poll::Ready(Ok(())) => {}
-                Poll::Ready(Err(message)) => {
-                    if self.is_planned(request, plan) {
-                        over.push((request, message));
-                    } else {
-                        let error = EngineError::Guide { message };
-                        self.end_request(request, Some(error), effects);
-                    }
-                    continue;
-                }
-                Poll::Pending => {
-                    if seq.pending == 0 {
-                        self.masks_awaited.push(seq.awaited_mask());
-                    }
-                    return;
-                }
-            }
             let is_swapped = seq.swapped.is_some();
             // One fits always: `SchedulerConfig::validate`.
             let bytes = if is_swapped { 0 } else { weight::of(seq, &self.config) };
@@ -298,25 +262,12 @@ impl Scheduler {
         }
     }
 
-    /// Whether a sequence of this request is in the plan.
-    fn is_planned(&self, request: RequestId, plan: &StepPlan) -> bool {
-        let slots = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
-        let mut own = slots.filter_map(|slot| self.sequences[*slot].as_ref());
-        own.any(|seq| plan.sequences.iter().any(|planned| planned.seq == seq.id))
-    }
-
     /// Who is admitted next, and its place in the queue; where there is no room for masks, the
-    /// first that is not guided. Those that are over are passed.
-    fn next_waiting(
-        &self,
-        masks_are_full: bool,
-        over: &[(RequestId, String)],
-    ) -> Option<(usize, usize)> {
+    /// first that is not guided.
+    fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
         let waits = |slot: usize| {
-            self.sequences[slot].as_ref().is_none_or(|it| {
-                let is_over = || over.iter().any(|(request, _)| *request == it.request);
-                it.guide.is_none() || !(masks_are_full || is_over())
-            })
+            let seq = self.sequences[slot].as_ref();
+            seq.is_none_or(|seq| seq.guide.is_none() || !masks_are_full)
         };
         let mut queue = self.waiting.iter().copied().enumerate();
         queue.find(|(_, slot)| waits(*slot))
@@ -416,6 +367,8 @@ impl Scheduler {
             seq.blocks.push(block);
         }
         let samples = seq.samples_at(end);
+        let masked = samples && seq.guide.is_some();
+        step.owes_masks |= masked;
         step.embeddings += u32::from(seq.embeds_at(end));
         // What is computed for the first time, of the prompt and in all.
         let fresh = end.saturating_sub(seq.computed_max.max(start));
@@ -444,7 +397,7 @@ impl Scheduler {
             count,
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
-            allowed: seq.guide.as_ref().filter(|_| samples).and_then(|it| it.allowed().cloned()),
+            masked,
             drafts: Vec::new(),
         });
         seq.told = seq.blocks.len() as u32;
@@ -458,7 +411,9 @@ impl Scheduler {
             seq,
             admission,
             start,
+            end,
             samples,
+            masked,
             verifies: false,
             fresh,
             looks_up,

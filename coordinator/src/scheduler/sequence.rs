@@ -1,6 +1,4 @@
 //! PURE: one sequence's state, and one request's.
-use std::task::{Context, Poll};
-
 use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::TokenLogprobs;
 use shared::sampling::SamplingParams;
@@ -133,29 +131,11 @@ impl Sequence {
         self.len_ahead() - self.computed
     }
 
-    /// Whether its next share depends on a token of a step in flight: it has a guide, which cannot
-    /// know before which tokens may come next, is about to draft, or has drafted, so that nobody knows
-    /// how many tokens it gets.
+    /// Whether its next share depends on a token of a step in flight: it is about to draft, or has
+    /// drafted, so that nobody knows how many tokens it gets.
     pub(super) fn waits_for_token(&self, max_model_len: u32) -> bool {
-        let depends = self.guide.is_some() || self.wants_draft || !self.drafts.is_empty();
+        let depends = self.wants_draft || !self.drafts.is_empty();
         depends && self.pending > 0 && self.num_wanted(max_model_len) > 0
-    }
-
-    /// Ready when its next share can be planned: not while it has a guide that does not know the
-    /// tokens that may come next.
-    pub(super) fn poll_guide(
-        &mut self,
-        max_model_len: u32,
-        context: &mut Context<'_>,
-    ) -> Poll<Result<(), String>> {
-        if self.num_wanted(max_model_len) == 0 {
-            return Poll::Ready(Ok(()));
-        }
-        match &mut self.guide {
-            Some(_) if self.pending > 0 => Poll::Pending,
-            Some(guide) => guide.poll(context),
-            None => Poll::Ready(Ok(())),
-        }
     }
 
     /// Whether computing up to `end` yields a token.

@@ -1,4 +1,4 @@
-//! PURE: how many bytes a plan takes, at most: it travels as one frame.
+//! PURE: how many bytes a plan takes, at most, and a step's masks: each travels as one frame.
 use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
 use shared::wire::frame::BODY_MAX;
 
@@ -11,7 +11,7 @@ const U64: usize = 9;
 /// What a plan has but for its lists: the message's variant, epoch, step, lengths of the five
 /// lists.
 const HEAD: usize = U32 + 7 * U64;
-/// A `SequenceStep` but for its blocks, its drafts and its mask: one byte says that there is none.
+/// A `SequenceStep` but for its blocks and its drafts.
 const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 2;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING;
@@ -22,8 +22,9 @@ const BIAS: usize = U32 + 4;
 
 /// Most bytes of what one plan admits.
 pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
-/// Most bytes of the masks of all guided sequences that are admitted. The rest is for the batch.
-pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 8 * 3;
+/// Most bytes of the masks of all guided sequences that are admitted: those of a step travel in a frame
+/// of their own. The rest is for what the message has beside them, a byte for each included.
+pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 16 * 15;
 /// Most bytes of copies out of the KV cache, and as many of copies in.
 const SWAPS_MAX: usize = BODY_MAX as usize / 32;
 /// Most bytes of a step's embeddings: they are reported in one frame.
@@ -32,7 +33,7 @@ const EMBEDDINGS_MAX: usize = BODY_MAX as usize / 4;
 const REPORT: usize = 64;
 /// Numbers that an embedding is taken to have where that is not known: more than any model in use.
 const HIDDEN_SIZE_MAX: u32 = 1 << 16;
-const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - MASKS_MAX - 2 * SWAPS_MAX;
+const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - 2 * SWAPS_MAX;
 /// A swapped sequence but for its blocks.
 const SWAP: usize = 2 * U64;
 /// One of its blocks: two names, and that in the sequence's new table.

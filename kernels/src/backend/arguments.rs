@@ -166,8 +166,13 @@ pub struct StepInputs<'a> {
     pub windows: &'a [Option<u32>],
     /// What `lm_head` will be called with, when the step samples.
     pub sample_rows: &'a [u32],
-    /// What `sample` will be called with; empty on ranks that do not sample.
+    /// What `sample` will be called with, but for masks; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
+    /// Some rows have masks, which come while the step is computed: behind `lm_head` it is handed to
+    /// the device ([`Backend::launch_step`](super::Backend::launch_step)), and `sample` or
+    /// `queue_sample` is called later, with the same rows, masks and all tokens in them. In between,
+    /// what was queued before may be fetched.
+    pub masked: bool,
     /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
     /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.
     pub feed: &'a [u32],

@@ -20,8 +20,6 @@ const TILE_QUERIES: usize = 64;
 pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
 /// `TUTTI_NO_MASK`
 pub(crate) const NO_MASK: u32 = u32::MAX;
-/// Where `TuttiSampleParams` says where the row's mask is.
-const MASK_START: usize = 20;
 /// `TUTTI_BIAS_MAX`
 pub(crate) const BIAS_MAX: usize = 1024;
 /// `TUTTI_TOP_MAX`
@@ -293,8 +291,6 @@ pub struct SampleLists {
     pub ids: Vec<u32>,
     /// The masks of rows that have one.
     pub masks: Vec<u32>,
-    /// Words of the longest.
-    pub mask_words: usize,
     /// The longest list of most likely tokens that is wanted.
     pub top: u32,
     /// Of each row whether its logits are changed before they are looked at, not only masked.
@@ -315,7 +311,6 @@ impl SampleLists {
         self.biases.clear();
         self.ids.clear();
         self.masks.clear();
-        self.mask_words = 0;
         self.top = 0;
         self.edited.clear();
         for row in rows {
@@ -362,7 +357,6 @@ impl SampleLists {
         let mask_start = row.allowed.map_or(NO_MASK, |_| self.masks.len() as u32);
         let mask = row.allowed.unwrap_or_default();
         self.masks.extend_from_slice(mask);
-        self.mask_words = self.mask_words.max(mask.len());
         let words: [u32; PARAMS] = [
             params.seed as u32,
             (params.seed >> 32) as u32,
@@ -389,19 +383,6 @@ impl SampleLists {
         ];
         self.params.extend(words);
         Ok(())
-    }
-
-    /// Writes parameters and masks into a block: those to `params`, these to `masks`. Kernels count
-    /// masks' words from the block's beginning, which no graph's replay moves.
-    pub fn place(&self, block: &mut [u32], params: usize, masks: usize) {
-        let words = &mut block[params..][..self.params.len()];
-        words.copy_from_slice(&self.params);
-        for row in words.chunks_exact_mut(PARAMS) {
-            if row[MASK_START] != NO_MASK {
-                row[MASK_START] += masks as u32;
-            }
-        }
-        block[masks..][..self.masks.len()].copy_from_slice(&self.masks);
     }
 }
 

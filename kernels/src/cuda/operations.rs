@@ -194,6 +194,10 @@ impl Backend for CudaBackend {
         step.open(&device.stream)
     }
 
+    fn launch_step(&mut self) -> Result<(), KernelError> {
+        self.step.close(&self.device.stream)
+    }
+
     fn end_step(&mut self) -> Result<(), KernelError> {
         self.step.end(&self.device.stream)
     }

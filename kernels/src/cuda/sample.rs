@@ -140,7 +140,7 @@ impl Sampling {
         self.queued.clear();
     }
 
-    /// Brings the lists of rows to the device: parameters and masks where the step has not.
+    /// Brings the lists of rows to the device: parameters, and masks, where the step has not.
     fn send<'a>(
         &mut self,
         device: &Device,
@@ -263,10 +263,12 @@ impl CudaBackend {
         first_row: usize,
         rows: &[SampleRow<'_>],
     ) -> Result<usize, KernelError> {
-        let staged = first_row == 0 && self.step.has_sampling(rows);
+        let staged = first_row == 0 && self.is_staged(rows);
         if let Some(part) = self.apart {
-            ensure!("sample", staged, "rows that are not the step's, of logits on several ranks");
-            self.pick(logits, part, rows.len())?;
+            let late = first_row == 0 && self.is_late(rows);
+            let what = "rows that are not the step's, of logits on several ranks";
+            ensure!("sample", staged || late, "{what}");
+            self.pick(logits, part, rows, late)?;
         } else if staged && self.step.samples_within() {
             self.sample_in_graph(logits, vocab)?;
         } else {
@@ -295,11 +297,8 @@ impl CudaBackend {
         rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
         let at = check(op, logits, vocab, 0, rows.len())?;
-        ensure!(
-            op,
-            self.step.has_sampling(rows) && !rows.is_empty(),
-            "there are no rows, or they are not the step's"
-        );
+        let are_own = self.is_staged(rows) || self.is_late(rows);
+        ensure!(op, are_own && !rows.is_empty(), "there are no rows, or they are not the step's");
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
         let (top, since) = (self.step.lists.top, Instant::now());
@@ -307,18 +306,47 @@ impl CudaBackend {
         Ok(())
     }
 
+    /// Whether these are the step's own rows, whose parameters came with it.
+    fn is_staged(&self, rows: &[SampleRow<'_>]) -> bool {
+        !self.step.samples_late() && self.step.has_sampling(rows)
+    }
+
+    /// Whether these are the step's own rows, whose parameters come with their masks.
+    fn is_late(&self, rows: &[SampleRow<'_>]) -> bool {
+        self.step.samples_late() && self.step.has_samples(rows.len())
+    }
+
     /// The largest logit of each row over all ranks: each looks at its own part of the vocabulary and
-    /// tells the others what it found. Then the graph runs, if it is one.
-    fn pick(&mut self, logits: Rows, part: Part, rows: usize) -> Result<(), KernelError> {
+    /// tells the others what it found. Then the graph runs, if it is one; those that come `late` are no
+    /// part of it.
+    fn pick(
+        &mut self,
+        logits: Rows,
+        part: Part,
+        rows: &[SampleRow<'_>],
+        late: bool,
+    ) -> Result<(), KernelError> {
         let op = "sample";
         let Part { first_id, count } = part;
+        let masked = if late {
+            self.step.close(&self.device.stream)?;
+            let Self { sampling, device, step, .. } = self;
+            step.lists.pack(rows)?;
+            let sent = sampling.send(device, &step.lists, false)?;
+            (sent.params, sent.masks)
+        } else {
+            (self.step.at(self.step.layout().params), DevicePtr::default())
+        };
+        let rows = rows.len();
         if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
-            let (rows, live) = self.step.launched_samples(op, rows)?;
+            let (rows, live) = match late {
+                true => (rows, DevicePtr::default()),
+                false => self.step.launched_samples(op, rows)?,
+            };
             let (bytes, ranks) = (rows * 8, self.world_size() as usize);
             let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
-            let masked = (self.step.at(self.step.layout().params), self.step.at(0));
             let sizes = (count, first_id);
             let argmax = launch::argmax(logits, Some(masked), own, sizes, rows, Some(live));
             // SAFETY: the logits have as many rows and columns; the scratch was made for it; masks
@@ -341,7 +369,6 @@ impl CudaBackend {
         if !self.step.skips("sample", [logits.ptr.0, vocab as u64, count as u64]) {
             let params = self.step.at(self.step.layout().params);
             let live = self.step.at(live::SAMPLES);
-            let masks = Some(self.step.at(0));
             let Self { sampling, device, .. } = self;
             let results = sampling.results()?;
             let io = SampleIo {
@@ -349,7 +376,7 @@ impl CudaBackend {
                 params,
                 biases: None,
                 ids: None,
-                masks,
+                masks: None,
                 scratch: None,
                 out: results.device.ptr(),
                 top: None,
@@ -380,7 +407,7 @@ impl CudaBackend {
         let lists = &step.lists;
         let sent = sampling.send(device, lists, staged)?;
         let (params, masks) = match staged {
-            true => (step.at(step.layout().params), step.at(0)),
+            true => (step.at(step.layout().params), DevicePtr::default()),
             false => (sent.params, sent.masks),
         };
         let together = edits::together(&lists.edited, edits::at_once(vocab));

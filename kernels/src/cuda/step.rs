@@ -16,8 +16,8 @@ use crate::backend::{AttentionShape, Batch, StepInputs};
 use crate::error::KernelError;
 
 /// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over whole
-/// logits, over parts, and left out. Each holds a few hundred nodes: about a megabyte.
-const GRAPHS_MAX: usize = 132;
+/// logits, over parts, and left out of either. Each holds a few hundred nodes: about a megabyte.
+const GRAPHS_MAX: usize = 176;
 /// How long an upload may take.
 const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
@@ -102,6 +102,8 @@ pub(super) struct Step {
     parts: bool,
     /// Nobody wants to know more of the step's rows than a token each.
     is_plain: bool,
+    /// Its rows are sampled later, with masks.
+    late: bool,
     mode: Mode,
     /// What the mode will be once the step is open.
     planned: Mode,
@@ -132,6 +134,7 @@ impl Step {
             graphs_rest: None,
             parts: false,
             is_plain: false,
+            late: false,
             mode: Mode::Loose,
             planned: Mode::Loose,
             signature: 0,
@@ -234,6 +237,11 @@ impl Step {
         matches!(self.mode, Mode::Record(key) | Mode::Replay(key) if key.samples)
     }
 
+    /// Whether its rows are sampled behind its launch, with masks.
+    pub(super) fn samples_late(&self) -> bool {
+        self.is_open() && self.late
+    }
+
     /// Compares or records a call; true when nothing else is to be done for it.
     pub(super) fn skips(&mut self, op: &'static str, what: [u64; 3]) -> bool {
         if self.is_graph() {
@@ -269,7 +277,12 @@ impl Step {
             return Err(KernelError::Shape { op: "begin_step", message });
         }
         self.lists.pack(inputs.sampling)?;
+        if !self.lists.masks.is_empty() {
+            let message = "masks come when the rows are sampled".to_owned();
+            return Err(KernelError::Shape { op: "begin_step", message });
+        }
         self.is_plain = inputs.is_plain;
+        self.late = inputs.masked;
         let found = sizes(inputs.ids.len(), &inputs.batch, cut, inputs.sample_rows.len());
         let key = self.key(inputs, &found);
         let capacity = key.map_or(found, |key| {
@@ -330,7 +343,10 @@ impl Step {
             rows: decode_bucket(rows, rows_max)?,
             parts: self.may_be_in_parts(),
             adapters: !inputs.adapters.is_empty(),
-            samples: !self.lists.edits && self.lists.top == 0 && !inputs.sampling.is_empty(),
+            samples: !inputs.masked
+                && !self.lists.edits
+                && self.lists.top == 0
+                && !inputs.sampling.is_empty(),
         })
     }
 
@@ -348,14 +364,12 @@ impl Step {
         samples: &[u32],
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
-        // Masks come last: no graph knows where they are, but for the rows' parameters.
-        let masks = layout.words(batch.block_tables.len());
+        let words = layout.words(batch.block_tables.len());
         let places_rows = self.lists.params.len() <= layout.feed - layout.params;
-        let words = masks + if places_rows { self.lists.masks.len() } else { 0 };
         // Room for every step at once, but for block tables: moving costs all graphs.
         let samples_most = self.rows_max.min(self.rows_most);
-        let most = Layout::new(largest(self.rows_most, samples_most, cut))
-            .words(batch.block_tables.len() + samples_most * self.lists.mask_words);
+        let most =
+            Layout::new(largest(self.rows_most, samples_most, cut)).words(batch.block_tables.len());
         self.reserve(context, stream, words, most)?;
         let (Some(block), Some((pinned, travelled))) =
             (&self.block, self.staging.get_mut(self.next))
@@ -367,7 +381,8 @@ impl Step {
         let staged = &mut pinned.as_mut_slice()[..words];
         layout.fill(staged, ids, batch, cut, samples)?;
         if places_rows {
-            self.lists.place(staged, layout.params, masks);
+            let params = &self.lists.params;
+            staged[layout.params..][..params.len()].copy_from_slice(params);
         }
         if feed.len() <= layout.adapters - layout.feed {
             staged[layout.feed..][..feed.len()].copy_from_slice(feed);
@@ -504,6 +519,11 @@ impl Step {
     /// Whether these are the step's own rows to sample.
     pub(super) fn has_sample_rows(&self, rows: &[u32]) -> bool {
         self.is_open() && self.identity.sample_rows == place(rows)
+    }
+
+    /// Whether the step samples so many rows.
+    pub(super) fn has_samples(&self, rows: usize) -> bool {
+        self.is_open() && self.actual.samples == rows
     }
 
     /// Whether these are the step's own rows' parameters.

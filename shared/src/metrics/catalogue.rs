@@ -304,6 +304,9 @@ catalogue! {
         "Exchanges with other ranks that were broken off: aborted, failed, or not finished in time.";
     histogram(STEP_SECONDS) RANK_SAMPLE: "tutti_rank_sample_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Choosing tokens, per step.";
+    histogram(STEP_SECONDS) RANK_MASKS: "tutti_rank_mask_wait_seconds", Seconds,
+        model [RANK, REPLICA, WORKER], EveryRank,
+        "Waiting for masks of structured output when a step was computed, or on its way through a GPU, per step that has some.";
     histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
         "The executor had nothing to do before a step, per step.";

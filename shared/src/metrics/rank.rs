@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::application::Metrics;
 use super::catalogue::{
     RANK_COLLECTIVE, RANK_COLLECTIVE_ABORTS, RANK_COLLECTIVE_BYTES, RANK_FORWARD, RANK_IDLE,
-    RANK_LOAD, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
+    RANK_LOAD, RANK_MASKS, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
 use super::local::{Counter, Gauge, Histogram, LocalStats, SharedStats};
 use super::snapshot::{SnapshotError, encode_snapshot};
@@ -42,6 +42,7 @@ struct Handles {
     /// By algorithm, as they come up.
     exchanged: Vec<(&'static str, Counter)>,
     sample: Histogram,
+    masks: Histogram,
     idle: Histogram,
     weights: Gauge,
     load: Gauge,
@@ -90,6 +91,7 @@ impl RankStats {
             broken_off: stats.counter(RANK_COLLECTIVE_ABORTS, labels),
             exchanged: Vec::new(),
             sample: stats.histogram(RANK_SAMPLE, labels),
+            masks: stats.histogram(RANK_MASKS, labels),
             idle: stats.histogram(RANK_IDLE, labels),
             weights: stats.gauge(RANK_WEIGHTS, labels),
             load: stats.gauge(RANK_LOAD, labels),
@@ -127,6 +129,9 @@ impl RankStats {
         self.stats.observe_duration(rank.idle, micros(timings.idle_us));
         if rank.rank == 0 || timings.sample_us > 0 {
             self.stats.observe_duration(rank.sample, micros(timings.sample_us));
+        }
+        if let Some(masks_us) = timings.masks_us {
+            self.stats.observe_duration(rank.masks, micros(masks_us));
         }
     }
 

@@ -1,4 +1,4 @@
-//! Which tokens a sequence may get in a step, as it travels in a plan: workers know nothing of
+//! Which tokens a sequence may get in a step, as it travels behind a plan: workers know nothing of
 //! grammars. A grammar allows a handful of tokens, all but a handful, or about half of them, so
 //! there is a form for each; whoever makes a mask takes the one with the fewest bytes.
 use serde::{Deserialize, Serialize};
@@ -132,7 +132,7 @@ impl TokenMask {
         }
     }
 
-    /// Bytes of the mask in a plan, exactly: what bounds a plan adds this up.
+    /// Bytes of the mask in a message, exactly: what bounds those adds this up.
     #[must_use]
     pub fn weight(&self) -> usize {
         let (Self::Only(numbers) | Self::Except(numbers) | Self::Bits(numbers)) = self;

@@ -80,15 +80,29 @@ pub struct SequenceStep {
     pub new_blocks: Vec<BlockId>,
     /// Sample a token after the last one computed (false within a chunked prefill).
     pub sample: bool,
-    /// The tokens that may be sampled; all when absent. Only where `sample` is set, and only for a
-    /// sequence whose tokens up to there are all known to the coordinator: what is allowed depends
-    /// on them.
-    pub allowed: Option<TokenMask>,
+    /// Not all tokens may be sampled: which, is in the step's [`StepMasks`]. Only where `sample` is
+    /// set.
+    pub masked: bool,
     /// Tokens that may come next, drafted by the coordinator; mostly none. Where there are, the share
     /// is the sequence's last token, known to the coordinator, and the drafts behind it: `count` is one
-    /// more than they are, `sample` is set and there is no mask. A token is sampled after each, and
+    /// more than they are, `sample` is set and `masked` is not. A token is sampled after each, and
     /// those count up to the first that is not the draft in its place, that one included.
     pub drafts: Vec<u32>,
+}
+
+/// The tokens that may be sampled in a step, for its masked sequences. What a sequence may get
+/// depends on all its tokens before, and plans are made ahead of those: so this comes behind its plan,
+/// as soon as they are known, while the step is computed or waits for others. Every rank gets the same
+/// bytes; one for each plan that has masked entries.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StepMasks {
+    /// The plan's epoch.
+    pub epoch: Epoch,
+    /// The plan's step.
+    pub step: StepId,
+    /// One per masked entry, in the plan's order. None where it makes no difference, since the
+    /// sequence has ended or was preempted meanwhile: all may be sampled then, and it is ignored.
+    pub masks: Vec<Option<TokenMask>>,
 }
 
 /// One rank's outcome of one step. Only rank 0 fills `outputs`.
@@ -187,6 +201,8 @@ pub struct StepTimings {
     pub collective_us: u64,
     /// Sampling (rank 0).
     pub sample_us: u64,
+    /// Waiting for the step's masks; none where it has none, or the rank does not sample.
+    pub masks_us: Option<u64>,
     /// How long the executor had nothing to do before this plan.
     pub idle_us: u64,
 }

@@ -1,8 +1,11 @@
 //! One step ahead: a step is begun while the one before runs, and its tokens are fetched when the
 //! device has them. The device feeds its own last tokens in, so it never waits for its host. All else
 //! is fed by the host, which knows it: prompts, and tokens of sequences that the step before has not.
-//! Those whose tokens are masked are there in every other step, since their next mask is made of the
-//! token before.
+//!
+//! Masks come behind their plan, for they are made of the token before. A step that has some is begun
+//! ahead as others are, up to its logits; when its turn has come, the token before is told, and its
+//! masks are waited for while the device computes. Then it is sampled, and only then the next one is
+//! begun: so every rank makes its calls in the same order.
 //!
 //! What needs its host in between is not begun ahead: drafts are compared with tokens, embeddings and
 //! log-probabilities of prompts are fetched in the middle of their step.
@@ -17,7 +20,7 @@ use shared::ids::{SeqId, StepId};
 use shared::protocol::{NewSequence, SequenceOutput, SequenceStep, StepPlan};
 
 use super::sequence::prompt_targets;
-use super::{Engine, EngineError, merge_output};
+use super::{Engine, EngineError, masks, merge_output};
 use crate::rank::StepSource;
 
 /// Steps under way at most.
@@ -32,6 +35,8 @@ const POLL: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub(super) struct Queued {
     step: StepId,
+    /// It is computed up to its logits, which are sampled when its masks have come.
+    pub(super) awaits_masks: bool,
     /// Those of its sequences that get a token, in the order of the rows that are sampled.
     entries: Vec<Entry>,
 }
@@ -88,18 +93,18 @@ impl<B: Backend> Engine<B> {
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
             // Lists are not asked for again.
-            let step =
-                SequenceStep { new_blocks: Vec::new(), allowed: None, drafts: Vec::new(), ..*step };
+            let step = SequenceStep { new_blocks: Vec::new(), drafts: Vec::new(), ..*step };
             entries.push(Entry { step, place, wants_logprobs });
         }
-        self.queued.push_back(Queued { step: plan.step, entries });
+        let awaits_masks = masks::are_in(plan);
+        self.queued.push_back(Queued { step: plan.step, awaits_masks, entries });
         Ok(())
     }
 
     /// Whether every token that the plan computes is one that the last begun step samples, or known.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
-        if self.queued.len() >= QUEUED_MAX {
+        if self.queued.len() >= QUEUED_MAX || last.awaits_masks {
             return false;
         }
         // A token on its way would come to the new sequence of its name.

@@ -1,9 +1,12 @@
-//! Masks of the step's rows: which tokens each may get. They come as lists or bits, whichever takes
-//! fewer bytes, and kernels read bits.
-use kernels::Backend;
-use shared::protocol::{SequenceStep, StepPlan};
+//! Masks of the step's rows: which tokens each may get. They come behind their plan, while the step is
+//! computed, as lists or bits, whichever takes fewer bytes; kernels read bits.
+use std::time::{Duration, Instant};
 
-use super::{Engine, EngineError};
+use kernels::Backend;
+use kernels::sampling::SampleRow;
+use shared::protocol::{SequenceStep, StepPlan, TokenMask};
+
+use super::{Engine, EngineError, recycle};
 use crate::rank::StepSource;
 
 /// Bits of each sampled row, kept for their memory.
@@ -19,64 +22,89 @@ struct Row {
 }
 
 impl Masks {
-    /// Lays out the masks of the sampled `entries`, which have been checked, in their order.
-    pub(super) fn lay_out<'a>(
+    /// Lays out `masks`, those of the masked ones among the entries whose rows are sampled, in their
+    /// order.
+    fn lay_out<'a>(
         &mut self,
-        entries: impl ExactSizeIterator<Item = &'a SequenceStep>,
+        entries: impl ExactSizeIterator<Item = &'a SequenceStep> + Clone,
+        masks: &[Option<TokenMask>],
         vocab: u32,
-    ) {
+    ) -> Result<(), String> {
+        let (count, masked) = (masks.len(), entries.clone().filter(|entry| entry.masked).count());
+        if count != masked {
+            return Err(format!("{count} masks came for {masked} masked sequences"));
+        }
         if self.rows.len() < entries.len() {
             self.rows.resize_with(entries.len(), Row::default);
         }
+        let mut masks = masks.iter();
         for (row, entry) in self.rows.iter_mut().zip(entries) {
-            row.is_masked = entry.allowed.is_some();
-            if let Some(mask) = &entry.allowed {
+            let mask = if entry.masked { masks.next().and_then(Option::as_ref) } else { None };
+            row.is_masked = mask.is_some();
+            if let Some(mask) = mask {
+                mask.check(vocab).map_err(|message| format!("{}: {message}", entry.seq))?;
                 mask.to_bits(vocab, &mut row.bits);
             }
         }
+        Ok(())
     }
 
     /// The mask of sampled row `index`, as of the last layout.
-    pub(super) fn of(&self, index: usize) -> Option<&[u32]> {
+    fn of(&self, index: usize) -> Option<&[u32]> {
         self.rows.get(index).filter(|row| row.is_masked).map(|row| row.bits.as_slice())
     }
 }
 
-/// Checks an entry's mask, if it has one.
-pub(super) fn check(entry: &SequenceStep, vocab: u32) -> Result<(), String> {
-    let Some(mask) = &entry.allowed else { return Ok(()) };
-    if !entry.sample {
-        return Err("has a mask, but is not to be sampled".to_owned());
+/// Whether some of the step's rows have masks.
+pub(super) fn are_in(plan: &StepPlan) -> bool {
+    plan.sequences.iter().any(|entry| entry.masked)
+}
+
+/// Checks that an entry may have a mask, if it is to have one.
+pub(super) fn check(entry: &SequenceStep) -> Result<(), String> {
+    if entry.masked && !entry.sample {
+        return Err("is masked, but is not to be sampled".to_owned());
     }
-    mask.check(vocab)
+    Ok(())
 }
 
 impl<B: Backend> Engine<B> {
-    /// Refuses a next plan with a mask for a sequence whose token of this step nobody has been told
-    /// yet: what it allows was computed without knowing what it follows. Only rank 0 can tell: once
-    /// it has reported, the next plan may reach other ranks before they are done with this one.
-    pub(super) fn check_next(
-        &self,
+    /// Whether this rank samples, and so needs masks.
+    pub(super) fn samples(&self) -> bool {
+        self.backend.rank() == 0 || self.backend.samples_everywhere()
+    }
+
+    /// Samples the step whose forward pass was launched last, when its masks have come, or leaves that
+    /// queued; returns how long they were waited for, and how long sampling took.
+    pub(super) fn sample_masked(
+        &mut self,
         plan: &StepPlan,
         source: &mut dyn StepSource,
-    ) -> Result<(), EngineError> {
-        if self.backend.rank() != 0 {
-            return Ok(());
+        queue: bool,
+    ) -> Result<(Duration, Duration), EngineError> {
+        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+        let began = Instant::now();
+        let given = source.masks(plan.step).map_err(fault)?;
+        let waited = began.elapsed();
+        let began = Instant::now();
+        let Self { backend, decoder, sequences, step, masks, .. } = self;
+        let vocab = decoder.config().vocab_size;
+        let entries = step.sample_entries.iter().map(|index| &plan.sequences[*index]);
+        masks.lay_out(entries.clone(), &given, vocab as u32).map_err(fault)?;
+        let mut rows: Vec<SampleRow<'_>> = std::mem::take(&mut step.sampling);
+        for (row, entry) in entries.enumerate() {
+            if let Some(seq) = sequences.get(&entry.seq) {
+                rows.push(seq.sample_row(step.known(row), masks.of(row)));
+            }
         }
-        let Some(next) = source.peek() else { return Ok(()) };
-        let mut masked = next.sequences.iter().filter(|entry| entry.allowed.is_some());
-        let presumes = |entry: &&SequenceStep| {
-            plan.sequences.iter().any(|other| other.sample && other.seq == entry.seq)
-        };
-        match masked.find(presumes) {
-            Some(entry) => Err(EngineError::Plan {
-                step: next.step.0,
-                message: format!(
-                    "{} has a mask, but its token of step {} is not known yet",
-                    entry.seq, plan.step.0
-                ),
-            }),
-            None => Ok(()),
+        let logits = decoder.last_logits();
+        if queue {
+            backend.queue_sample(logits, vocab, &rows)?;
+        } else {
+            backend.sample(logits, vocab, 0, &rows, &mut step.sampled)?;
         }
+        backend.end_step()?;
+        step.sampling = recycle(rows);
+        Ok((waited, if queue { Duration::ZERO } else { began.elapsed() }))
     }
 }

@@ -47,8 +47,7 @@ impl<B: Backend> Engine<B> {
             left -= rows;
         }
         let decode = vec![(1, longest); seqs.min(tokens) as usize];
-        // Every row has a mask: there is room for all of them from now on, on ranks that do not
-        // sample yet too. Room that is made later would cost some ranks their graphs and others not.
+        // Every row has a mask: there is room for all of them from now on.
         let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in [prompts, decode] {
             self.pretend(&mut cache, &steps, kind)?;
@@ -124,9 +123,10 @@ impl<B: Backend> Engine<B> {
         let vocab = self.decoder.config().vocab_size;
         let mask = vec![u32::MAX; vocab.div_ceil(32)];
         let allowed = kind.masks.then_some(mask.as_slice());
-        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed };
-        let samples = self.backend.rank() == 0 || self.backend.samples_everywhere();
+        let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
+        let samples = self.samples();
         let sampling = vec![row; sample_rows.len()];
+        let masked = vec![SampleRow { allowed, ..row }; sample_rows.len()];
         let batch = Batch {
             positions: &positions,
             slots: &slots,
@@ -145,12 +145,17 @@ impl<B: Backend> Engine<B> {
             sampling: &sampling,
             feed: &[],
             adapters: &adapters,
+            masked: kind.masks,
             is_plain: true,
         })?;
         decoder.forward(backend, cache, &ids, &batch, &adapters)?;
         let logits = decoder.logits(backend, &sample_rows)?;
         if samples {
-            backend.sample(logits, vocab, 0, &sampling, &mut Vec::new())?;
+            let rows = if kind.masks { &masked } else { &sampling };
+            if kind.masks {
+                backend.launch_step()?;
+            }
+            backend.sample(logits, vocab, 0, rows, &mut Vec::new())?;
         }
         backend.end_step()
     }

@@ -16,7 +16,7 @@ pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<
         let count = entry.count;
         return Err(format!("has {drafts} drafts, but {count} tokens to compute"));
     }
-    if !entry.sample || entry.allowed.is_some() {
+    if !entry.sample || entry.masked {
         return Err("has drafts, but is not to be sampled freely".to_owned());
     }
     if entry.start as usize + 1 != seq.tokens.len() {

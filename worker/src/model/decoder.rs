@@ -20,6 +20,8 @@ pub struct Decoder<B: Backend> {
     windows: Vec<Option<u32>>,
     buffers: Buffers<B>,
     adapters: Option<Adapters<B>>,
+    /// The last logits were gathered from all ranks.
+    gathered: bool,
 }
 
 struct Buffers<B: Backend> {
@@ -122,7 +124,16 @@ impl<B: Backend> Decoder<B> {
         let mut windows = config.sliding_windows.clone();
         windows.sort_unstable();
         windows.dedup();
-        Ok(Self { weights, config, shard, attention, windows, buffers, adapters: None })
+        Ok(Self {
+            weights,
+            config,
+            shard,
+            attention,
+            windows,
+            buffers,
+            adapters: None,
+            gathered: false,
+        })
     }
 
     /// With adapters beside the model, if there are any.
@@ -298,6 +309,7 @@ impl<B: Backend> Decoder<B> {
         let Self { weights, shard, buffers, .. } = self;
         let head = weights.lm_head.as_ref().unwrap_or(&weights.embedding);
         backend.lm_head(&buffers.normed, rows, head, &mut buffers.logits_local)?;
+        self.gathered = false;
         if shard.degree == 1 {
             return Ok(&buffers.logits_local);
         }
@@ -307,7 +319,13 @@ impl<B: Backend> Decoder<B> {
             return Ok(&buffers.logits_local);
         }
         backend.gather_logits(&buffers.logits_local, &mut buffers.logits)?;
+        self.gathered = true;
         Ok(&buffers.logits)
+    }
+
+    /// What [`Decoder::logits`] gave last.
+    pub fn last_logits(&self) -> &B::Buffer {
+        if self.gathered { &self.buffers.logits } else { &self.buffers.logits_local }
     }
 }
 

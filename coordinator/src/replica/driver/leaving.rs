@@ -6,8 +6,12 @@ use shared::ids::RequestId;
 use super::ReplicaDriver;
 use crate::engine::EngineError;
 
-/// A mask that takes longer to compute never comes.
+/// A mask that takes longer to compute never comes. Other ranks wait meanwhile for the one that
+/// samples: less long than an exchange among them may take.
 const MASK_PATIENCE: Duration = Duration::from_secs(10);
+/// Time between two looks counts as so much at most: masks are not computed while this process is
+/// stopped.
+const LOOK_MAX: Duration = Duration::from_secs(1);
 /// Choices of requests whose clients are gone that are dropped at a time, about.
 const CHOICES_DROPPED: u32 = 4096;
 
@@ -22,23 +26,27 @@ impl ReplicaDriver {
         self.gone.extend(gone);
     }
 
-    /// Ends requests whose masks never come: the whole batch waits for them.
+    /// Ends requests whose masks never come: a whole step waits for them, which may not take longer than
+    /// steps may.
     pub(super) fn drop_late_masks(&mut self, now: Duration) {
+        let passed = now.saturating_sub(std::mem::replace(&mut self.looked_for_masks, now));
+        let passed = passed.min(LOOK_MAX);
         let awaited = self.scheduler.masks_awaited();
         if awaited.is_empty() && self.masks_late.is_empty() {
             return;
         }
         self.masks_late.retain(|mask, _| awaited.contains(mask));
         for mask in awaited {
-            self.masks_late.entry(*mask).or_insert(now);
+            let waited = self.masks_late.entry(*mask);
+            waited.and_modify(|waited| *waited += passed).or_default();
         }
-        let late = |since: Duration| now.saturating_sub(since) >= MASK_PATIENCE;
-        let found = self.masks_late.iter().filter(|(_, since)| late(**since));
+        let patience = MASK_PATIENCE.min(self.limits.step_timeout / 2);
+        let found = self.masks_late.iter().filter(|(_, waited)| **waited >= patience);
         let mut ids: Vec<RequestId> = found.map(|(mask, _)| mask.request).collect();
         ids.sort_unstable();
         ids.dedup();
         if !ids.is_empty() {
-            let seconds = MASK_PATIENCE.as_secs();
+            let seconds = patience.as_secs_f64();
             let message = format!("what may come next was not known within {seconds} s");
             tracing::warn!(replica = %self.id, requests = ids.len(), message);
             self.masks_late.retain(|mask, _| !ids.contains(&mask.request));

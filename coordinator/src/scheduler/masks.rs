@@ -1,0 +1,86 @@
+//! PURE: masks of steps in flight. A guided sequence is planned ahead of its tokens as all others
+//! are, and what it may get follows its plan: once all tokens before are accepted its guide is asked,
+//! and when all guides of a step have answered, its masks are sent together.
+//!
+//! A step that has masked entries gets its masks whatever becomes of them, for ranks wait for that:
+//! what is sampled for a sequence that is no longer the one that was planned is ignored, so there is
+//! no mask for it.
+use std::task::{Context, Poll};
+
+use shared::ids::RequestId;
+use shared::protocol::StepMasks;
+
+use super::{Effect, Scheduler};
+use crate::engine::EngineError;
+
+impl Scheduler {
+    /// Fills `masks` with those of the first step that waits for some, once they are all known, and
+    /// returns true. To be called after everything else, until it returns false. Requests whose guides
+    /// cannot go on end.
+    pub fn masks(&mut self, masks: &mut StepMasks, effects: &mut Vec<Effect>) -> bool {
+        let Some(epoch) = self.epoch else { return false };
+        let Some(next) = self.in_flight.iter().position(|step| step.owes_masks) else {
+            self.masks_awaited.clear();
+            return false;
+        };
+        let mut over = Vec::new();
+        let ready = loop {
+            self.masks_awaited.clear();
+            let ready = self.ask_guides(next, &mut over);
+            // Masks of steps behind it are computed meanwhile, where all tokens are known.
+            for step in next + 1..self.in_flight.len() {
+                self.ask_guides(step, &mut over);
+            }
+            if over.is_empty() {
+                break ready;
+            }
+            // Nothing of those is awaited any more: once more for the others.
+            let ends = over.drain(..);
+            let ends = ends.map(|(id, message)| (id, Some(EngineError::Guide { message })));
+            self.end_requests(ends.collect(), effects);
+        };
+        if !ready {
+            return false;
+        }
+        let Self { in_flight, sequences, .. } = self;
+        let Some(step) = in_flight.get_mut(next) else { return false };
+        step.owes_masks = false;
+        masks.epoch = epoch;
+        masks.step = step.step;
+        masks.masks.clear();
+        for entry in step.entries.iter().filter(|entry| entry.masked) {
+            let seq = sequences[entry.slot].as_ref().filter(|seq| entry.is_of(seq));
+            let guide = seq.and_then(|seq| seq.guide.as_ref());
+            masks.masks.push(guide.and_then(|guide| guide.allowed().cloned()));
+        }
+        true
+    }
+
+    /// Asks the guides of a step's masked entries, if its masks are not sent; whether all know what
+    /// may come next.
+    fn ask_guides(&mut self, step: usize, over: &mut Vec<(RequestId, String)>) -> bool {
+        let Self { in_flight, sequences, waker, masks_awaited, .. } = self;
+        let mut context = Context::from_waker(waker);
+        let mut ready = true;
+        let Some(step) = in_flight.get(step).filter(|step| step.owes_masks) else { return ready };
+        for entry in step.entries.iter().filter(|entry| entry.masked) {
+            let seq = sequences[entry.slot].as_mut().filter(|seq| entry.is_of(seq));
+            let Some(seq) = seq else { continue };
+            if seq.tokens.len() != entry.end as usize {
+                // A step before is under way that samples for it.
+                ready = false;
+                continue;
+            }
+            let awaited = seq.awaited_mask();
+            match seq.guide.as_mut().map(|guide| guide.poll(&mut context)) {
+                Some(Poll::Ready(Ok(()))) | None => {}
+                Some(Poll::Ready(Err(message))) => over.push((seq.request, message)),
+                Some(Poll::Pending) => {
+                    masks_awaited.push(awaited);
+                    ready = false;
+                }
+            }
+        }
+        ready
+    }
+}
