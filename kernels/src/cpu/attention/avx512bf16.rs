@@ -201,8 +201,9 @@ fn score<const M: usize, const W: usize>(
     for pair in 0..pairs {
         let mut vectors = [_mm512_setzero_si512(); W];
         for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            let words = keys.as_ptr().wrapping_add(pair * block_size);
             // SAFETY: there are `LANES` words there (checked above).
-            *vector = unsafe { _mm512_loadu_si512(keys.as_ptr().add(pair * block_size).cast()) };
+            *vector = unsafe { _mm512_loadu_si512(words.cast()) };
         }
         for (sums, query) in sums.iter_mut().zip(&queries) {
             // SAFETY: a query has `pairs` words.
@@ -234,8 +235,10 @@ fn score<const M: usize, const W: usize>(
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn dot(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
-    // SAFETY: all are 512 bits of plain data.
-    let (a, b) = unsafe { (std::mem::transmute(a), std::mem::transmute(b)) };
+    // SAFETY: both are 512 bits of plain data.
+    let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(a) };
+    // SAFETY: as above.
+    let b = unsafe { std::mem::transmute::<__m512i, __m512bh>(b) };
     _mm512_dpbf16_ps(sum, a, b)
 }
 
@@ -462,12 +465,12 @@ mod tests {
         if !Isa::Avx512Bf16.is_supported() {
             return;
         }
-        let power = |x: f32| {
-            let mut out = [0.0; LANES];
-            // SAFETY: this machine has the instructions (just looked at), and there is room.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), power(_mm512_set1_ps(x))) };
-            out[LANES - 1]
-        };
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+        fn one(x: f32) -> f32 {
+            _mm512_reduce_max_ps(power(_mm512_set1_ps(x)))
+        }
+        // SAFETY: this machine has the instructions (just looked at).
+        let power = |x: f32| unsafe { one(x) };
         let mut x = -125.9f32;
         while x < 0.0 {
             let want = f64::from(x).exp2();
