@@ -390,7 +390,7 @@ impl Backend for CpuBackend {
         let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
         let positions = blocks * cache.shape().block_size;
         for worker in &mut self.workers {
-            worker.attention.reserve(blocks, cache)?;
+            worker.attention.reserve(self.isa, blocks, cache)?;
         }
         attention::cut(batch, &mut self.tiles);
         let tiles = &self.tiles;
@@ -405,14 +405,16 @@ impl Backend for CpuBackend {
             out: Disjoint::new(out.values_mut()),
         };
         let workers = Disjoint::new(&mut self.workers);
+        // Head by head: each thread has K and V of its own heads in its cache, and long rows as well as
+        // short ones. Tasks differ by their rows' positions, so they are handed out in small numbers.
         let tasks = tiles.len() * shape.num_kv_heads;
         let group = shape.num_heads / shape.num_kv_heads;
         let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);
-        self.pool.run_ranges(tasks, grain, &|range, worker| {
+        self.pool.run(tasks.div_ceil(grain), &|index, worker| {
             // SAFETY: no two running tasks have the same worker.
             let scratch = &mut unsafe { workers.slice(worker, 1) }[0].attention;
-            for task in range {
-                let (tile, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
+            for task in index * grain..((index + 1) * grain).min(tasks) {
+                let (kv_head, tile) = (task / tiles.len(), task % tiles.len());
                 attention.tile(tiles[tile], kv_head, scratch);
             }
         })

@@ -241,7 +241,6 @@ pub(crate) fn shuffled(random: &mut Random, count: usize) -> Vec<u32> {
 
 #[test]
 fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
-    let mut random = Random(31);
     let shapes = [
         (shape(2, 2, 16, None), 4, false),
         (shape(4, 2, 32, None), 16, true),
@@ -252,18 +251,42 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
         (shape(6, 2, 80, None), 5, true),
         (shape(4, 1, 2, Some(1)), 1, false),
     ];
+    let chunks = [&[53][..], &[1, 52], &[20, 1, 1, 16, 15], &[52, 1], &[17, 19, 17]];
+    matches_however_chunked(&mut Random(31), &shapes, &chunks);
+}
+
+#[test]
+fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
+    // Whole vectors of tokens that all queries attend to, and every number of queries at a time.
+    let shapes = [
+        (shape(3, 3, 128, None), 16, false),
+        (shape(6, 2, 64, None), 16, false),
+        (shape(5, 1, 72, Some(70)), 32, false),
+        (shape(12, 2, 16, Some(3)), 16, true),
+        (shape(7, 1, 64, None), 48, true),
+    ];
+    let chunks = [&[117][..], &[1; 117], &[96, 1, 20], &[40, 37, 40]];
+    matches_however_chunked(&mut Random(35), &shapes, &chunks);
+}
+
+/// Shapes with blocks of so many tokens, and whether heads are normalised.
+fn matches_however_chunked(
+    random: &mut Random,
+    shapes: &[(AttentionShape, usize, bool)],
+    all_chunks: &[&[usize]],
+) {
     for (isa, precision) in variants() {
         // The rounding of a weight is that of one part in 256, and an element of q, K or V that
         // lies between two bf16 may be rounded the other way than the oracle does.
         let tolerance = if precision == Precision::Float32 { 1e-3 } else { 3e-2 };
-        for (shape, block_size, extras) in shapes {
-            let case = Case::random(&mut random, shape, block_size, extras);
-            let rows = 53;
+        for &(shape, block_size, extras) in shapes {
+            let case = Case::random(random, shape, block_size, extras);
+            let rows = all_chunks[0][0];
             let x = random.vec(rows * case.hidden);
             let (want_q, want) = case.oracle(&x, precision);
-            let blocks = shuffled(&mut random, rows.div_ceil(block_size) + 2);
+            let blocks = shuffled(random, rows.div_ceil(block_size) + 2);
             let mut whole: Option<Vec<u32>> = None;
-            for chunks in [&[53][..], &[1, 52], &[20, 1, 1, 16, 15], &[52, 1], &[17, 19, 17]] {
+            for &chunks in all_chunks {
                 let mut backend = backend_in(isa, precision, 2);
                 let mut loaded = case.load(&mut backend, blocks.len());
                 let (mut q, mut out, mut start) = (vec![], vec![], 0);
@@ -295,7 +318,9 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
 fn stale_and_foreign_cache_contents_do_not_matter() {
     // NaN in every slot that the sequence does not own: a mask by multiplication would spread it.
     let mut random = Random(32);
-    for ((isa, precision), block_size) in variants().flat_map(|it| [(it, 4), (it, 5)]) {
+    for ((isa, precision), block_size) in
+        variants().flat_map(|it| [4, 5, 16].map(|size| (it, size)))
+    {
         let case = Case::random(&mut random, shape(4, 2, 32, Some(6)), block_size, false);
         let mut backend = backend_in(isa, precision, 1);
         let mut loaded = case.load(&mut backend, 4);

@@ -4,6 +4,8 @@
 //! neighbouring rows) go through K and V together, but each has its own range of positions and its
 //! own sums in ascending positions: all scores, then softmax, then the weighted sum of V. So a
 //! row's result does not depend on which rows it was computed with.
+#[cfg(target_arch = "x86_64")]
+mod avx512bf16;
 mod bfloat16;
 mod float32;
 
@@ -66,8 +68,21 @@ impl AttentionScratch {
     }
 
     /// Makes room for contexts of `blocks` whole blocks of a cache.
-    pub(crate) fn reserve(&mut self, blocks: usize, cache: &CpuKvCache) -> Result<(), KernelError> {
+    pub(crate) fn reserve(
+        &mut self,
+        isa: Isa,
+        blocks: usize,
+        cache: &CpuKvCache,
+    ) -> Result<(), KernelError> {
         let KvShape { block_size, head_dim, .. } = *cache.shape();
+        #[cfg(target_arch = "x86_64")]
+        if takes_vectors(isa, cache) {
+            let layout = avx512bf16::Layout::of(blocks * block_size, head_dim);
+            self.scores.get(layout.row * QUERIES)?;
+            self.query_words.get(layout.query * QUERIES)?;
+            self.weight_words.get(layout.row / 2 * QUERIES)?;
+            return Ok(());
+        }
         self.scores.get(blocks * block_size * QUERIES)?;
         if cache.is_bfloat16() {
             self.query_words.get(head_dim / 2 * QUERIES)?;
@@ -161,6 +176,13 @@ impl View<'_> {
     }
 }
 
+/// Whether [`avx512bf16`] computes: blocks are whole vectors of tokens there.
+#[cfg(target_arch = "x86_64")]
+fn takes_vectors(isa: Isa, cache: &CpuKvCache) -> bool {
+    let is_whole = cache.shape().block_size.is_multiple_of(avx512bf16::LANES);
+    isa == Isa::Avx512Bf16 && cache.is_bfloat16() && is_whole
+}
+
 /// Computes a tile with the vectors of an instruction set.
 fn run_tile(
     attention: &Attention<'_>,
@@ -191,6 +213,11 @@ fn run_tile(
             true => bfloat16::run_tile::<__m256>(a, t, v, s),
             false => float32::run_tile::<__m256>(a, t, v, s),
         }
+    }
+    #[cfg(target_arch = "x86_64")]
+    if takes_vectors(attention.isa, view.cache) {
+        // SAFETY: the backend refuses an instruction set that this machine lacks.
+        return unsafe { avx512bf16::run_tile(attention, tile, view, scratch) };
     }
     match (attention.isa, view.cache.is_bfloat16()) {
         #[cfg(target_arch = "x86_64")]

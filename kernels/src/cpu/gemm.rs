@@ -31,6 +31,8 @@ mod vector;
 
 pub(crate) use grouped::{Group, Grouped, Task};
 pub(crate) use layout::{Activations, prepare};
+#[cfg(target_arch = "x86_64")]
+pub(crate) use one_term::round_row;
 pub(crate) use pairs::{multiply_pairs, pair_panels};
 
 use layout::{Layout, Part};
@@ -42,12 +44,10 @@ const TILE_ROWS: usize = 6;
 /// Panels that one row is multiplied with at a time, to hide latency.
 const WIDE: usize = 4;
 /// Pairs of inputs per block when there are several tiles: the block's weights (128 KiB) stay in
-/// the L2 cache from tile to tile.
+/// the L2 cache from tile to tile. Smaller blocks would stay in the L1 cache, but then sums go to
+/// memory and back more often, which takes longer than what is saved.
 const BLOCK_PAIRS: usize = 512;
-/// As `BLOCK_PAIRS` for activations of one term, which take half the time: a block (32 KiB) stays in
-/// the L1 cache.
-const ONE_TERM_BLOCK: usize = 128;
-/// The same for few tiles, where memory is the limit: besides the block in use there is room for the
+/// As `BLOCK_PAIRS` for activations of one term and few tiles, where memory is the limit: besides the block in use there is room for the
 /// next one, which is on its way.
 const SMALL_BLOCK: usize = 64;
 /// Most tiles that count as few.
@@ -268,7 +268,8 @@ impl Product<'_> {
             _ if !is_whole => pairs,
             1 => pairs,
             2..=FEW_TILES => SMALL_BLOCK,
-            _ => ONE_TERM_BLOCK,
+            _ if self.weight.scales().is_some() => ROOM_PAIRS,
+            _ => BLOCK_PAIRS,
         };
         let mut start = 0;
         while start < pairs {

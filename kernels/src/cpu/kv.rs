@@ -9,6 +9,7 @@
 //!   neighbouring elements of a token; then V `[block_size / 2, head_dim]`, a word being the same
 //!   element of two neighbouring tokens. Blocks of an odd size have room for one token more, which is
 //!   zero.
+use super::isa::{Isa, multiversion};
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
 use super::pool::Pool;
@@ -173,6 +174,7 @@ impl TilesMut<'_> {
     /// Nobody else reads or writes that tile meanwhile.
     pub(crate) unsafe fn write_token(
         &self,
+        isa: Isa,
         (start, len): (usize, usize),
         block_size: usize,
         offset: usize,
@@ -193,22 +195,58 @@ impl TilesMut<'_> {
                 // SAFETY: the caller's promise.
                 let tile = unsafe { data.slice(start, len) };
                 let (keys, values) = tile.split_at_mut(k.len() / 2 * block_size);
-                let columns = keys.chunks_exact_mut(block_size).zip(k.as_chunks::<2>().0);
-                for (column, &[first, second]) in columns {
-                    column[offset] = bf16_pair(first, second);
-                }
                 let row = &mut values[offset / 2 * v.len()..][..v.len()];
-                let is_first = offset.is_multiple_of(2);
-                for (word, &x) in row.iter_mut().zip(v) {
-                    let bits = round_bf16(x);
-                    // The pair's other token stays as it is.
-                    *word = if is_first {
-                        *word & 0xffff_0000 | bits >> 16
-                    } else {
-                        *word & 0x0000_ffff | bits
-                    };
-                }
+                write_pairs(isa, keys, block_size, offset, k, row, v);
             }
+        }
+    }
+}
+
+multiversion! {
+    /// Writes one token's `k` to column `offset` of the keys, and its `v` to its halves of a row of pairs.
+    fn write_pairs(
+        keys: &mut [u32],
+        block_size: usize,
+        offset: usize,
+        k: &[f32],
+        row: &mut [u32],
+        v: &[f32],
+    ) = write_pairs_body
+}
+
+#[inline(always)]
+fn write_pairs_body<const FMA: bool>(
+    keys: &mut [u32],
+    block_size: usize,
+    offset: usize,
+    k: &[f32],
+    row: &mut [u32],
+    v: &[f32],
+) {
+    // Rounded some at a time, which vectors do, before they go to places far from each other.
+    let columns = keys.chunks_exact_mut(16 * block_size).zip(k.chunks_exact(32));
+    let whole = k.len() / 32;
+    for (columns, k) in columns {
+        let mut words = [0; 16];
+        for (word, &[first, second]) in words.iter_mut().zip(k.as_chunks::<2>().0) {
+            *word = bf16_pair(first, second);
+        }
+        for (column, word) in columns.chunks_exact_mut(block_size).zip(words) {
+            column[offset] = word;
+        }
+    }
+    let rest = keys[whole * 16 * block_size..].chunks_exact_mut(block_size);
+    for (column, &[first, second]) in rest.zip(k[whole * 32..].as_chunks::<2>().0) {
+        column[offset] = bf16_pair(first, second);
+    }
+    // The pair's other token stays as it is.
+    if offset.is_multiple_of(2) {
+        for (word, &x) in row.iter_mut().zip(v) {
+            *word = *word & 0xffff_0000 | round_bf16(x) >> 16;
+        }
+    } else {
+        for (word, &x) in row.iter_mut().zip(v) {
+            *word = *word & 0x0000_ffff | round_bf16(x);
         }
     }
 }
@@ -239,7 +277,7 @@ mod tests {
                 let v: Vec<f32> = k.iter().map(|x| -x).collect();
                 let tile = (cache.tile_offset(layer, block, head), cache.tile_len());
                 // SAFETY: there is one thread.
-                unsafe { cache.tiles_mut().write_token(tile, 5, offset, &k, &v) };
+                unsafe { cache.tiles_mut().write_token(Isa::detect(), tile, 5, offset, &k, &v) };
             });
             let half = |word: u32, second: bool| {
                 f32::from_bits(if second { word & 0xffff_0000 } else { word << 16 })

@@ -7,7 +7,7 @@ use super::isa::Isa;
 /// product.
 ///
 /// It means the same with every instruction set: results of two sets differ by the order and the
-/// rounding of sums alone.
+/// rounding of sums, and by the last bits of exponentials, alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
     /// The whole f32, or two bf16 terms of it (16 bits of mantissa), whichever is faster.

@@ -22,7 +22,8 @@ pub(crate) struct Heads<'a> {
 }
 
 impl Heads<'_> {
-    /// A task takes a head over all rows, so that two rows with the same slot are no data race.
+    /// A task takes heads over all rows, so that two rows with the same slot are no data race; row by
+    /// row, as they lie in memory.
     pub(crate) fn finish(
         self,
         pool: &mut Pool,
@@ -46,9 +47,9 @@ impl Heads<'_> {
         let rows = batch.positions.len();
         let grain = (GRAIN / 4 / (rows * head_dim).max(1)).max(1);
         pool.run_ranges(num_heads + num_kv_heads, grain, &|range, _| {
-            for head in range {
-                for row in 0..rows {
-                    let (cos, sin) = tables(row);
+            for row in 0..rows {
+                let (cos, sin) = tables(row);
+                for head in range.clone() {
                     // SAFETY: a q or k head belongs to one task.
                     let x = unsafe { projected.slice(row * width + head * head_dim, head_dim) };
                     if let Some(addend) = addend {
@@ -74,7 +75,7 @@ impl Heads<'_> {
                     let tile = (first_tile + tile * tile_len, tile_len);
                     // SAFETY: a KV head's tiles belong to one task.
                     unsafe {
-                        tiles.write_token(tile, kv.block_size, slot % kv.block_size, x, v);
+                        tiles.write_token(isa, tile, kv.block_size, slot % kv.block_size, x, v);
                     }
                 }
             }

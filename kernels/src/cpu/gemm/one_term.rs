@@ -4,30 +4,48 @@
 //! A pair's word is broadcast from the row, so rows need no layout of their own, and any number of
 //! them can be a tile.
 use std::arch::x86_64::{
-    __m512bh, __m512i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm512_cvtepi8_epi32,
-    _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps, _mm512_setzero_ps,
-    _mm512_storeu_si512,
+    __m512, __m512bh, __m512i, __mmask16, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
+    _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
+    _mm512_maskz_loadu_ps, _mm512_setzero_ps, _mm512_storeu_si512,
 };
 
 use super::super::pack::{Int8Row, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
 
-/// Rounds a row to bf16 (to nearest, ties to even), two to a word; `words` beyond the row become 0.
+/// Rounds a row to bf16 (to nearest, ties to even), two to a word; the rest of the last 16 words that
+/// the row reaches, or of those behind it, becomes 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) fn round_row(row: &[f32], words: &mut [[u32; 16]]) {
+#[inline]
+pub(crate) fn round_row(row: &[f32], words: &mut [[u32; 16]]) {
     let (chunks, rest) = row.as_chunks::<32>();
-    let mut last = [0.0; 32];
-    last[..rest.len()].copy_from_slice(rest);
-    for (chunk, words) in chunks.iter().chain([&last]).zip(words) {
+    for (chunk, words) in chunks.iter().zip(&mut *words) {
         let (low, high) = chunk.split_at(16);
         let (low, high) = (low.as_chunks().0, high.as_chunks().0);
-        let pairs = _mm512_cvtne2ps_pbh(load(&high[0]), load(&low[0]));
-        // SAFETY: both are 512 bits of plain data.
-        let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
-        // SAFETY: the array has 64 bytes.
-        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) }
+        store_words(words, _mm512_cvtne2ps_pbh(load(&high[0]), load(&low[0])));
     }
+    if let Some(words) = words.get_mut(chunks.len()) {
+        let (low, high) = rest.split_at(rest.len().min(16));
+        store_words(words, _mm512_cvtne2ps_pbh(load_some(high), load_some(low)));
+    }
+}
+
+/// As many lanes as there are values, of which there are no more than lanes; the others are 0.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn load_some(values: &[f32]) -> __m512 {
+    let mask = (1u32 << values.len().min(16)) - 1;
+    // SAFETY: the mask has no lane beyond the values.
+    unsafe { _mm512_maskz_loadu_ps(mask as __mmask16, values.as_ptr()) }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
+#[inline]
+fn store_words(words: &mut [u32; 16], pairs: __m512bh) {
+    // SAFETY: both are 512 bits of plain data.
+    let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
+    // SAFETY: the array has 64 bytes.
+    unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) }
 }
 
 /// What a tile fetches while it computes: cache lines `line..line + lines` (0, 1, 2 or 4 of a pair's

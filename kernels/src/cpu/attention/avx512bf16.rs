@@ -1,0 +1,487 @@
+//! Attention over K and V in bf16 with `vdpbf16ps`, for blocks of whole vectors of tokens. The same
+//! products as in [`super::bfloat16`], which takes any blocks, and what no other instruction set has:
+//! registers for four vectors of sums of six queries, masks, and powers of two of vectors.
+//!
+//! A query's scores are added up in the lanes of their positions, its weighted sums in ascending pairs
+//! of positions: nothing depends on which queries are computed together.
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+use super::super::gemm::round_row;
+use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
+
+/// Lanes of a vector.
+pub(super) const LANES: usize = 16;
+/// Queries that leave registers for four vectors of sums each.
+const SQUARE: usize = 6;
+/// Vectors of sums of each of [`SQUARE`] queries, and of more.
+const WIDE: usize = 4;
+const NARROW: usize = 2;
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+pub(super) fn run_tile(
+    attention: &Attention<'_>,
+    tile: RowTile,
+    view: &View<'_>,
+    scratch: &mut AttentionScratch,
+) {
+    let group = attention.shape.num_heads / attention.shape.num_kv_heads;
+    let total = tile.rows as usize * group;
+    // As even as can be; a few more than fit best at once, for K and V are read once then.
+    let parts = if total <= QUERIES { 1 } else { total.div_ceil(SQUARE) };
+    let mut next = 0;
+    for part in 0..parts {
+        let count = (total - next).div_ceil(parts - part);
+        let mut queries = [attention.query(&tile, view.kv_head, next); QUERIES];
+        for (i, query) in queries[..count].iter_mut().enumerate() {
+            *query = attention.query(&tile, view.kv_head, next + i);
+        }
+        match count {
+            1 => run_queries::<1, WIDE>(attention, view, &queries, scratch),
+            2 => run_queries::<2, WIDE>(attention, view, &queries, scratch),
+            3 => run_queries::<3, WIDE>(attention, view, &queries, scratch),
+            4 => run_queries::<4, WIDE>(attention, view, &queries, scratch),
+            5 => run_queries::<5, WIDE>(attention, view, &queries, scratch),
+            6 => run_queries::<6, WIDE>(attention, view, &queries, scratch),
+            7 => run_queries::<7, NARROW>(attention, view, &queries, scratch),
+            _ => run_queries::<8, NARROW>(attention, view, &queries, scratch),
+        }
+        next += count;
+    }
+}
+
+/// The first `M` queries, `W` vectors of sums each at a time.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn run_queries<const M: usize, const W: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    queries: &[Query; QUERIES],
+    scratch: &mut AttentionScratch,
+) {
+    let (head_dim, block_size) = (view.head_dim, view.block_size);
+    let (first, rest) = queries.split_at(1);
+    let mut span = Span::of(&first[0]);
+    for query in &rest[..M - 1] {
+        span.add(query);
+    }
+    let base = span.start / block_size * block_size;
+    let layout = Layout::of(span.end - base, head_dim);
+    let words = scratch.query_words.reserved(layout.query * M);
+    for (query, words) in queries.iter().zip(words.chunks_exact_mut(layout.query)) {
+        round_row(&attention.q[query.offset..][..head_dim], words.as_chunks_mut().0);
+    }
+    let scores = scratch.scores.reserved(layout.row * M);
+    let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); M];
+    // What `largest` is of: vectors of positions that all queries attend to.
+    let mut seen = span.both.start..span.both.start;
+    let mut at = span.start / LANES * LANES;
+    while at < span.end {
+        let vectors = (span.end - at).div_ceil(LANES);
+        let width = if vectors >= W { W } else { vectors.min(2) };
+        let tokens = at..at + width * LANES;
+        let in_all = span.both.start <= tokens.start && tokens.end <= span.both.end;
+        let max = in_all.then_some(&mut largest);
+        let to = Rows { start: at - base, stride: layout.row };
+        match width {
+            1 => score::<M, 1>(view, words, at, scores, to, max),
+            2 => score::<M, 2>(view, words, at, scores, to, max),
+            _ => score::<M, W>(view, words, at, scores, to, max),
+        }
+        if in_all {
+            seen = if seen.is_empty() { tokens.clone() } else { seen.start..tokens.end };
+        }
+        at = tokens.end;
+    }
+
+    let weights = scratch.weight_words.reserved(layout.row / 2 * M);
+    let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
+    let mut inverse = [0.0; M];
+    for (i, query) in queries[..M].iter().enumerate() {
+        let row = &scores[i * layout.row..][..layout.row];
+        let own = query.start - base..query.end - base;
+        let seen =
+            if seen.is_empty() { own.start..own.start } else { seen.start - base..seen.end - base };
+        let max = largest_of(row, &own, &seen, largest[i]);
+        let words = &mut weights[i * (layout.row / 2)..][..layout.row / 2];
+        inverse[i] = 1.0 / weigh(row, &own, max, scale, words);
+    }
+
+    let mut dim = 0;
+    while dim < head_dim {
+        let vectors = (head_dim - dim).div_ceil(LANES);
+        let from = Rows { start: base / 2, stride: layout.row / 2 };
+        match vectors {
+            1 => mix::<M, 1>(attention, view, queries, &span, weights, from, &inverse, dim),
+            2 | 3 => mix::<M, 2>(attention, view, queries, &span, weights, from, &inverse, dim),
+            _ => mix::<M, W>(attention, view, queries, &span, weights, from, &inverse, dim),
+        }
+        dim += LANES * if vectors >= W { W } else { vectors.min(2) };
+    }
+}
+
+/// Positions of several queries.
+struct Span {
+    /// Some attend to these.
+    start: usize,
+    end: usize,
+    /// All attend to these.
+    both: Range<usize>,
+}
+
+impl Span {
+    fn of(query: &Query) -> Self {
+        Self { start: query.start, end: query.end, both: query.start..query.end }
+    }
+
+    fn add(&mut self, query: &Query) {
+        self.start = self.start.min(query.start);
+        self.end = self.end.max(query.end);
+        self.both = self.both.start.max(query.start)..self.both.end.min(query.end);
+    }
+}
+
+/// How long rows are in scratch: whole vectors of pairs, and a cache line more, so that those of several
+/// queries are not all in the same sets of the cache.
+pub(super) struct Layout {
+    /// Scores of a query; half of it are the words of its weights.
+    pub(super) row: usize,
+    /// Words of a query.
+    pub(super) query: usize,
+}
+
+impl Layout {
+    pub(super) fn of(positions: usize, head_dim: usize) -> Self {
+        Self {
+            row: positions.next_multiple_of(2 * LANES) + 2 * LANES,
+            query: (head_dim / (2 * LANES) + 1) * LANES,
+        }
+    }
+}
+
+/// Rows of several queries: what they begin with, and how far apart they are.
+#[derive(Clone, Copy)]
+struct Rows {
+    start: usize,
+    stride: usize,
+}
+
+/// `len` elements of every row, from what is `at` in the sequence on.
+#[inline(always)]
+fn rows<const M: usize>(words: &[u32], from: Rows, at: usize, len: usize) -> [&[u32]; M] {
+    let mut rows: [&[u32]; M] = [&[]; M];
+    for (m, row) in rows.iter_mut().enumerate() {
+        *row = &words[m * from.stride + at - from.start..][..len];
+    }
+    rows
+}
+
+/// Scores, not scaled, of the `W` vectors of tokens from position `at` on, which is the first of a vector;
+/// and their largest, where all of them count.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn score<const M: usize, const W: usize>(
+    view: &View<'_>,
+    queries: &[u32],
+    at: usize,
+    scores: &mut [f32],
+    to: Rows,
+    largest: Option<&mut [__m512; M]>,
+) {
+    let (pairs, block_size) = (view.head_dim / 2, view.block_size);
+    let mut keys: [&[u32]; W] = [&[]; W];
+    for (w, keys) in keys.iter_mut().enumerate() {
+        let at = at + w * LANES;
+        *keys = &view.pairs(at / block_size).0[at % block_size..];
+        assert!(keys.len() >= (pairs - 1) * block_size + LANES, "K is too short");
+    }
+    let queries: [&[u32]; M] =
+        rows(queries, Rows { start: 0, stride: queries.len() / M }, 0, pairs);
+    let mut sums = [[_mm512_setzero_ps(); W]; M];
+    for pair in 0..pairs {
+        let mut vectors = [_mm512_setzero_si512(); W];
+        for (vector, keys) in vectors.iter_mut().zip(&keys) {
+            let words = keys.as_ptr().wrapping_add(pair * block_size);
+            // SAFETY: there are `LANES` words there (checked above).
+            *vector = unsafe { _mm512_loadu_si512(words.cast()) };
+        }
+        for (sums, query) in sums.iter_mut().zip(&queries) {
+            // SAFETY: a query has `pairs` words.
+            let word = unsafe { *query.get_unchecked(pair) };
+            let word = _mm512_set1_epi32(word.cast_signed());
+            for (sum, &keys) in sums.iter_mut().zip(&vectors) {
+                *sum = dot(*sum, word, keys);
+            }
+        }
+    }
+    for (m, sums) in sums.iter().enumerate() {
+        let row = &mut scores[m * to.stride + to.start..][..W * LANES];
+        for (&sum, row) in sums.iter().zip(row.as_chunks_mut::<LANES>().0) {
+            // SAFETY: the array has 64 bytes.
+            unsafe { _mm512_storeu_ps(row.as_mut_ptr(), sum) }
+        }
+    }
+    if let Some(largest) = largest {
+        for (largest, sums) in largest.iter_mut().zip(&sums) {
+            for &sum in sums {
+                // The second where one is NaN, which its weight will be.
+                *largest = _mm512_max_ps(sum, *largest);
+            }
+        }
+    }
+}
+
+/// `sum + a.low * b.low + a.high * b.high`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn dot(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
+    // SAFETY: both are 512 bits of plain data.
+    let a = unsafe { std::mem::transmute::<__m512i, __m512bh>(a) };
+    // SAFETY: as above.
+    let b = unsafe { std::mem::transmute::<__m512i, __m512bh>(b) };
+    _mm512_dpbf16_ps(sum, a, b)
+}
+
+/// The lanes of the vector that begins at `at` which lie in `range`.
+#[inline(always)]
+fn lanes(at: usize, range: &Range<usize>) -> __mmask16 {
+    let below = |end: usize| (1u32 << end.saturating_sub(at).min(LANES)) - 1;
+    (below(range.end) & !below(range.start)) as __mmask16
+}
+
+/// The largest score of a query's `own` positions, of which `largest` has those of `seen`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn largest_of(row: &[f32], own: &Range<usize>, seen: &Range<usize>, largest: __m512) -> f32 {
+    let mut largest = largest;
+    for edge in [own.start..seen.start, seen.end..own.end] {
+        let mut at = edge.start / LANES * LANES;
+        while at < edge.end {
+            let scores = load(&row[at..]);
+            largest = _mm512_mask_max_ps(largest, lanes(at, &edge), scores, largest);
+            at += LANES;
+        }
+    }
+    _mm512_reduce_max_ps(largest)
+}
+
+/// Makes weights of a query's scores: `e^(score - max)`, in pairs. Returns their sum. Beside its `own`
+/// positions a pair has zeros.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn weigh(row: &[f32], own: &Range<usize>, max: f32, scale: f32, words: &mut [u32]) -> f32 {
+    let (max, scale) = (_mm512_set1_ps(max), _mm512_set1_ps(scale));
+    let mut sum = _mm512_setzero_ps();
+    let first = own.start / (2 * LANES);
+    let vectors = row.as_chunks::<{ 2 * LANES }>().0.iter().zip(words.as_chunks_mut::<LANES>().0);
+    let vectors = vectors.enumerate().take(own.end.div_ceil(2 * LANES)).skip(first);
+    for (index, (scores, words)) in vectors {
+        let at = index * 2 * LANES;
+        let mut low = power(_mm512_mul_ps(_mm512_sub_ps(load(scores), max), scale));
+        let mut high = power(_mm512_mul_ps(_mm512_sub_ps(load(&scores[LANES..]), max), scale));
+        if at < own.start || at + 2 * LANES > own.end {
+            low = _mm512_maskz_mov_ps(lanes(at, own), low);
+            high = _mm512_maskz_mov_ps(lanes(at + LANES, own), high);
+        }
+        sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
+        let pairs = _mm512_cvtne2ps_pbh(high, low);
+        // SAFETY: both are 512 bits of plain data.
+        let pairs = unsafe { std::mem::transmute::<__m512bh, __m512i>(pairs) };
+        // SAFETY: the array has 64 bytes.
+        unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) }
+    }
+    _mm512_reduce_add_ps(sum)
+}
+
+/// `2^x` to about 2 units in the last place; NaN for NaN.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn power(x: __m512) -> __m512 {
+    // `2^r` for r in -1/2..=1/2, after Cephes.
+    const TERMS: [f32; 7] = [
+        1.535_336_2e-4,
+        1.339_887_4e-3,
+        9.618_437e-3,
+        5.550_332_5e-2,
+        2.402_264_8e-1,
+        6.931_472e-1,
+        1.0,
+    ];
+    // Far below the least f32. The second operand where it is NaN.
+    let x = _mm512_max_ps(_mm512_set1_ps(-200.0), x);
+    let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
+    let rest = _mm512_sub_ps(x, whole);
+    let mut sum = _mm512_set1_ps(TERMS[0]);
+    for &term in &TERMS[1..] {
+        sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(term));
+    }
+    _mm512_scalef_ps(sum, whole)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+fn load(values: &[f32]) -> __m512 {
+    let values = &values[..LANES];
+    // SAFETY: there are `LANES` values.
+    unsafe { _mm512_loadu_ps(values.as_ptr()) }
+}
+
+/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim` on, times `inverse`.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+#[inline]
+#[allow(clippy::too_many_arguments, reason = "what one tile of registers is made of")]
+fn mix<const M: usize, const W: usize>(
+    attention: &Attention<'_>,
+    view: &View<'_>,
+    queries: &[Query; QUERIES],
+    span: &Span,
+    weights: &[u32],
+    from: Rows,
+    inverse: &[f32; M],
+    dim: usize,
+) {
+    // The last vector may go beyond the head's end.
+    let mut masks = [0; W];
+    for (w, mask) in masks.iter_mut().enumerate() {
+        *mask = lanes(dim + w * LANES, &(0..view.head_dim));
+    }
+    let mut sums = [[_mm512_setzero_ps(); W]; M];
+    // Pairs that all attend to are read once for all. Before and after are those of which some query
+    // attends to neither token, or to one alone; where no pair is common, they all are before.
+    let (first, last) = (span.start / 2, span.end.div_ceil(2));
+    let common = span.both.start.div_ceil(2)..span.both.end / 2;
+    let common = if common.is_empty() { last..last } else { common };
+    let tile = Mix { view, queries, weights, from, masks, dim };
+    tile.add_edge(first..common.start, &mut sums);
+    tile.add(common.clone(), &mut sums);
+    tile.add_edge(common.end..last, &mut sums);
+    for ((query, sums), &inverse) in queries.iter().zip(&sums).zip(inverse) {
+        // SAFETY: one task computes this head of this row, and writes it here alone.
+        let out = unsafe { attention.out.slice(query.offset, view.head_dim) };
+        for (w, (&sum, &mask)) in sums.iter().zip(&masks).enumerate() {
+            let result = _mm512_mul_ps(sum, _mm512_set1_ps(inverse));
+            let out = out[(dim + w * LANES).min(view.head_dim)..].as_mut_ptr();
+            // SAFETY: the mask has no lane beyond the head's end, which is the slice's.
+            unsafe { _mm512_mask_storeu_ps(out, mask, result) };
+        }
+    }
+}
+
+/// A tile of weighted sums.
+struct Mix<'a, const W: usize> {
+    view: &'a View<'a>,
+    queries: &'a [Query; QUERIES],
+    /// Of each query, in rows that begin with pair `from.start`.
+    weights: &'a [u32],
+    from: Rows,
+    masks: [__mmask16; W],
+    dim: usize,
+}
+
+impl<const W: usize> Mix<'_, W> {
+    /// Adds pairs of positions that all queries attend to.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+    #[inline]
+    fn add<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
+        let Self { view, masks, from, .. } = *self;
+        let per_block = view.block_size / 2;
+        // A copy that stays in registers.
+        let mut own = *sums;
+        let mut pair = pairs.start;
+        while pair < pairs.end {
+            let (block, offset) = (pair / per_block, pair % per_block);
+            let count = (per_block - offset).min(pairs.end - pair);
+            let values = &view.pairs(block).1[offset * view.head_dim..][..count * view.head_dim];
+            let rows: [&[u32]; M] = rows(self.weights, from, pair, count);
+            for i in 0..count {
+                let vectors = self.load(&masks, &values[i * view.head_dim..]);
+                for (sums, row) in own.iter_mut().zip(&rows) {
+                    // SAFETY: rows have `count` words.
+                    let word = unsafe { *row.get_unchecked(i) };
+                    let word = _mm512_set1_epi32(word.cast_signed());
+                    for (sum, &values) in sums.iter_mut().zip(&vectors) {
+                        *sum = dot(*sum, word, values);
+                    }
+                }
+            }
+            pair += count;
+        }
+        *sums = own;
+    }
+
+    /// The same of pairs of which some queries attend to one token or to none: what they do not attend
+    /// to does not count, whatever V is there.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+    #[inline]
+    fn add_edge<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
+        let Self { view, masks, from, .. } = *self;
+        let per_block = view.block_size / 2;
+        let mut own = *sums;
+        for pair in pairs {
+            let values = &view.pairs(pair / per_block).1[pair % per_block * view.head_dim..];
+            let vectors = self.load(&masks, values);
+            let rows: [&[u32]; M] = rows(self.weights, from, pair, 1);
+            for ((sums, query), row) in own.iter_mut().zip(self.queries).zip(&rows) {
+                let halves = [2 * pair, 2 * pair + 1].map(|at| query.start <= at && at < query.end);
+                let keep = match halves {
+                    [true, true] => u32::MAX,
+                    [true, false] => 0x0000_ffff,
+                    [false, true] => 0xffff_0000,
+                    [false, false] => continue,
+                };
+                // The other token's weight is zero.
+                let word = _mm512_set1_epi32(row[0].cast_signed());
+                let keep = _mm512_set1_epi32(keep.cast_signed());
+                for (sum, &values) in sums.iter_mut().zip(&vectors) {
+                    *sum = dot(*sum, word, _mm512_and_si512(values, keep));
+                }
+            }
+        }
+        *sums = own;
+    }
+
+    /// V of a pair, of whose row `row` begins with the first dimension.
+    #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+    #[inline]
+    fn load(&self, masks: &[__mmask16; W], row: &[u32]) -> [__m512i; W] {
+        let row = &row[..self.view.head_dim];
+        let mut vectors = [_mm512_setzero_si512(); W];
+        for (w, (vector, &mask)) in vectors.iter_mut().zip(masks).enumerate() {
+            let words = row.as_ptr().wrapping_add(self.dim + w * LANES);
+            // SAFETY: the mask has no lane beyond the head's end, which is the row's.
+            *vector = unsafe { _mm512_maskz_loadu_epi32(mask, words.cast()) };
+        }
+        vectors
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::super::isa::Isa;
+    use super::*;
+
+    #[test]
+    fn powers_of_two_are_accurate() {
+        if !Isa::Avx512Bf16.is_supported() {
+            return;
+        }
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
+        fn one(x: f32) -> f32 {
+            _mm512_reduce_max_ps(power(_mm512_set1_ps(x)))
+        }
+        // SAFETY: this machine has the instructions (just looked at).
+        let power = |x: f32| unsafe { one(x) };
+        let mut x = -125.9f32;
+        while x < 0.0 {
+            let want = f64::from(x).exp2();
+            let relative = (f64::from(power(x)) - want).abs() / want;
+            assert!(relative < 2.5e-7, "2^{x}: relative error {relative}");
+            x += 0.0137;
+        }
+        assert_eq!(power(0.0), 1.0);
+        assert_eq!(power(-1.0), 0.5);
+        assert_eq!(power(-1e9), 0.0);
+        assert_eq!(power(f32::NEG_INFINITY), 0.0);
+        assert!(power(f32::NAN).is_nan());
+    }
+}
