@@ -139,7 +139,7 @@ fn main() -> Result<(), KernelError> {
                 &normed, &layer.qkv, None, &rope, &SHAPE, &batch, &mut cache, index, &mut q,
             )?;
             took(2);
-            backend.paged_attention(&q, &SHAPE, &batch, &cache, index, &mut attended)?;
+            backend.paged_attention(&q, None, &SHAPE, &batch, &cache, index, &mut attended)?;
             took(3);
             backend.linear(&attended, &layer.output, None, &mut delta)?;
             took(4);

@@ -95,16 +95,20 @@ fn run_queries<const M: usize, const W: usize>(
     }
 
     let weights = scratch.weight_words.reserved(layout.row / 2 * M);
-    let scale = std::f32::consts::LOG2_E / (head_dim as f32).sqrt();
+    let root = (head_dim as f32).sqrt();
+    let scale = std::f32::consts::LOG2_E / root;
     let mut inverse = [0.0; M];
     for (i, query) in queries[..M].iter().enumerate() {
         let row = &scores[i * layout.row..][..layout.row];
         let own = query.start - base..query.end - base;
         let seen =
             if seen.is_empty() { own.start..own.start } else { seen.start - base..seen.end - base };
-        let max = largest_of(row, &own, &seen, largest[i]);
+        // Scores are not scaled yet.
+        let sink = query.sink * root;
+        let max = largest_of(row, &own, &seen, largest[i]).max(sink);
         let words = &mut weights[i * (layout.row / 2)..][..layout.row / 2];
-        inverse[i] = 1.0 / weigh(row, &own, max, scale, words);
+        let beside = _mm512_cvtss_f32(power(_mm512_set1_ps((sink - max) * scale)));
+        inverse[i] = 1.0 / (weigh(row, &own, max, scale, words) + beside);
     }
 
     let mut dim = 0;
