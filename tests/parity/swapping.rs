@@ -152,8 +152,12 @@ fn load() -> Vec<GenerateRequest> {
             prompt_logprobs: (at == 5).then_some(1),
             ..params.clone()
         });
-        let guide = |_| Box::new(Rule::new(at.into())) as Box<dyn TokenGuide>;
-        let guides = if at.is_multiple_of(3) { (0..n).map(guide).collect() } else { Vec::new() };
+        let rule = Rule::new(u64::from(at) + 7);
+        // One whose logits are edited and a greedy one.
+        let guides = match at {
+            1 | 2 => vec![Box::new(rule) as Box<dyn TokenGuide>],
+            _ => Vec::new(),
+        };
         let request = GenerateRequest::new(
             RequestId(at.into()), // Some begin alike, for a block or two.
             (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
