@@ -380,6 +380,8 @@ catalogue! {
         "Time that a process's threads have computed, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
         "Memory that a process has in RAM.";
+    counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
+        "Lines of a process's log that did not go to its stderr, because whoever reads that was too slow.";
     gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
         "Share of a host's cores in use since the last report, 0 to 1.";
     gauge(Max) HOST_CPUS: "tutti_host_cpus", Items, [HOST], Process, "Cores of a host.";

@@ -20,7 +20,7 @@ use shared::log::{LogLimits, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::super::logging::COLOURS;
+use super::super::logging::{self, COLOURS};
 
 /// How long a worker that was asked to stop may take before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
@@ -290,7 +290,8 @@ struct Tail {
 }
 
 impl Tail {
-    /// Passes `stderr` on from a thread of its own: ours may be slow, and must hold up nothing.
+    /// Passes `stderr` on from a thread of its own. Ours may stall: then it is dropped, and the
+    /// worker waits for nobody.
     fn of(stderr: Option<ChildStderr>) -> std::io::Result<Self> {
         let log = SharedLog::new(LogLimits::SENT);
         let (close, closed) = oneshot::channel();
@@ -300,7 +301,7 @@ impl Tail {
             std::thread::Builder::new().name("worker-stderr".to_owned()).spawn(move || {
                 let mut chunk = [0u8; 4096];
                 while let Ok(n @ 1..) = from.read(&mut chunk) {
-                    let _ = std::io::stderr().write_all(&chunk[..n]);
+                    logging::pass_on(&chunk[..n]);
                     let _ = kept.write_all(&chunk[..n]);
                 }
                 drop(kept);
