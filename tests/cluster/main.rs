@@ -11,6 +11,7 @@
 //! - [`draining`]: processes that are told to end finish what they do
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
+//! - [`full_etcd`]: what etcd has to keep, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes
 //! - [`pages`]: `/metrics` of every role as it runs
 //! - [`placing`]: which workers go together
@@ -48,6 +49,7 @@ mod draining;
 mod etcd;
 mod failures;
 mod front_ends;
+mod full_etcd;
 mod openai_client;
 mod pages;
 mod placing;
