@@ -9,7 +9,7 @@ pub mod published;
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{EtcdOptions, View};
@@ -31,6 +31,9 @@ const AGAIN: Duration = Duration::from_secs(1);
 /// How long etcd may take to acknowledge a checkpoint, beyond the interval, before pages are of the
 /// present: longer than a write that succeeds ever takes.
 const ACKNOWLEDGE_PATIENCE: Duration = Duration::from_secs(3);
+/// While nothing of note is counted only every so many intervals is one for a checkpoint: an idle
+/// cluster fills no etcd.
+const IDLE_INTERVALS: u32 = 12;
 /// How long the last checkpoint may take.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
@@ -63,7 +66,8 @@ impl Checkpoints {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("checkpoints".into()).spawn(move || {
             let ledger = Ledger::new(etcd);
-            let writer = Writer { hub, pages, view, ledger, runtime, failing: false };
+            let writer =
+                Writer { hub, pages, view, ledger, runtime, failing: false, written: None };
             writer.run(interval, &stopped, loading);
             let _ = end.send(());
         })?;
@@ -100,6 +104,8 @@ struct Writer {
     runtime: tokio::runtime::Runtime,
     /// Said already.
     failing: bool,
+    /// What is in etcd, written when and by the leader of which epoch.
+    written: Option<(Checkpoint, Instant, i64)>,
 }
 
 impl Writer {
@@ -122,7 +128,8 @@ impl Writer {
         loop {
             let last = !matches!(stopped.recv_timeout(wait), Err(RecvTimeoutError::Timeout));
             wait = interval;
-            if let Err(error) = self.save() {
+            let idle = if last { Duration::ZERO } else { interval.saturating_mul(IDLE_INTERVALS) };
+            if let Err(error) = self.save(idle) {
                 let fenced = matches!(error, SaveError::Ledger(LedgerError::Fenced));
                 if fenced && self.view.borrow().connected {
                     self.pages.kept();
@@ -173,24 +180,42 @@ impl Writer {
         true
     }
 
-    fn save(&mut self) -> Result<(), SaveError> {
-        let epoch = self.view.borrow().own().map(|leader| leader.epoch);
+    /// Writes the totals, or finds that what is in etcd is as good and younger than `idle`.
+    fn save(&mut self, idle: Duration) -> Result<(), SaveError> {
+        let (epoch, connected) = {
+            let view = self.view.borrow();
+            (view.own().map(|leader| leader.epoch), view.connected)
+        };
         // Without the leadership, for now: the lease ended, or another leads.
         let Some(epoch) = epoch else { return Err(LedgerError::Fenced.into()) };
-        let checkpoint = self.pages.writing();
+        let written = self.written.take();
+        // An etcd that does not answer, or that somebody else wrote to, may have lost it.
+        let good = written.filter(|(_, at, by)| connected && *by == epoch && at.elapsed() < idle);
+        let Some(checkpoint) = self.pages.writing(good.as_ref().map(|(written, ..)| written))
+        else {
+            self.written = good;
+            self.acknowledged();
+            return Ok(());
+        };
         let saved = checkpoint
             .encode()
             .map_err(SaveError::from)
             .and_then(|bytes| Ok(self.runtime.block_on(self.ledger.save(epoch, &bytes))?));
         self.pages.written(saved.is_ok());
         saved?;
+        self.written = Some((checkpoint, Instant::now(), epoch));
+        self.acknowledged();
+        Ok(())
+    }
+
+    /// etcd has all that the next leader needs.
+    fn acknowledged(&mut self) {
         self.failing = false;
         let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         self.hub.membership().with(|stats| {
             let written = stats.gauge(TOTALS_CHECKPOINT, []);
             stats.set(written, since_1970.as_secs_f64());
         });
-        Ok(())
     }
 }
 

@@ -109,6 +109,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         Command::CheckConfig(args) => config_file::check(&args.file)
             .map(|keys| print_line(&format!("{}: {keys} keys, all known", args.file.display()))),
     };
+    logging::flush();
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

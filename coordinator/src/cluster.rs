@@ -280,6 +280,7 @@ impl Cluster {
             drained.then(|| format!("{worker} ({}) is drained", member.node))
         });
         self.members.insert(worker, member);
+        self.release_held();
         match told {
             Some(reason) => self.let_go(now, worker, &reason, effects),
             None => {
@@ -303,6 +304,7 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.silence.left(worker);
+        self.release_held();
         if self.slow.remove(&worker) {
             effects.push(Effect::Pace { worker, slow: false });
         }
@@ -410,6 +412,7 @@ impl Cluster {
         let reason = failure.message.clone();
         self.break_replica(now, id, EpochEnd::Failed, &format!("{worker}: {reason}"), effects);
         if failure.permanent {
+            self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
         }
     }

@@ -154,6 +154,9 @@ impl Coordinator {
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
         hub.with_actors(actors.stats().clone());
+        if leadership.as_ref().is_some_and(|it| !it.workers().is_empty()) {
+            actors.settle();
+        }
         let cluster = ClusterActor::new(
             config,
             clock.clone(),

@@ -15,7 +15,7 @@ use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::actor::link::Connection;
 use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
-use shared::clock::{Clock, SystemClock};
+use shared::clock::{Clock, SystemClock, jittered};
 use shared::ids::Incarnation;
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
@@ -234,7 +234,7 @@ async fn dial_until_welcome(
     options: &FrontendOptions,
     hello: &FrontendHello,
 ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
-    let mut wait = REDIAL_MIN;
+    let (mut wait, mut attempt) = (REDIAL_MIN, 0);
     let mut address = options.coordinator.clone();
     let mut to = address.other(None).await;
     loop {
@@ -255,7 +255,9 @@ async fn dial_until_welcome(
             }
         }
         wait = (wait * 2).min(REDIAL_MAX);
-        let other = tokio::time::timeout(wait, address.other(Some(&to))).await;
+        attempt += 1;
+        let pause = jittered(wait, options.run, attempt);
+        let other = tokio::time::timeout(pause, address.other(Some(&to))).await;
         to = other.unwrap_or(to);
     }
 }

@@ -153,6 +153,11 @@ impl Frontends {
         })
     }
 
+    /// Where what strangers do is counted.
+    pub(crate) fn hub(&self) -> &Hub {
+        &self.hub
+    }
+
     /// A front end has been welcomed: its link begins.
     pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
         let (queue, incoming) = mpsc::channel(EVENTS_MAX);

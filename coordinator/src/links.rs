@@ -13,6 +13,7 @@ use serde::de::DeserializeOwned;
 use shared::actor::link::refusal::other_version;
 use shared::actor::link::{CloseReason, Connection};
 use shared::actor::peer::PeerAddr;
+use shared::metrics::labels::{HandshakeRefusal, LinkEnd};
 use shared::protocol::{FrontendHello, Hello, PROTOCOL_VERSION, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
@@ -20,7 +21,7 @@ use shared::wire::frame::{Frame, FrameError, FrameKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use crate::cluster::actor::{Admit, ClusterActor, Joined, Refusal};
+use crate::cluster::actor::{Admit, ClusterActor, Joined, NotJoined, Refusal};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
@@ -59,6 +60,7 @@ pub async fn accept(
             }
         };
         let Some(place) = Addresses::enter(&addresses, peer.ip()) else {
+            frontends.hub().observer().record().handshake_refused(HandshakeRefusal::Crowded);
             complain(
                 &complaints,
                 peer,
@@ -69,7 +71,9 @@ pub async fn accept(
         let (cluster, frontends, secret) = (cluster.clone(), frontends.clone(), secret.clone());
         let complaints = complaints.clone();
         actix::spawn(async move {
-            if let Err(reason) = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await {
+            let shaken = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await;
+            if let Err(Stranger { refusal, reason }) = shaken {
+                frontends.hub().observer().record().handshake_refused(refusal);
                 complain(&complaints, peer, &reason);
             }
             drop((permit, place));
@@ -153,25 +157,83 @@ fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
     }
 }
 
+/// One whose connection is not taken, and why.
+struct Stranger {
+    refusal: HandshakeRefusal,
+    reason: String,
+}
+
+impl Stranger {
+    fn new(refusal: HandshakeRefusal, reason: impl std::fmt::Display) -> Self {
+        Self { refusal, reason: reason.to_string() }
+    }
+}
+
+impl From<CloseReason> for Stranger {
+    fn from(reason: CloseReason) -> Self {
+        let refusal = match &reason {
+            it if it.other_version().is_some() => HandshakeRefusal::Version,
+            // One with a secret where there is none.
+            CloseReason::Auth(_) | CloseReason::Frame(FrameError::BadMagic(AUTH_MAGIC)) => {
+                HandshakeRefusal::Authentication
+            }
+            CloseReason::PeerClosed | CloseReason::Io(_) | CloseReason::Local => {
+                HandshakeRefusal::Gone
+            }
+            CloseReason::Silent { .. } | CloseReason::QueueFull => HandshakeRefusal::Silent,
+            CloseReason::Frame(_) | CloseReason::Refused(_) | CloseReason::OwnerBusy => {
+                HandshakeRefusal::Malformed
+            }
+        };
+        Self::new(refusal, reason)
+    }
+}
+
+/// How a link ended, for whoever counts.
+pub(crate) fn link_end(reason: &CloseReason) -> LinkEnd {
+    match reason {
+        CloseReason::PeerClosed => LinkEnd::Closed,
+        CloseReason::Io(_) => LinkEnd::Broken,
+        CloseReason::Silent { .. } => LinkEnd::Silent,
+        CloseReason::QueueFull => LinkEnd::QueueFull,
+        CloseReason::Local => LinkEnd::Local,
+        CloseReason::Frame(_)
+        | CloseReason::Auth(_)
+        | CloseReason::Refused(_)
+        | CloseReason::OwnerBusy => LinkEnd::Malformed,
+    }
+}
+
 async fn shake_hands(
     stream: TcpStream,
     cluster: &Addr<ClusterActor>,
     frontends: &Arc<Frontends>,
     secret: Option<&Secret>,
-) -> Result<(), String> {
-    let mut connection = Connection::new(stream).map_err(text)?;
-    let frame = greet(&mut connection, secret).await.map_err(text)?;
+) -> Result<(), Stranger> {
+    let ended = |error: actix::MailboxError| Stranger::new(HandshakeRefusal::Admission, error);
+    let mut connection =
+        Connection::new(stream).map_err(|error| Stranger::new(HandshakeRefusal::Gone, error))?;
+    let frame = greet(&mut connection, secret).await?;
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
             let names = check(&[("node", &hello.node), ("host", &hello.host)]);
             let admitted = match names.and_then(|()| hello.offer.check()) {
-                Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(text)?,
+                Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(ended)?,
                 Err(reason) => Err(Refusal::Never(reason)),
             };
-            let welcome: Welcome = answer(&mut connection, admitted).await?;
+            let slot = admitted.as_ref().ok().map(|welcome| welcome.worker);
+            let welcome: Welcome = match answer(&mut connection, admitted).await {
+                Ok(welcome) => welcome,
+                Err(stranger) => {
+                    if let Some(worker) = slot {
+                        cluster.do_send(NotJoined { node: hello.node, worker });
+                    }
+                    return Err(stranger);
+                }
+            };
             let joined = Joined { hello, worker: welcome.worker, connection };
-            cluster.send(joined).await.map_err(text)
+            cluster.send(joined).await.map_err(ended)
         }
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
@@ -183,8 +245,14 @@ async fn shake_hands(
             Ok(())
         }
         // Somebody asks whether a node with this secret could join: that much is answered by now.
-        FrameKind::Ping => connection.send(FrameKind::Pong, &[]).await.map_err(text),
-        kind => Err(format!("expected a hello, got {kind:?}")),
+        FrameKind::Ping => {
+            let pong = connection.send(FrameKind::Pong, &[]);
+            in_time(pong).await
+        }
+        kind => {
+            let reason = format!("expected a hello, got {kind:?}");
+            Err(Stranger::new(HandshakeRefusal::Malformed, reason))
+        }
     }
 }
 
@@ -213,32 +281,48 @@ async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<F
     };
     if let Some(sentence) = mismatch {
         let version = reason.other_version().unwrap_or(PROTOCOL_VERSION);
-        let _ = connection.refuse(version, &sentence).await;
+        let refused = connection.refuse(version, &sentence);
+        let _ = tokio::time::timeout(HELLO_DEADLINE, refused).await;
     }
     Err(reason)
 }
 
-fn text(error: impl std::fmt::Display) -> String {
-    error.to_string()
+fn malformed(error: impl std::fmt::Display) -> Stranger {
+    Stranger::new(HandshakeRefusal::Malformed, error)
 }
 
-fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, String> {
-    codec::decode_message(body).map_err(text)
+fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Stranger> {
+    codec::decode_message(body).map_err(malformed)
+}
+
+/// Sends a frame to one that may not take it.
+async fn in_time<E: Into<CloseReason>>(
+    sending: impl Future<Output = Result<(), E>>,
+) -> Result<(), Stranger> {
+    match tokio::time::timeout(HELLO_DEADLINE, sending).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(error.into().into()),
+        Err(_) => {
+            Err(Stranger::new(HandshakeRefusal::Silent, "it did not take the answer to its hello"))
+        }
+    }
 }
 
 /// Sends the welcome or the refusal; returns the welcome.
 async fn answer<T: Serialize>(
     connection: &mut Connection,
     admitted: Result<T, Refusal>,
-) -> Result<T, String> {
+) -> Result<T, Stranger> {
     let (kind, body) = match &admitted {
         Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
         Err(Refusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
         Err(Refusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
     };
-    connection.send(kind, &body.map_err(text)?).await.map_err(text)?;
+    in_time(connection.send(kind, &body.map_err(malformed)?)).await?;
     admitted.map_err(|refusal| match refusal {
-        Refusal::NotYet(reason) | Refusal::Never(reason) => reason,
+        Refusal::NotYet(reason) | Refusal::Never(reason) => {
+            Stranger::new(HandshakeRefusal::Admission, reason)
+        }
     })
 }
 
@@ -291,6 +375,16 @@ mod tests {
         }
         assert_eq!(complaints.may_say(now + COMPLAINT_INTERVAL), Some(5));
         assert_eq!(complaints.may_say(now + 2 * COMPLAINT_INTERVAL), Some(0));
+    }
+
+    #[tokio::test]
+    async fn an_answer_that_is_not_taken_has_its_time() {
+        let never = std::future::pending::<Result<(), CloseReason>>();
+        let stranger = tokio::time::timeout(2 * HELLO_DEADLINE, in_time(never)).await;
+        let stranger = stranger.unwrap().unwrap_err();
+        assert_eq!(stranger.refusal, HandshakeRefusal::Silent, "{}", stranger.reason);
+        let gone = in_time(std::future::ready(Err(CloseReason::PeerClosed))).await.unwrap_err();
+        assert_eq!(gone.refusal, HandshakeRefusal::Gone);
     }
 
     fn secret() -> Secret {

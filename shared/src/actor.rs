@@ -24,4 +24,4 @@ pub mod supervise;
 
 pub use named::{ActorSpec, NamedActor};
 pub use remote::{ActorMessage, RemoteAddr};
-pub use runtime::{ActorRuntime, DeathWatch};
+pub use runtime::{ActorRuntime, DeathWatch, NotWatched};

@@ -10,6 +10,18 @@ pub trait Clock: Send + Sync + Debug {
     fn now(&self) -> Duration;
 }
 
+/// A wait of at most `most`, drawn for the `attempt`-th attempt of a process whose own random number
+/// is `seed`: of many that wait for the same thing no two come back at once.
+#[must_use]
+pub fn jittered(most: Duration, seed: u64, attempt: u64) -> Duration {
+    // SplitMix64.
+    let mut bits = seed.wrapping_add(attempt.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^= bits >> 31;
+    most.mul_f64((bits >> 11) as f64 / (1u64 << 53) as f64)
+}
+
 /// The operating system's monotonic clock.
 #[derive(Clone, Copy, Debug)]
 pub struct SystemClock {
@@ -47,5 +59,27 @@ impl ManualClock {
 impl Clock for ManualClock {
     fn now(&self) -> Duration {
         *self.now.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn jitter_is_spread_over_the_whole_wait() {
+        let most = Duration::from_secs(8);
+        for draw in
+            [|n| jittered(Duration::from_secs(8), n, 1), |n| jittered(Duration::from_secs(8), 7, n)]
+        {
+            let mut eighths = [0; 8];
+            for n in 0..8000 {
+                let wait = draw(n);
+                assert!(wait < most);
+                eighths[wait.as_secs() as usize] += 1;
+            }
+            assert!(eighths.iter().all(|count| (850..1150).contains(count)), "{eighths:?}");
+        }
+        assert_eq!(jittered(Duration::ZERO, 1, 2), Duration::ZERO);
     }
 }

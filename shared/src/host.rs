@@ -13,8 +13,10 @@ use std::time::Duration;
 use sysinfo::{Pid, ProcessRefreshKind, ProcessesToUpdate, System};
 
 use self::gpu::Gpus;
+use crate::log::queue::lines_dropped;
 use crate::metrics::catalogue::{
-    HOST_CPU_USAGE, HOST_CPUS, HOST_MEMORY, HOST_MEMORY_USED, PROCESS_CPU, PROCESS_MEMORY,
+    HOST_CPU_USAGE, HOST_CPUS, HOST_MEMORY, HOST_MEMORY_USED, LOG_LINES_DROPPED, PROCESS_CPU,
+    PROCESS_MEMORY,
 };
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
@@ -35,12 +37,15 @@ pub struct HostSampler {
     host: String,
     /// Milliseconds of processor time already counted.
     counted_ms: u64,
+    /// Dropped lines already counted.
+    counted_lines: u64,
     samples: u64,
 }
 
 struct Handles {
     cpu: Counter,
     memory: Gauge,
+    lines_dropped: Counter,
     host_cpu: Gauge,
     host_cpus: Gauge,
     host_memory: Gauge,
@@ -68,6 +73,7 @@ impl HostSampler {
             process: process.to_owned(),
             host,
             counted_ms: 0,
+            counted_lines: 0,
             samples: 0,
         }
     }
@@ -91,6 +97,7 @@ impl HostSampler {
             Handles {
                 cpu: stats.counter(PROCESS_CPU, process),
                 memory: stats.gauge(PROCESS_MEMORY, process),
+                lines_dropped: stats.counter(LOG_LINES_DROPPED, process),
                 host_cpu: stats.gauge(HOST_CPU_USAGE, host),
                 host_cpus: stats.gauge(HOST_CPUS, host),
                 host_memory: stats.gauge(HOST_MEMORY, host),
@@ -98,6 +105,9 @@ impl HostSampler {
             }
         });
         self.gpus.sample(stats);
+        let dropped = lines_dropped().saturating_sub(self.counted_lines);
+        self.counted_lines += dropped;
+        stats.add(handles.lines_dropped, dropped);
         let Some(system) = &mut self.system else { return };
         system.refresh_cpu_usage();
         system.refresh_memory();

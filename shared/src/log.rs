@@ -3,6 +3,8 @@
 //!
 //! Lines are numbered from 0 in the order they were written. Whoever receives pieces may see one
 //! twice or miss some: numbers tell, and what is missing is counted, not hidden.
+pub mod queue;
+
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

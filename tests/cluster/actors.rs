@@ -12,6 +12,7 @@ use shared::actor::supervise::RestartPolicy;
 use shared::actor::{ActorMessage, ActorRuntime, ActorSpec, NamedActor};
 use shared::clock::SystemClock;
 use shared::log::SharedLog;
+use shared::membership::{CoordinatorAddress, EtcdMembership, EtcdOptions, Record, Role};
 use shared::metrics::application::Metrics;
 use shared::protocol::NodeResources;
 use shared::protocol::actors::AskError;
@@ -21,6 +22,7 @@ use testkit::local_cluster::LocalCluster;
 use tokio::sync::oneshot;
 use worker::run::WorkerOptions;
 
+use crate::etcd::Meeting;
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
@@ -37,11 +39,12 @@ struct Program {
 }
 
 impl Program {
-    fn start(coordinator: &str, node: &str, run: u64) -> Self {
+    fn start(coordinator: impl Into<CoordinatorAddress>, node: &str, run: u64) -> Self {
+        let coordinator = coordinator.into();
         let actors = ActorRuntime::spoke(node, run, Arc::new(SystemClock::start()));
         let (stop, stopped) = oneshot::channel();
         let options = WorkerOptions {
-            coordinator: coordinator.into(),
+            coordinator,
             node: node.to_owned(),
             host: node.to_owned(),
             device: worker::device::DeviceChoice::Cpu(worker::device::CpuDevice { threads: 1 }),
@@ -254,7 +257,7 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
     let error = addr.ask(&Sum::Panic, PATIENCE).await.unwrap_err();
     assert!(matches!(error, AskError::Failed(_)), "{error}");
     // The third time in a row is once too often: whoever watches is told, and it is dead.
-    let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap();
+    let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
     assert!(reason.contains("on purpose") && reason.contains("3 times in a row"), "{reason}");
     assert_eq!(made.load(Ordering::Relaxed), 3);
     let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
@@ -297,7 +300,7 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
         "told at once and not at its deadline: {error}"
     );
     for watch in watches {
-        let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap();
+        let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
         assert!(!reason.is_empty());
     }
     assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
@@ -305,10 +308,71 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
     let addr = b.actors.addr::<Sum>("mortal");
     let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
     assert_eq!(error, AskError::NoSuchActor("mortal".to_owned()));
-    let reason = tokio::time::timeout(PATIENCE, b.actors.watch("mortal")).await.unwrap();
+    let reason = tokio::time::timeout(PATIENCE, b.actors.watch("mortal")).await.unwrap().unwrap();
     assert!(!reason.is_empty());
-    let never = tokio::time::timeout(PATIENCE, b.actors.watch("never was")).await.unwrap();
+    let never = tokio::time::timeout(PATIENCE, b.actors.watch("never was")).await;
+    let never = never.unwrap().unwrap();
     assert!(never.contains("no such actor"), "{never}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_watched_actor_lives_on_under_the_next_coordinator() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let mut first = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
+    let second = meeting.coordinator_of("1", &["--leader-lease", "2"]).await;
+    let member = |node: &str, run| {
+        let options = EtcdOptions {
+            endpoints: vec![meeting.etcd.endpoint()],
+            cluster: "tutti".to_owned(),
+            user: None,
+            tls: None,
+            lease_ttl: Duration::from_secs(10),
+        };
+        let record = Record {
+            node: node.to_owned(),
+            role: Role::Worker,
+            incarnation: run,
+            address: String::new(),
+            http: String::new(),
+            pid: std::process::id(),
+            version: String::new(),
+        };
+        EtcdMembership::start(options, record, false).unwrap()
+    };
+    let runs = [("program-a", 1_u64 << 40), ("program-b", 2 << 40)];
+    let members = runs.map(|(node, run)| member(node, run));
+    let start = |at: usize| {
+        let (node, run) = runs[at];
+        Program::start(CoordinatorAddress::Followed(members[at].view()), node, run)
+    };
+    let (mut a, b) = (start(0), start(1));
+    first.wait_ready().await.unwrap();
+    for name in ["sum", "other"] {
+        adder(&a.actors, ActorSpec::new(name, "adder"));
+        total(&b.actors, name).await;
+    }
+    let mut watches = ["sum", "worker/program-a"].map(|name| b.actors.watch(name));
+    // They are known to be there before the coordinator dies.
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    LocalCluster::signal(first.pid(), "KILL").unwrap();
+    // Asked while nobody leads, or while the next one has met nobody.
+    let mut late = b.actors.watch("other");
+    let client = second.client().unwrap();
+    let began = Instant::now();
+    while client.get("/ready").await.is_ok_and(|reply| reply.status != 200) {
+        assert!(began.elapsed() < PATIENCE, "the standby does not serve");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    total(&b.actors, "sum").await;
+    for watch in watches.iter_mut().chain([&mut late]) {
+        let dead = tokio::time::timeout(Duration::from_millis(700), watch).await;
+        assert!(dead.is_err(), "it lives: {dead:?}");
+    }
+    a.stop();
+    for watch in watches.into_iter().chain([late]) {
+        let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
+        assert!(!reason.is_empty());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

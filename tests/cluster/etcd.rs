@@ -56,7 +56,7 @@ impl Meeting {
         self.spawn(&["worker", "--node", &format!("worker-{index}"), "--threads", "1"])
     }
 
-    async fn frontend(&self) -> LocalCluster {
+    pub(crate) async fn frontend(&self) -> LocalCluster {
         let mut frontend = self.spawn(&["frontend", "--listen", "127.0.0.1:0"]);
         frontend.wait_ready().await.unwrap();
         frontend

@@ -11,7 +11,9 @@
 //! - [`draining`]: processes that are told to end finish what they do
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
+//! - [`full_etcd`]: what etcd has to keep, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes
+//! - [`pages`]: `/metrics` of every role as it runs
 //! - [`placing`]: which workers go together
 //! - [`priorities`]: urgent requests before others
 //! - [`prefixes`]: prompts that begin alike
@@ -21,6 +23,7 @@
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
 //! - [`speculation`]: drafted tokens change how many steps a text takes and nothing else
+//! - [`stalled`]: processes whose output nobody reads
 //! - [`strangers`]: connections that say nothing
 //! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
 //! - [`swapping`]: requests that are put back to host memory
@@ -46,8 +49,10 @@ mod draining;
 mod etcd;
 mod failures;
 mod front_ends;
+mod full_etcd;
 mod hosts;
 mod openai_client;
+mod pages;
 mod placing;
 mod prefixes;
 mod priorities;
@@ -58,6 +63,7 @@ mod scraping;
 mod secrets;
 mod serving;
 mod speculation;
+mod stalled;
 mod strangers;
 mod structured;
 mod swapping;

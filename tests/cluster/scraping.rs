@@ -20,7 +20,7 @@ use crate::{STORY, greedy, up};
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// GETs with curl, which asks and decodes as scrapers do; head and body.
-fn curl(args: &[&str], url: &str) -> (String, String) {
+pub(crate) fn curl(args: &[&str], url: &str) -> (String, String) {
     let output = Command::new("curl").args(["-s", "-D", "-"]).args(args).arg(url).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let (head, body) = text.split_once("\r\n\r\n").unwrap();

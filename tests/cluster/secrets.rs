@@ -75,6 +75,9 @@ async fn only_who_knows_the_secret_joins() {
     let scrape = coordinator.client().unwrap().scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 1.0, "strangers have no slot");
     assert_eq!(scrape.sum("tutti_frontend_up", &[]), 1.0);
+    let refused = scrape.sum("tutti_handshakes_refused_total", &[("reason", "authentication")]);
+    assert!(refused >= 3.0, "{refused} handshakes refused");
+    assert_eq!(scrape.sum("tutti_handshakes_refused_total", &[]), refused);
 
     // A coordinator without a secret tells a worker that has one.
     let open = format!("127.0.0.1:{}", free_port());

@@ -43,6 +43,10 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),
     ("TuttiRanksDisagree", &[("tutti_rank_disagreements_total{replica=\"0\"}", "0+1")]),
     ("TuttiReportsRefused", &[("tutti_reports_refused_total{reason=\"malformed\"}", "0+1")]),
+    (
+        "TuttiAuthenticationRefused",
+        &[("tutti_handshakes_refused_total{reason=\"authentication\"}", "0+1")],
+    ),
     ("TuttiNobodyLeads", &[("tutti_membership_leading{instance=\"a\"}", "0+0")]),
     ("TuttiMembershipUnconfirmed", &[("tutti_membership_connected{instance=\"a\"}", "0+0")]),
     ("TuttiTotalsNotWritten", &[("tutti_totals_checkpoint_timestamp_seconds", "60+0")]),

@@ -10,13 +10,14 @@ use coordinator::metrics::observe::{RequestSummary, StepTokens};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
-    ACTOR_MESSAGES, HTTP_REQUESTS, PROCESS_CPU, RANK_STEP, REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS,
-    REQUEST_SUCCESS, REQUESTS_ACCEPTED, REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
+    ACTOR_MESSAGES, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, PROCESS_CPU, RANK_STEP,
+    REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
 };
-use shared::metrics::labels::FinishedReason;
+use shared::metrics::labels::{FinishedReason, Method, RejectReason};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
-use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, Value};
-use shared::protocol::FrontendId;
+use shared::metrics::{Limits, LocalStats, Merged, Merger, RankStats, Source, Value};
+use shared::protocol::{FrontendId, StepTimings};
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
 
@@ -112,7 +113,7 @@ fn nothing_that_was_scraped_dies_with_the_leader() {
                     seen = now;
                 }
                 1 => match writing.take() {
-                    None => writing = Some(publication.writing().encode().unwrap()),
+                    None => writing = Some(publication.writing(None).unwrap().encode().unwrap()),
                     Some(bytes) => {
                         kept = Some(bytes);
                         publication.written(true);
@@ -213,4 +214,70 @@ fn what_is_no_checkpoint_is_refused() {
     assert_eq!(Checkpoint::decode(&other), Err(CheckpointError::OtherForm(9)));
     let large = vec![1; (16 << 20) + 1];
     assert_eq!(Checkpoint::decode(&large), Err(CheckpointError::TooLarge(large.len())));
+}
+
+/// What an idle cluster counts by itself is no news; anything that somebody would miss is.
+#[test]
+fn an_idle_cluster_has_no_news() {
+    let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
+    let publication = Publication::new(hub.clone(), Duration::from_secs(600));
+    assert!(publication.writing(None).is_some());
+    publication.written(true);
+    let written = hub.checkpoint();
+    let (worker, run) = (Source::Worker(WorkerId(0)), Incarnation(7));
+    let mut rank = RankStats::new(WorkerId(0));
+    rank.formed(ReplicaId(0), 0, 1_000, Duration::from_millis(20));
+    hub.report(worker, run, &rank.report().unwrap()).unwrap();
+    assert!(hub.checkpoint().has_news_since(&written), "a worker has come");
+
+    let written = publication.writing(Some(&written)).unwrap();
+    publication.written(true);
+    let accepted = |page: &Merged| page.counter(REQUESTS_ACCEPTED, []);
+    let cpu = |page: &Merged| page.counter(PROCESS_CPU, ["coordinator"]);
+    let in_flight = |page: &Merged| page.gauge(HTTP_REQUESTS_IN_FLIGHT, []);
+    let before = publication.shown();
+    // Steps of idle replicas, processor time, probes, scrapes, gauges.
+    rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
+    hub.report(worker, run, &rank.report().unwrap()).unwrap();
+    hub.process().with(|stats| {
+        let cpu = stats.counter(PROCESS_CPU, ["coordinator"]);
+        stats.add(cpu, 1_000_000_000);
+    });
+    for route in ["/ready", "/metrics", "/health"] {
+        hub.frontend().http_started();
+        hub.frontend().http_finished(route, Method::Get, 200, Duration::from_millis(1));
+    }
+    hub.observer().record().scraped(Duration::from_millis(3));
+    hub.frontend().http_started();
+    assert!(publication.writing(Some(&written)).is_none());
+    let page = publication.shown();
+    // Totals as they are in etcd, gauges as they are.
+    assert_eq!((cpu(&page.merged), cpu(&before.merged)), (None, None));
+    assert_eq!(in_flight(&page.merged), Some(1.0));
+    assert_eq!(in_flight(&before.merged), Some(0.0));
+
+    // Each of these by itself is news.
+    let news: [fn(&Hub); 4] = [
+        |hub| drop(hub.observer().record().accepted(Duration::ZERO, 1, &"r".into())),
+        |hub| hub.frontend().rejected(RejectReason::QueueFull),
+        |hub| {
+            let took = Duration::from_millis(1);
+            hub.frontend().http_finished("/v1/completions", Method::Post, 400, took);
+        },
+        |hub| {
+            let told = hub.application().counter("stories_total", "Told.", &[]).unwrap();
+            told.add(1, &[]).unwrap();
+        },
+    ];
+    for (at, happens) in news.into_iter().enumerate() {
+        let written = hub.checkpoint();
+        assert!(!hub.checkpoint().has_news_since(&written));
+        happens(&hub);
+        assert!(hub.checkpoint().has_news_since(&written), "{at}");
+    }
+    let written = publication.writing(Some(&written)).unwrap();
+    publication.written(true);
+    assert_eq!(accepted(&publication.shown().merged), Some(1));
+    hub.retire(worker, run);
+    assert!(hub.checkpoint().has_news_since(&written), "a worker has gone");
 }

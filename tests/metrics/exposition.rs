@@ -53,6 +53,7 @@ fn full() -> Hub {
     let stats = rank.local();
     let cpu = stats.counter(catalogue::PROCESS_CPU, ["worker-0"]);
     stats.add(cpu, 1_500_000_000);
+    stats.counter(catalogue::LOG_LINES_DROPPED, ["worker-0"]);
     for (id, value) in [
         (catalogue::HOST_CPU_USAGE, 0.25),
         (catalogue::HOST_CPUS, 8.0),

@@ -275,6 +275,7 @@ fn actor_frames() -> Vec<ActorFrame> {
         ActorFrame::Watching { id: 1, generation: 2 },
         ActorFrame::Unwatch { id: 1 },
         ActorFrame::Died { id: 1, reason: "r".to_owned() },
+        ActorFrame::NotWatched { id: 1, reason: "r".to_owned() },
     ]
 }
 

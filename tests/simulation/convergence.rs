@@ -19,6 +19,11 @@ impl World {
         connected.map(|(worker, it)| (self.links[it.link].slot, epoch_of(*worker))).collect()
     }
 
+    /// Whether a replica waits because it failed for good.
+    pub(crate) fn waits_for_a_change(&self) -> bool {
+        self.coordinator.core.replicas().any(|replica| replica.held_until.is_some())
+    }
+
     /// The slot of a connected worker.
     pub(crate) fn slot_of(&self, worker: WorkerId) -> Option<usize> {
         self.coordinator.connected.get(&worker).map(|it| self.links[it.link].slot)

@@ -370,6 +370,11 @@ impl World {
             self.check_totals();
         }
         self.check_followed();
+        let leads = self.leading().is_some_and(|life| self.coordinator.act(life));
+        if leads && self.waits_for_a_change() {
+            // What failed for good is tried again when its wait is over, and not before.
+            self.last_fault = self.last_fault.max(self.now);
+        }
         let since_fault = self.now.saturating_sub(self.last_fault);
         let converged = match self.leading() {
             Some(life) if self.coordinator.act(life) => {

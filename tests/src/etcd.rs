@@ -23,6 +23,8 @@ struct Member {
     client: u16,
     peer: u16,
     certificates: Option<Certificates>,
+    /// Most bytes of its database, where that is not etcd's own default.
+    quota: Option<u64>,
     /// All members' names and addresses, as etcd wants them.
     cluster: String,
 }
@@ -58,6 +60,25 @@ impl Etcd {
         Ok(members.and_then(|mut members| members.pop()))
     }
 
+    /// As [`Etcd::start`], of a database of at most so many bytes.
+    ///
+    /// # Errors
+    /// As there.
+    pub async fn start_small(folder: &Path, quota: u64) -> Result<Option<Self>, String> {
+        let Some(mut etcd) = Self::start(folder).await? else { return Ok(None) };
+        etcd.member.quota = Some(quota);
+        etcd.restart().await?;
+        Ok(Some(etcd))
+    }
+
+    /// How often anything was written to it, nearly: its revision. `None` when it does not answer.
+    pub async fn revision(&self) -> Option<u64> {
+        let url = format!("{}/v3/maintenance/status", self.endpoint());
+        let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
+        let status: serde_json::Value = reply.json().await.ok()?;
+        status["header"]["revision"].as_str()?.parse().ok()
+    }
+
     /// Starts an etcd of so many members, otherwise as [`Etcd::start`].
     ///
     /// # Errors
@@ -88,7 +109,8 @@ impl Etcd {
             let (name, program) = (format!("m{index}"), program.clone());
             let data = folder.join(&name);
             let (cluster, certificates) = (cluster.clone(), certificates.cloned());
-            let member = Member { program, name, data, client, peer, certificates, cluster };
+            let quota = None;
+            let member = Member { program, name, data, client, peer, certificates, quota, cluster };
             members.push(Self { child: member.spawn()?, member });
         }
         for member in &members {
@@ -188,6 +210,7 @@ impl Member {
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
             .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
             .args(["--initial-cluster", &self.cluster])
+            .args(self.quota.map(|quota| format!("--quota-backend-bytes={quota}")))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(Stdio::null())

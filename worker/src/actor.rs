@@ -16,7 +16,7 @@ use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
-use shared::clock::Clock;
+use shared::clock::{Clock, jittered};
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
@@ -162,6 +162,8 @@ pub struct WorkerActor {
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
+    /// Attempts to dial.
+    dials: u64,
     /// Lines of the log up to here were sent over the present link.
     logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
@@ -188,6 +190,7 @@ impl WorkerActor {
             slot: None,
             generation: 0,
             redial: REDIAL_MIN,
+            dials: 0,
             logged: 0,
             end: Some(end),
             ending: None,
@@ -258,7 +261,14 @@ impl WorkerActor {
         self.leave_peer(reason);
         self.uplink.set(None);
         self.executor.abort_all();
-        self.dial(ctx, self.redial);
+        let pause = self.pause();
+        self.dial(ctx, pause);
+    }
+
+    /// How long to wait before the next attempt to dial: others have lost their link, too.
+    fn pause(&mut self) -> Duration {
+        self.dials += 1;
+        jittered(self.redial, self.config.hello.incarnation.0, self.dials)
     }
 
     /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
@@ -530,7 +540,8 @@ impl Handler<Dialled> for WorkerActor {
                     tracing::debug!(%reason, "cannot join yet");
                 }
                 self.redial = (self.redial * 2).min(REDIAL_MAX);
-                self.dial(ctx, self.redial);
+                let pause = self.pause();
+                self.dial(ctx, pause);
             }
             Err(JoinError::Refused(reason)) => {
                 self.finish(ctx, WorkerEnd::Refused { reason });

@@ -18,6 +18,13 @@ pub struct Moment {
     pub exemplars: Exemplars,
 }
 
+impl Moment {
+    fn with_gauges_of(&self, present: &Self) -> Self {
+        let merged = self.merged.with_gauges_of(&present.merged);
+        Self { merged, exemplars: self.exemplars.clone() }
+    }
+}
+
 /// Which moment pages show. Shared by the thread that writes checkpoints and whoever is scraped.
 ///
 /// Its lock is held while the hub is asked, so that no page can be newer than the checkpoint that
@@ -50,13 +57,19 @@ impl Publication {
         published.acknowledged(self.clock.now(), Arc::new(self.hub.moment()));
     }
 
-    /// A checkpoint of now, which is about to be written.
+    /// A checkpoint of now, which is about to be written. `None` where it would say nothing of note
+    /// after `written`, which is in etcd: pages go on with its totals, and with the gauges of now.
     #[must_use]
-    pub fn writing(&self) -> Checkpoint {
+    pub fn writing(&self, written: Option<&Checkpoint>) -> Option<Checkpoint> {
         let mut published = self.published();
         let (moment, checkpoint) = self.hub.moment_and_checkpoint();
-        published.writing(self.clock.now(), Arc::new(moment));
-        checkpoint
+        let now = self.clock.now();
+        let is_old = written.is_some_and(|written| !checkpoint.has_news_since(written));
+        if is_old && published.renewed(now, |shown| shown.with_gauges_of(&moment)) {
+            return None;
+        }
+        published.writing(now, Arc::new(moment));
+        Some(checkpoint)
     }
 
     /// Whether it is in etcd.

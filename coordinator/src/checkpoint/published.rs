@@ -62,6 +62,16 @@ impl<T> Published<T> {
         }
     }
 
+    /// Nothing that matters was counted since the acknowledged moment was taken: pages show what
+    /// `renew` makes of it, as if it were of now. False when they show another moment already.
+    pub fn renewed(&mut self, now: Duration, renew: impl FnOnce(&T) -> T) -> bool {
+        let patience = self.patience;
+        let fresh = |taken: &&mut Taken<T>| now.saturating_sub(taken.at) <= patience;
+        let Some(taken) = self.acknowledged.as_mut().filter(fresh) else { return false };
+        *taken = Taken { at: now, moment: Arc::new(renew(&taken.moment)) };
+        true
+    }
+
     /// What a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
@@ -107,6 +117,18 @@ mod tests {
         assert_eq!(published.shown(seconds(12)).as_deref(), Some(&2));
         published.written(false);
         assert_eq!(published.shown(seconds(13)), None);
+    }
+
+    #[test]
+    fn an_acknowledged_moment_is_renewed_as_long_as_it_is_shown() {
+        let mut published = Published::new(PATIENCE);
+        assert!(!published.renewed(seconds(0), |_: &i32| 9), "there is none");
+        published.acknowledged(seconds(0), Arc::new(1));
+        assert!(published.renewed(seconds(10), |shown| shown + 1));
+        assert_eq!(published.shown(seconds(20)).as_deref(), Some(&2));
+        // Pages are of the present, which may have shown more.
+        assert!(!published.renewed(seconds(21), |shown| shown + 1));
+        assert_eq!(published.shown(seconds(21)), None);
     }
 
     #[test]

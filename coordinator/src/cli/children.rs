@@ -21,7 +21,7 @@ use shared::log::{LogLimits, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::logging::COLOURS;
+use super::logging::{self, COLOURS};
 
 /// How long the last lines of an ended worker's stderr are waited for.
 const TAIL_PATIENCE: Duration = Duration::from_millis(500);
@@ -292,7 +292,8 @@ struct Tail {
 }
 
 impl Tail {
-    /// Passes `stderr` on from a thread of its own: ours may be slow, and must hold up nothing.
+    /// Passes `stderr` on from a thread of its own. Ours may stall: then it is dropped, and the
+    /// worker waits for nobody.
     fn of(stderr: Option<ChildStderr>) -> std::io::Result<Self> {
         let log = SharedLog::new(LogLimits::SENT);
         let (close, closed) = oneshot::channel();
@@ -302,7 +303,7 @@ impl Tail {
             std::thread::Builder::new().name("worker-stderr".to_owned()).spawn(move || {
                 let mut chunk = [0u8; 4096];
                 while let Ok(n @ 1..) = from.read(&mut chunk) {
-                    let _ = std::io::stderr().write_all(&chunk[..n]);
+                    logging::pass_on(&chunk[..n]);
                     let _ = kept.write_all(&chunk[..n]);
                 }
                 drop(kept);

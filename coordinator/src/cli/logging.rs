@@ -1,14 +1,25 @@
 //! Sets up logging: to stderr, level from `--log-level` or `RUST_LOG`; and the last lines in memory,
 //! for those who ask after the process is gone.
-use std::io::IsTerminal as _;
+//!
+//! A thread of its own writes to stderr: whoever reads it may stall, and nobody who logs waits for it.
+use std::fs::File;
+use std::io::{IsTerminal as _, Write as _};
+use std::os::fd::AsFd as _;
+use std::sync::OnceLock;
+use std::time::Duration;
 
 use shared::log::SharedLog;
+use shared::log::queue::LineQueue;
 use tracing_subscriber::layer::{Layer as _, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, fmt};
 
 /// Set by `tutti up` for its workers, whose stderr it passes on to a terminal.
 pub(crate) const COLOURS: &str = "TUTTI_LOG_COLOURS";
+/// How long a process that ends waits until its last lines are written.
+const LAST_LINES: Duration = Duration::from_secs(1);
+
+static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
 /// Installs the global subscriber; later calls change nothing. Returns the last lines, which are of
 /// level info and above whatever goes to stderr.
@@ -16,8 +27,11 @@ pub(crate) fn init(level: &str) -> SharedLog {
     let filter = EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| EnvFilter::new(format!("{level},actix_server=warn")));
     let colours = std::io::stderr().is_terminal() || std::env::var_os(COLOURS).is_some();
+    if let Some(queue) = queue() {
+        let _ = STDERR.set(queue);
+    }
     let to_stderr = fmt::layer()
-        .with_writer(std::io::stderr)
+        .with_writer(|| Stderr)
         .with_target(false)
         .with_ansi(colours)
         // A closed stderr is no reason to panic.
@@ -37,15 +51,54 @@ pub(crate) fn init(level: &str) -> SharedLog {
     log
 }
 
+/// A queue to a descriptor of its own: who writes to stderr besides does not wait for its lock.
+fn queue() -> Option<LineQueue> {
+    let stderr = std::io::stderr().as_fd().try_clone_to_owned().ok()?;
+    LineQueue::start("log", File::from(stderr)).ok()
+}
+
+/// The process's stderr, behind the queue where there is one.
+struct Stderr;
+
+impl std::io::Write for Stderr {
+    fn write(&mut self, text: &[u8]) -> std::io::Result<usize> {
+        match STDERR.get() {
+            Some(queue) => queue.push(text),
+            None => std::io::stderr().write_all(text)?,
+        }
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Writes to stderr what another process wrote.
+pub(crate) fn pass_on(text: &[u8]) {
+    let _ = Stderr.write_all(text);
+}
+
+/// Waits until what was logged is written: for a second at most, as nobody may read it.
+pub(crate) fn flush() {
+    if let Some(queue) = STDERR.get() {
+        queue.flush(LAST_LINES);
+    }
+}
+
 /// A panic becomes a line of the log too: it is what its readers look for.
 fn log_panics() {
-    let default = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
-        default(panic);
         let thread = std::thread::current();
         let thread = thread.name().unwrap_or("unnamed");
         let message = panic.payload_as_str().unwrap_or("no message");
         let place = panic.location().map(ToString::to_string).unwrap_or_default();
+        let trace = std::backtrace::Backtrace::capture();
+        if trace.status() == std::backtrace::BacktraceStatus::Captured {
+            pass_on(format!("{trace}\n").as_bytes());
+        }
         tracing::error!(thread, place, message, "panicked");
+        // It may be the last that this process says.
+        flush();
     }));
 }

@@ -1,12 +1,15 @@
 //! What the program prints for people; logs go through `tracing`.
 use std::io::Write as _;
 
+use super::logging;
+
 /// Prints a line to stdout; a closed pipe is no error.
 pub(crate) fn print_line(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// Prints an error line to stderr.
+/// Prints an error line to stderr, behind what was logged; waits for a moment until it is written.
 pub(crate) fn error_line(message: &str) {
-    let _ = writeln!(std::io::stderr(), "error: {message}");
+    logging::pass_on(format!("error: {message}\n").as_bytes());
+    logging::flush();
 }

@@ -23,7 +23,7 @@ use tokio::sync::watch;
 pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
-pub use self::workers::{Admit, Joined, Refusal};
+pub use self::workers::{Admit, Joined, NotJoined, Refusal};
 use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
@@ -76,6 +76,12 @@ impl RunningReplica {
             room: self.room.unwrap_or(u32::MAX),
         }
     }
+
+    /// Whether one of its ranks is in `suspects`.
+    fn is_doubtful(&self, suspects: &BTreeSet<WorkerId>) -> bool {
+        let ranks = self.serving.as_ref().map_or(&[][..], |(_, ranks)| ranks);
+        !suspects.is_empty() && ranks.iter().any(|worker| suspects.contains(worker))
+    }
 }
 
 /// Makes a replica's actor when the core makes a replica.
@@ -113,6 +119,10 @@ pub struct ClusterActor {
     /// How often each replica broke while it served.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
+    /// Workers that have not been heard for a while; their links are not given up yet.
+    suspects: BTreeSet<WorkerId>,
+    /// The view has changed in what is not urgent.
+    unpublished: bool,
     /// Where operators' words are left for the next leader, where there may be one.
     desires: Option<Desires>,
 }
@@ -160,6 +170,8 @@ impl ClusterActor {
             restarts: BTreeMap::new(),
             broken: BTreeMap::new(),
             affinity: Affinity::new(max_num_seqs),
+            suspects: BTreeSet::new(),
+            unpublished: false,
             desires: None,
         }
     }
@@ -338,6 +350,7 @@ impl ClusterActor {
     }
 
     fn publish(&mut self) {
+        self.unpublished = false;
         let workers: Vec<(WorkerId, String, u32)> = self
             .connected
             .iter()
@@ -376,10 +389,11 @@ impl Actor for ClusterActor {
             actor.miss_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
-            if effects.is_empty() {
-                return;
+            if !effects.is_empty() {
+                actor.carry_out(ctx, effects);
+            } else if actor.unpublished {
+                actor.publish();
             }
-            actor.carry_out(ctx, effects);
         });
         // Actors of applications change without a change of the cluster.
         ctx.run_interval(COUNT, |actor, _| actor.name_actors());

@@ -30,6 +30,15 @@ pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
     }
 }
 
+/// The replicas without those that serve and are doubtful, since a rank of theirs is silent; all, if no
+/// other serves: most silences end.
+#[must_use]
+pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<Home> {
+    let (doubtful, heard): (Vec<Home>, Vec<Home>) =
+        homes.iter().partition(|home| home.serving && is_doubtful(home.replica));
+    if doubtful.is_empty() || !heard.iter().any(|home| home.serving) { homes } else { heard }
+}
+
 /// Where requests go.
 #[derive(Debug, Default)]
 pub struct Placed {
@@ -133,5 +142,19 @@ mod tests {
         assert_eq!(fit(&homes, 101), [0, 2]);
         assert_eq!(fit(&homes, 201), [0], "one that has not served yet may have room");
         assert_eq!(fit(&homes[1..], 201), [1, 2], "one of them says that it has none");
+    }
+
+    #[test]
+    fn a_replica_of_a_silent_rank_gets_what_no_other_can_take() {
+        let home = |id: u32, serving| Home { replica: ReplicaId(id), serving, load: 0, room: 9 };
+        let homes = [home(0, true), home(1, true), home(2, false)];
+        let of = |homes: &[Home], silent: &[u32]| -> Vec<u32> {
+            let kept = heard(homes.to_vec(), |id| silent.contains(&id.0));
+            kept.iter().map(|home| home.replica.0).collect()
+        };
+        assert_eq!(of(&homes, &[]), [0, 1, 2]);
+        assert_eq!(of(&homes, &[0]), [1, 2]);
+        assert_eq!(of(&homes, &[0, 1]), [0, 1, 2], "most silences end");
+        assert_eq!(of(&[homes[0], homes[2]], &[0]), [0, 2], "the other does not serve");
     }
 }

@@ -20,8 +20,18 @@ impl Cluster {
     /// number: as this coordinator was started with.
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
+        self.release_held();
         effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
+    }
+
+    /// Members or what is wanted of them have changed: what failed for good may do now.
+    pub(super) fn release_held(&mut self) {
+        let held = self.replicas.iter().filter(|(_, replica)| replica.is_held());
+        let held: Vec<ReplicaId> = held.map(|(id, _)| id).collect();
+        for id in held {
+            self.replicas.change(id, Replica::release);
+        }
     }
 
     /// Which workers go together.

@@ -10,6 +10,11 @@ use super::{Member, PlacementRules};
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest such wait.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
+/// First wait after a failure that the same again cannot mend; doubles with each in a row. It ends
+/// when members come or go: what has changed may be what was wrong.
+const HOLD_MIN: Duration = Duration::from_secs(60);
+/// Longest such wait.
+const HOLD_MAX: Duration = Duration::from_secs(600);
 /// A replica that served this long starts counting failures anew: what it waits for is not to do the
 /// same again and again, and clients wait as long.
 const STABLE_AFTER: Duration = Duration::from_secs(5);
@@ -53,6 +58,8 @@ pub struct ReplicaStatus {
     pub ranks: Vec<Option<WorkerId>>,
     /// Why it last broke.
     pub last_failure: Option<String>,
+    /// Until when it is not tried again, as that would come to the same.
+    pub held_until: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -84,6 +91,10 @@ pub(super) struct Replica {
     /// The rank that is missing said that it would: it is not waited for.
     left_on_purpose: bool,
     last_failure: Option<String>,
+    /// It waits for so long since it failed for good, or until something has changed.
+    held_until: Option<Duration>,
+    /// Failures for good in a row.
+    holds: u32,
     /// Rank 0 has told the others what its GPU is found by, in this epoch.
     relayed: bool,
 }
@@ -104,6 +115,8 @@ impl Replica {
             incomplete_since: None,
             left_on_purpose: false,
             last_failure: None,
+            held_until: None,
+            holds: 0,
             relayed: false,
         }
     }
@@ -136,6 +149,7 @@ impl Replica {
             phase: self.phase,
             ranks: self.slots.iter().map(|slot| slot.worker).collect(),
             last_failure: self.last_failure.clone(),
+            held_until: self.held_until.filter(|_| !self.is_live()),
         }
     }
 
@@ -233,6 +247,28 @@ impl Replica {
     /// Forgets the backoff: what comes next is no repetition of a failure.
     pub(super) fn form_at_once(&mut self) {
         self.not_before = Duration::ZERO;
+        self.held_until = None;
+    }
+
+    /// It broke for a reason that stays.
+    pub(super) fn hold(&mut self, now: Duration) {
+        let until = now + HOLD_MIN.saturating_mul(1 << self.holds.min(10)).min(HOLD_MAX);
+        self.holds = self.holds.saturating_add(1);
+        self.held_until = Some(until);
+        self.not_before = self.not_before.max(until);
+    }
+
+    /// Something has changed: it may be tried again.
+    pub(super) fn release(&mut self) {
+        if self.held_until.take().is_some() {
+            self.not_before = Duration::ZERO;
+            self.holds = 0;
+        }
+    }
+
+    /// Whether it waits for a change.
+    pub(super) fn is_held(&self) -> bool {
+        self.held_until.is_some()
     }
 
     fn note_completeness(&mut self, now: Duration) {
@@ -299,6 +335,7 @@ impl Replica {
     pub(super) fn form(&mut self, now: Duration, epoch: Epoch) {
         self.epoch = epoch;
         self.advanced = now;
+        self.held_until = None;
         self.phase = ReplicaPhase::Forming;
         self.left_on_purpose = false;
         self.relayed = false;
@@ -350,6 +387,7 @@ impl Replica {
         }
         self.phase = ReplicaPhase::Serving;
         self.served_since = now;
+        self.holds = 0;
         self.room()
     }
 

@@ -128,6 +128,15 @@ impl Roster {
         Joining { link, restarted, retired }
     }
 
+    /// One that was admitted did not join after all. A name that nobody ever joined under has no
+    /// slot: names cost nothing.
+    pub fn not_joined(&mut self, node: &str, worker: WorkerId) {
+        let is_its = self.slots.get(node) == Some(&worker);
+        if is_its && !self.known.contains_key(&worker) && !self.present.contains_key(&worker) {
+            self.slots.remove(node);
+        }
+    }
+
     /// The slot of a node name, if it ever had one.
     #[must_use]
     pub fn slot_of(&self, node: &str) -> Option<WorkerId> {
@@ -205,6 +214,23 @@ mod tests {
         roster.left(worker);
         assert!(!roster.is_present(worker, again.link));
         assert_eq!(roster.admit("a", Incarnation(2), None), Admission::Slot(worker));
+    }
+
+    #[test]
+    fn a_name_under_which_nobody_joins_has_no_slot() {
+        let mut roster = Roster::default();
+        let gone = slot(roster.admit("gone", Incarnation(1), None));
+        roster.not_joined("gone", gone);
+        assert_eq!(roster.slot_of("gone"), None);
+        // Not that of another, nor of one that has joined, once or now.
+        let worker = slot(roster.admit("a", Incarnation(2), None));
+        roster.joined(worker, Incarnation(2));
+        roster.not_joined("a", worker);
+        roster.not_joined("gone", worker);
+        assert_eq!(roster.slot_of("a"), Some(worker));
+        roster.left(worker);
+        roster.not_joined("a", worker);
+        assert_eq!(roster.slot_of("a"), Some(worker));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shared::clock::Clock;
+use shared::log::queue::LineQueue;
 
 use super::options::{LogStats, StartError};
 use crate::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger};
@@ -24,7 +25,9 @@ pub(super) fn loggers(
     loggers.push(Box::new(LogLine::new(now, options.fields.clone())));
     if let Some(file) = &options.json {
         let out: Box<dyn io::Write + Send> = if file.as_os_str() == "-" {
-            Box::new(io::stdout())
+            // Whoever reads it may stall.
+            let queue = LineQueue::start("stats", io::stdout());
+            Box::new(queue.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)
         } else {
             let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
             Box::new(open.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)

@@ -9,7 +9,7 @@ use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
 use shared::actor::link::{Connection, LinkEvent, SendError};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::{Encoded, PeerAddr};
-use shared::clock::Clock;
+use shared::clock::{Clock, jittered};
 use shared::host::HostThread;
 use shared::ids::RequestId;
 use shared::membership::Destination;
@@ -59,6 +59,8 @@ pub(super) struct Uplink {
     gone: Vec<RequestId>,
     /// The link, as named actors know it.
     peer: Option<PeerId>,
+    /// Attempts to dial.
+    dialled: u64,
 }
 
 /// How serving over one link ended.
@@ -95,6 +97,7 @@ impl Uplink {
             live: HashMap::new(),
             gone: Vec::new(),
             peer: None,
+            dialled: 0,
         }
     }
 
@@ -245,12 +248,14 @@ impl Uplink {
     ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
         let mut wait = REDIAL_MIN;
         loop {
+            self.dialled += 1;
+            let pause = jittered(wait, self.options.run, self.dialled);
             let mut address = self.options.coordinator.clone();
             let (last, hello) = (to.clone(), self.hello.clone());
             let secret = self.options.secret.clone();
             let attempt = async move {
                 // Another one that leads is dialled at once.
-                let other = tokio::time::timeout(wait, address.other(Some(&last))).await;
+                let other = tokio::time::timeout(pause, address.other(Some(&last))).await;
                 let to = other.unwrap_or(last);
                 let joined = tokio::select! {
                     joined = join(&to.address, secret.as_ref(), FrameKind::FrontendHello, &hello) => joined,

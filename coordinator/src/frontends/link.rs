@@ -15,6 +15,7 @@ use super::Frontends;
 use super::events::LinkRequests;
 use super::making::Making;
 use crate::engine::{EngineCommand, EngineError};
+use crate::links::link_end;
 
 /// A front end's own request numbers lie below this; the link's number comes above.
 pub(super) const LINK_SHIFT: u32 = 40;
@@ -73,6 +74,7 @@ impl Receiver {
             }
             LinkEvent::Suspect | LinkEvent::Alive => true,
             LinkEvent::Closed { reason } => {
+                self.frontends.hub.observer().record().link_ended(link_end(&reason));
                 self.requests.close();
                 self.making.clear();
                 let (frontends, number) = (&self.frontends, self.link_number);

@@ -7,7 +7,8 @@ use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
-    Applied, Exemplars, Limits, Merged, Merger, Refused, SharedStats, Source, decode_snapshot,
+    Applied, Exemplars, Limits, LocalStats, Merged, Merger, Refused, SharedStats, Source,
+    decode_snapshot,
 };
 use shared::protocol::{FrontendId, WorkerStats};
 
@@ -44,7 +45,7 @@ impl Hub {
             registry: process_registry(),
             process: SharedStats::default(),
             actors: OnceLock::new(),
-            membership: SharedStats::default(),
+            membership: SharedStats::of(LocalStats::uncounted()),
             application: Metrics::new(),
             incarnation,
             restorations: AtomicU64::new(0),

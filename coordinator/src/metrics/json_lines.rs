@@ -65,7 +65,8 @@ impl StatLogger for JsonLines {
 
     fn log(&mut self, now: Duration, merged: &Merged) {
         let Some(object) = self.object(now, merged) else { return };
-        let written = writeln!(self.out, "{object}").and_then(|()| self.out.flush());
+        let written = self.out.write_all(format!("{object}\n").as_bytes());
+        let written = written.and_then(|()| self.out.flush());
         // Said once: a full disk would otherwise fill the log too.
         if let Err(error) = written
             && !std::mem::replace(&mut self.failed, true)

@@ -49,7 +49,7 @@ pub async fn observe(stats: SharedStats, mut view: watch::Receiver<View>) {
 /// own. Totals are on the leader's page; here they would begin at zero.
 #[must_use]
 pub fn page(view: &View, gathered: &[MetricFamily], format: Format) -> String {
-    let mut stats = LocalStats::new();
+    let mut stats = LocalStats::uncounted();
     record(&mut stats, view);
     let own = Merged::of(&stats.snapshot());
     let page = Page { merged: &Merged::default(), own: &own, exemplars: &Vec::new(), gathered };

@@ -20,8 +20,8 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::catalogue;
 use shared::metrics::labels::{
-    ActorState, FinishedReason, GuideKind, LabelValue, NO_REPLICA, PromptSource, RejectReason,
-    WaitingReason,
+    ActorState, FinishedReason, GuideKind, HandshakeRefusal, LabelValue, LinkEnd, NO_REPLICA,
+    PromptSource, RejectReason, WaitingReason,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
@@ -94,6 +94,8 @@ struct Fixed {
     prompt_throughput: Gauge,
     generation_throughput: Gauge,
     fenced: Counter,
+    handshakes: PerValue<Counter>,
+    links: PerValue<Counter>,
     actors: PerValue<Gauge>,
     scrape: Histogram,
 }
@@ -370,6 +372,12 @@ impl Fixed {
             prompt_throughput: stats.gauge(catalogue::PROMPT_THROUGHPUT, []),
             generation_throughput: stats.gauge(catalogue::GENERATION_THROUGHPUT, []),
             fenced: stats.counter(catalogue::FENCED_FRAMES, []),
+            handshakes: PerValue::new::<HandshakeRefusal>(|reason| {
+                stats.counter(catalogue::HANDSHAKES_REFUSED, [reason])
+            }),
+            links: PerValue::new::<LinkEnd>(|reason| {
+                stats.counter(catalogue::LINKS_ENDED, [reason])
+            }),
             actors: PerValue::new::<ActorState>(|state| stats.gauge(catalogue::ACTORS, [state])),
             scrape: stats.histogram(catalogue::SCRAPE_DURATION, []),
         }

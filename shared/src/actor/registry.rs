@@ -2,8 +2,11 @@
 //! their deaths.
 //!
 //! A name belongs to one actor as long as that lives. A watch ends with one notice: at the actor's
-//! death, at once when it is dead already or when another has its name now.
+//! death, at once when it is dead already or when another has its name now. A hub that is new does
+//! not know the actors of links that are not there again: a watch of one that lived under the hub
+//! before waits for it, for a while.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
 
 use super::exchange::PeerId;
 use crate::protocol::actors::{ACTOR_NAME_MAX, ActorLife, ActorReport, REASON_MAX};
@@ -12,6 +15,9 @@ use crate::protocol::actors::{ACTOR_NAME_MAX, ActorLife, ActorReport, REASON_MAX
 pub const ACTORS_MAX: usize = 16_384;
 /// Most watches at a time.
 pub const WATCHES_MAX: usize = 16_384;
+/// How long an actor that lived under another hub is waited for: longer than links take to come
+/// back, and than a dead process's lease lasts, which is how long it may be expected.
+pub const RETURN_GRACE: Duration = Duration::from_secs(15);
 /// So many dead ones are remembered.
 const DEAD_MAX: usize = 256;
 
@@ -74,6 +80,8 @@ pub enum Watching {
         /// Its generation.
         generation: u64,
     },
+    /// It is not here, and may come back: what becomes of it is told later.
+    Awaited,
     /// It is dead, or was never there: this is the watch's one notice.
     Over {
         /// Why.
@@ -90,6 +98,20 @@ pub struct Registry {
     watches: BTreeMap<Watcher, String>,
     /// Who watches each name; nobody is not listed.
     watchers: BTreeMap<String, BTreeSet<Watcher>>,
+    /// Watches of actors that are not here yet.
+    awaited: BTreeMap<Watcher, Awaited>,
+    /// Watches that have found their actor, which their watchers have not been told.
+    found: Vec<(Watcher, u64)>,
+    /// Until when unknown actors may be those of processes that are not linked again.
+    settles: Duration,
+}
+
+/// See [`Registry::watch`].
+#[derive(Clone, Copy, Debug)]
+struct Awaited {
+    /// The one that is meant, where that is known.
+    generation: Option<u64>,
+    until: Duration,
 }
 
 impl Registry {
@@ -120,7 +142,12 @@ impl Registry {
         let name = report.name.clone();
         let mut restarts = report.restarts;
         match self.actors.get(&name) {
-            None if report.life == ActorLife::Dead => return Ok(()),
+            None if report.life == ActorLife::Dead => {
+                // It died while its process had no link: some may wait for just this.
+                let reason = report.reason.as_deref().unwrap_or("it ended");
+                self.ends_awaited(&name, report.generation, reason, notices);
+                return Ok(());
+            }
             None => self.room()?,
             Some(old)
                 if old.report.generation != report.generation && report.life == ActorLife::Dead =>
@@ -155,12 +182,82 @@ impl Registry {
         }
         self.dead.retain(|dead| *dead != name);
         let died = report.life == ActorLife::Dead;
+        let generation = report.generation;
         let reason = report.reason.clone().unwrap_or_else(|| "it ended".to_owned());
         self.actors.insert(name.clone(), Known { report, node: node.to_owned(), home, restarts });
         if died {
             self.buried(&name, &reason, notices);
+        } else {
+            self.appeared(&name, generation, notices);
         }
         Ok(())
+    }
+
+    /// Processes that were another hub's are about to link, for [`RETURN_GRACE`].
+    pub fn settle(&mut self, now: Duration) {
+        self.settles = now + RETURN_GRACE;
+    }
+
+    /// Watches of actors that did not come back are over.
+    pub fn tick(&mut self, now: Duration, notices: &mut Vec<Notice>) {
+        let over =
+            |(watcher, awaited): (&Watcher, &Awaited)| (awaited.until <= now).then_some(*watcher);
+        let over: Vec<Watcher> = self.awaited.iter().filter_map(over).collect();
+        for watcher in over {
+            self.unwatch(watcher);
+            let reason = "there is no such actor; if it lived, it did not come back".to_owned();
+            notices.push(Notice { watcher, reason });
+        }
+    }
+
+    /// Whether there is something to do at some time.
+    #[must_use]
+    pub fn awaits(&self) -> bool {
+        !self.awaited.is_empty()
+    }
+
+    /// Watches that have found the actor they waited for, and its generation.
+    pub fn take_found(&mut self) -> Vec<(Watcher, u64)> {
+        std::mem::take(&mut self.found)
+    }
+
+    /// An actor is here: those who waited for it know, those who meant another under its name, too.
+    fn appeared(&mut self, name: &str, generation: u64, notices: &mut Vec<Notice>) {
+        if self.awaited.is_empty() {
+            return;
+        }
+        let watchers = self.watchers.get(name).into_iter().flatten().copied();
+        let watchers: Vec<Watcher> = watchers.collect();
+        for watcher in watchers {
+            match self.awaited.remove(&watcher) {
+                None => {}
+                Some(it) if it.generation.is_some_and(|meant| meant != generation) => {
+                    self.unwatch(watcher);
+                    let reason = "another actor has its name now".to_owned();
+                    notices.push(Notice { watcher, reason });
+                }
+                Some(_) => self.found.push((watcher, generation)),
+            }
+        }
+    }
+
+    /// One that was never here is dead.
+    fn ends_awaited(
+        &mut self,
+        name: &str,
+        generation: u64,
+        reason: &str,
+        notices: &mut Vec<Notice>,
+    ) {
+        let means = |watcher: &Watcher| {
+            self.awaited.get(watcher).is_some_and(|it| it.generation == Some(generation))
+        };
+        let watchers = self.watchers.get(name).into_iter().flatten();
+        let watchers: Vec<Watcher> = watchers.filter(|it| means(it)).copied().collect();
+        for watcher in watchers {
+            self.unwatch(watcher);
+            notices.push(Notice { watcher, reason: reason.to_owned() });
+        }
     }
 
     /// A link is gone, and with it the actors and watches at its other end.
@@ -185,18 +282,25 @@ impl Registry {
     }
 
     /// Someone wants to know of an actor's death; `generation` names the one it means, where it
-    /// knows.
+    /// knows: one that it was told before was alive, and that may come back under this hub.
     ///
     /// # Errors
     /// [`RegistryError::Full`].
     pub fn watch(
         &mut self,
+        now: Duration,
         watcher: Watcher,
         name: &str,
         generation: Option<u64>,
     ) -> Result<Watching, RegistryError> {
         let Some(actor) = self.actors.get(name) else {
-            return Ok(Watching::Over { reason: "there is no such actor".to_owned() });
+            let until = if generation.is_some() { now + RETURN_GRACE } else { self.settles };
+            if until <= now {
+                return Ok(Watching::Over { reason: "there is no such actor".to_owned() });
+            }
+            self.begin(watcher, name)?;
+            self.awaited.insert(watcher, Awaited { generation, until });
+            return Ok(Watching::Awaited);
         };
         if actor.report.life == ActorLife::Dead {
             let reason = actor.report.reason.clone();
@@ -207,17 +311,23 @@ impl Registry {
             let reason = "another actor has its name now".to_owned();
             return Ok(Watching::Over { reason });
         }
+        self.begin(watcher, name)?;
+        Ok(Watching::Alive { generation: present })
+    }
+
+    fn begin(&mut self, watcher: Watcher, name: &str) -> Result<(), RegistryError> {
         if self.watches.len() >= WATCHES_MAX && !self.watches.contains_key(&watcher) {
             return Err(RegistryError::Full(WATCHES_MAX));
         }
         self.unwatch(watcher);
         self.watches.insert(watcher, name.to_owned());
         self.watchers.entry(name.to_owned()).or_default().insert(watcher);
-        Ok(Watching::Alive { generation: present })
+        Ok(())
     }
 
     /// It does not want to know any more.
     pub fn unwatch(&mut self, watcher: Watcher) {
+        self.awaited.remove(&watcher);
         let Some(name) = self.watches.remove(&watcher) else { return };
         if let Some(watchers) = self.watchers.get_mut(&name) {
             watchers.remove(&watcher);
@@ -271,6 +381,7 @@ impl Registry {
     fn tell_watchers(&mut self, name: &str, reason: &str, notices: &mut Vec<Notice>) {
         for watcher in self.watchers.remove(name).unwrap_or_default() {
             self.watches.remove(&watcher);
+            self.awaited.remove(&watcher);
             notices.push(Notice { watcher, reason: reason.to_owned() });
         }
     }

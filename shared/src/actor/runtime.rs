@@ -18,12 +18,12 @@ use std::time::Duration;
 use tokio::sync::{mpsc, oneshot};
 
 use self::state::{Mailbox, Peer, State, Watch};
-pub use self::waiting::DeathWatch;
 pub(super) use self::waiting::Dispatched;
+pub use self::waiting::{DeathWatch, NotWatched};
 use super::exchange::{Effect, Origin, Outgoing, PeerId};
 use super::link::LinkHandle;
 use super::named::Envelope;
-use super::registry::{Home, Known, Notice, RegistryError, Watching};
+use super::registry::{Home, Known, Notice, RegistryError, WATCHES_MAX, Watching};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
 use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
@@ -110,25 +110,42 @@ impl ActorRuntime {
     }
 
     /// Resolves once, when the actor of this name is dead: at once when it is already, or when
-    /// there is none. Where the coordinator cannot be asked now, it is when it can be.
+    /// there is none. Where the coordinator cannot be asked now, it is when it can be. With an error
+    /// where it cannot be watched, which says nothing of its life.
+    ///
+    /// A coordinator that has just taken over waits for what it does not know yet
+    /// ([`RETURN_GRACE`](super::registry::RETURN_GRACE)): that a living actor has not reported to it
+    /// is no death.
     #[must_use]
     pub fn watch(&self, name: &str) -> DeathWatch {
         let (told, dead) = oneshot::channel();
+        let now = self.inner.clock.now();
         let mut state = self.state();
         let id = state.number();
         state.watches.insert(id, Watch { name: name.to_owned(), generation: None, told });
         if self.inner.role == Role::Hub || state.registry.find(name).is_some() {
-            match state.registry.watch((Home::Here, id), name, None) {
+            match state.registry.watch(now, (Home::Here, id), name, None) {
                 Ok(Watching::Alive { .. }) => {}
-                Ok(Watching::Over { reason }) => state.tell(id, reason),
-                Err(error) => state.tell(id, error.to_string()),
+                Ok(Watching::Awaited) => self.tick_from_now_on(&mut state),
+                Ok(Watching::Over { reason }) => state.tell(id, Ok(reason)),
+                Err(error) => state.tell(id, Err(NotWatched(error.to_string()))),
             }
+        } else if state.watches.len() > WATCHES_MAX {
+            let error = RegistryError::Full(WATCHES_MAX);
+            state.tell(id, Err(NotWatched(error.to_string())));
         } else if let Some(peer) = state.hub() {
             let frame = ActorFrame::Watch { id, name: name.to_owned(), generation: None };
             let _ = state.send(peer, &frame);
         }
         drop(state);
         DeathWatch { runtime: Arc::downgrade(&self.inner), id, dead }
+    }
+
+    /// This hub has taken over from another: processes that were linked to that one are about to be
+    /// linked to this.
+    pub fn settle(&self) {
+        let now = self.inner.clock.now();
+        self.state().registry.settle(now);
     }
 
     /// All actors known here: of the whole cluster at the hub, of this process elsewhere.
@@ -256,12 +273,20 @@ impl ActorRuntime {
                 }
             }
             ActorFrame::Watch { id, name, generation } if hub => {
-                let answer = match state.registry.watch((home, id), &name, generation) {
-                    Ok(Watching::Alive { generation }) => ActorFrame::Watching { id, generation },
-                    Ok(Watching::Over { reason }) => ActorFrame::Died { id, reason },
-                    Err(error) => ActorFrame::Died { id, reason: error.to_string() },
+                let answer = match state.registry.watch(now, (home, id), &name, generation) {
+                    Ok(Watching::Alive { generation }) => {
+                        Some(ActorFrame::Watching { id, generation })
+                    }
+                    Ok(Watching::Awaited) => {
+                        self.tick_from_now_on(&mut state);
+                        None
+                    }
+                    Ok(Watching::Over { reason }) => Some(ActorFrame::Died { id, reason }),
+                    Err(error) => Some(ActorFrame::NotWatched { id, reason: error.to_string() }),
                 };
-                let _ = state.send(peer, &answer);
+                if let Some(answer) = answer {
+                    let _ = state.send(peer, &answer);
+                }
             }
             ActorFrame::Unwatch { id } if hub => state.registry.unwatch((home, id)),
             ActorFrame::Deliver { id, to, wants, within_ms, body } => {
@@ -280,7 +305,10 @@ impl ActorRuntime {
                     watch.generation = Some(generation);
                 }
             }
-            ActorFrame::Died { id, reason } if !hub => state.tell(id, reason),
+            ActorFrame::Died { id, reason } if !hub => state.tell(id, Ok(reason)),
+            ActorFrame::NotWatched { id, reason } if !hub => {
+                state.tell(id, Err(NotWatched(reason)));
+            }
             ActorFrame::Refused { name, generation, reason } if !hub => {
                 tracing::error!(actor = name, reason, "the coordinator does not take this actor");
                 let same = |mailbox: &Mailbox| mailbox.generation == generation;
@@ -396,10 +424,15 @@ impl ActorRuntime {
     fn notify(&self, state: &mut State, notices: Vec<Notice>) {
         for Notice { watcher: (home, id), reason } in notices {
             match home {
-                Home::Here => state.tell(id, reason),
+                Home::Here => state.tell(id, Ok(reason)),
                 Home::Peer(peer) => {
                     let _ = state.send(peer, &ActorFrame::Died { id, reason });
                 }
+            }
+        }
+        for ((home, id), generation) in state.registry.take_found() {
+            if let Home::Peer(peer) = home {
+                let _ = state.send(peer, &ActorFrame::Watching { id, generation });
             }
         }
     }

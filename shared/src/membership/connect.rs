@@ -2,8 +2,8 @@
 use std::time::Duration;
 
 use etcd_client::{
-    Certificate, Client, Compare, CompareOp, ConnectOptions, Error, GetOptions, Identity,
-    TlsOptions, Txn, TxnOp,
+    AlarmAction, AlarmType, Certificate, Client, Compare, CompareOp, ConnectOptions, Error,
+    GetOptions, Identity, TlsOptions, Txn, TxnOp,
 };
 
 /// How often an idle connection is asked whether it still is one.
@@ -95,12 +95,67 @@ impl EtcdOptions {
     }
 }
 
+/// What an etcd that is full needs. It takes no writes: nobody joins, nobody takes over.
+pub const FULL_REMEDY: &str = "etcdctl compact REVISION (of `etcdctl endpoint status -w json`), \
+     etcdctl defrag --cluster, etcdctl alarm disarm; and run it with --auto-compaction-mode=periodic \
+     --auto-compaction-retention=10m";
+
+/// Whether etcd says that it is full.
+pub(super) fn is_full(reason: &str) -> bool {
+    reason.contains("database space exceeded")
+}
+
+/// What etcd said, and how to mend it where that is known.
+pub(super) fn explained(error: &Error) -> String {
+    let text = error.to_string();
+    if is_full(&text) {
+        return format!("etcd is full and takes no writes ({text}); to mend it: {FULL_REMEDY}");
+    }
+    text
+}
+
+/// How full a member is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Fullness {
+    /// Bytes of its database file.
+    pub size: u64,
+    /// The bound, where it says one (etcd 3.6).
+    pub quota: Option<u64>,
+    /// It reached it, and takes no writes.
+    pub no_space: bool,
+    /// A member's data is damaged.
+    pub corrupt: bool,
+}
+
+impl EtcdOptions {
+    /// How full the member is that answers. Users who are not root may be refused that.
+    ///
+    /// # Errors
+    /// What is in the way.
+    pub async fn fullness(&self, deadline: Duration) -> Result<Fullness, ProbeError> {
+        let mut client = self.connect(deadline).await?;
+        let status = client.status().await?;
+        let alarms = client.alarm(AlarmAction::Get, AlarmType::None, None).await;
+        let alarms = alarms.map(|answer| answer.alarms().to_vec()).unwrap_or_default();
+        let raised = |kind| alarms.iter().any(|alarm| alarm.alarm() == kind);
+        Ok(Fullness {
+            size: u64::try_from(status.db_size()).unwrap_or(0),
+            quota: u64::try_from(status.db_size_quota()).ok().filter(|quota| *quota > 0),
+            no_space: raised(AlarmType::Nospace),
+            corrupt: raised(AlarmType::Corrupt),
+        })
+    }
+}
+
 /// A process with these options could not be a member.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
     /// etcd does not know the user, or does not let it do what it needs to.
     #[error("{0}")]
     NotAllowed(String),
+    /// It takes no writes.
+    #[error("{0}")]
+    Full(String),
     /// No connection that both sides trust, or no answer.
     #[error("{0}")]
     Unreachable(String),
@@ -124,6 +179,9 @@ impl From<Error> for ProbeError {
                 text = format!("{text}: {cause_text}");
             }
             source = cause.source();
+        }
+        if is_full(&text) {
+            return Self::Full(text);
         }
         if AUTH.contains(&code.as_str()) { Self::NotAllowed(text) } else { Self::Unreachable(text) }
     }

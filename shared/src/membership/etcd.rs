@@ -16,11 +16,13 @@ use etcd_client::{
 use tokio::sync::{oneshot, watch};
 use tokio::time::Interval;
 
+use super::connect::{explained, is_full};
 use super::keeper::{
     Broken, Change, DEADLINE, Due, Event, EventKind, Held, Keeper, RETRY_MAX, RETRY_MIN,
 };
 use super::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
 use super::{Desired, EtcdOptions, FatalError, Record, View};
+use crate::clock::jittered;
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
 /// notice when the lease ends.
@@ -99,7 +101,7 @@ enum Ended {
 
 impl From<Error> for Ended {
     fn from(error: Error) -> Self {
-        Self::Broken(error.to_string())
+        Self::Broken(explained(&error))
     }
 }
 
@@ -160,13 +162,18 @@ impl Member {
         die: oneshot::Sender<FatalError>,
     ) {
         let mut wait = RETRY_MIN;
+        let (seed, mut attempt) = (self.keeper.record().incarnation, 0);
         let mut said = false;
+        // One that is full answers questions and refuses what follows: said once, too.
+        let mut full = false;
         loop {
             let began = Instant::now();
             let ended = match self.open().await {
                 Ok(mut session) => {
-                    tracing::info!(cluster = self.options.cluster, "etcd answers");
-                    said = false;
+                    if !full {
+                        tracing::info!(cluster = self.options.cluster, "etcd answers");
+                        said = false;
+                    }
                     self.serve(&mut session, &mut left).await
                 }
                 Err(ended) => ended,
@@ -183,6 +190,12 @@ impl Member {
                     let _ = die.send(error);
                     return;
                 }
+                Ended::Broken(reason) if is_full(&reason) => {
+                    if !std::mem::replace(&mut full, true) {
+                        tracing::error!(%reason, "nobody can join or take over; going on without etcd");
+                    }
+                    said = true;
+                }
                 Ended::Broken(reason) if !said => {
                     tracing::warn!(%reason, "etcd does not answer; going on without it");
                     said = true;
@@ -190,10 +203,10 @@ impl Member {
                 Ended::Broken(reason) => tracing::debug!(%reason, "etcd does not answer"),
             }
             if began.elapsed() > RETRY_MAX {
-                wait = RETRY_MIN;
+                (wait, full) = (RETRY_MIN, false);
             }
             tokio::select! {
-                () = tokio::time::sleep(wait) => {}
+                () = tokio::time::sleep(jittered(wait, seed, attempt)) => {}
                 done = &mut left => {
                     if let Ok(done) = done {
                         let _ = done.send(());
@@ -202,6 +215,7 @@ impl Member {
                 }
             }
             wait = (wait * 2).min(RETRY_MAX);
+            attempt += 1;
         }
     }
 

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use super::view::{Entry, Led, View};
 use super::{Desired, FatalError, Record};
+use crate::clock::jittered;
 
 /// Longest wait for an answer of etcd.
 pub const DEADLINE: Duration = Duration::from_secs(3);
@@ -229,7 +230,9 @@ impl Keeper {
         if now.saturating_sub(session.heard) > WATCH_SILENCE {
             return Err(Broken("the watch is silent".to_owned()));
         }
-        Ok(now.saturating_sub(session.listed) > RELIST)
+        // Each at a time of its own: all begin anew at once when etcd was away.
+        let spread = jittered(RELIST / 2, self.record.incarnation, session.listed.as_secs());
+        Ok(now.saturating_sub(session.listed) > RELIST - spread)
     }
 
     /// A keepalive was answered: the lease lives for so long, or not at all.

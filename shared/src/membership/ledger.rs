@@ -10,6 +10,7 @@ use etcd_client::{Client, Compare, CompareOp, Error, PutOptions, Txn, TxnOp};
 use serde::{Deserialize, Serialize};
 
 use super::EtcdOptions;
+use super::connect::explained;
 use super::view::LEADER_KEY;
 
 /// Longest wait for an answer.
@@ -41,7 +42,7 @@ pub enum LedgerError {
 
 impl From<Error> for LedgerError {
     fn from(error: Error) -> Self {
-        Self::Etcd(error.to_string())
+        Self::Etcd(explained(&error))
     }
 }
 

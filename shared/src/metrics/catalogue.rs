@@ -9,10 +9,10 @@ use super::definition::{
 };
 use super::labels::{
     ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
-    Label, LabelValue, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole,
-    MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal, POSITION, PROCESS,
-    PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, SwapDirection,
-    TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    HandshakeRefusal, Label, LabelValue, LinkEnd, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal,
+    POSITION, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS,
+    SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -339,6 +339,11 @@ catalogue! {
     gauge(Max) FRONTEND_LAST_REPORT: "tutti_frontend_last_report_timestamp_seconds", Seconds,
         [FRONTEND], Coordinator, "When a front end's stats last arrived, in seconds since 1970.",
         when "front ends join";
+    counter HANDSHAKES_REFUSED: "tutti_handshakes_refused_total", Events,
+        [HandshakeRefusal::LABEL], Coordinator,
+        "Connections to --cluster-listen that did not become a worker's or front end's link, by reason.";
+    counter LINKS_ENDED: "tutti_links_ended_total", Events, [LinkEnd::LABEL], Coordinator,
+        "Links of workers and front ends that ended, by how.";
     gauge(Sum) ACTORS: "tutti_actors", Items, [ActorState::LABEL], Coordinator,
         "Actors by state: workers, replicas, front ends and named actors of applications.";
     counter ACTOR_RESTARTS: "tutti_actor_restarts_total", Events, [], Process,
@@ -365,7 +370,7 @@ catalogue! {
         when "the cluster meets through etcd";
     gauge(Max) TOTALS_CHECKPOINT: "tutti_totals_checkpoint_timestamp_seconds", Seconds, [],
         Coordinator,
-        "When the totals were last written to etcd for the next leader, in seconds since 1970.",
+        "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970.",
         when "the cluster meets through etcd";
 
     // HTTP.
@@ -383,6 +388,8 @@ catalogue! {
         "Time that a process's threads have computed, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
         "Memory that a process has in RAM.";
+    counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
+        "Lines of a process's log that did not go to its stderr, because whoever reads that was too slow.";
     gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
         "Share of a host's cores in use since the last report, 0 to 1.";
     gauge(Max) HOST_CPUS: "tutti_host_cpus", Items, [HOST], Process, "Cores of a host.";

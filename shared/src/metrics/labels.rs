@@ -309,6 +309,45 @@ label_enum! {
 }
 
 label_enum! {
+    /// Why a connection of a worker or front end was not taken.
+    HandshakeRefusal, "reason" {
+        /// It may not join, or not now: its name is taken, its totals are closed, what it says of
+        /// itself is not legal.
+        Admission = "admission",
+        /// It has another cluster secret, or none, or one where there is none.
+        Authentication = "authentication",
+        /// Too many connections of its address are half open.
+        Crowded = "crowded",
+        /// It closed the connection, or the connection broke.
+        Gone = "gone",
+        /// What it said is no hello of ours.
+        Malformed = "malformed",
+        /// It said nothing, or did not take the answer, in time.
+        Silent = "silent",
+        /// It is of another protocol version.
+        Version = "version",
+    }
+}
+
+label_enum! {
+    /// How the link of a worker or front end ended.
+    LinkEnd, "reason" {
+        /// The connection broke.
+        Broken = "broken",
+        /// The other end closed it, or its process ended.
+        Closed = "closed",
+        /// This side closed it.
+        Local = "local",
+        /// It sent what is no frame of ours, or more than is taken.
+        Malformed = "malformed",
+        /// It did not take its frames.
+        QueueFull = "queue_full",
+        /// Nothing was heard of it.
+        Silent = "silent",
+    }
+}
+
+label_enum! {
     /// Why a process refused to record something.
     ObservationRefusal, "reason" {
         /// Not a finite number, or negative where it must not be.

@@ -45,6 +45,12 @@ pub struct LocalStats {
 pub struct SharedStats(Arc<Mutex<LocalStats>>);
 
 impl SharedStats {
+    /// Clones of it share these cells.
+    #[must_use]
+    pub fn of(stats: LocalStats) -> Self {
+        Self(Arc::new(Mutex::new(stats)))
+    }
+
     /// Records with the cells.
     pub fn with<R>(&self, record: impl FnOnce(&mut LocalStats) -> R) -> R {
         // A panic elsewhere leaves plain numbers behind, which stay usable.
@@ -107,17 +113,25 @@ impl LocalStats {
     /// No series but that of refused observations.
     #[must_use]
     pub fn new() -> Self {
-        let mut stats = Self {
-            index: Vec::new(),
-            counters: Vec::new(),
-            gauges: Vec::new(),
-            histograms: Vec::new(),
-            refused: PerValue(Vec::new()),
-        };
+        let mut stats = Self::uncounted();
         stats.refused = PerValue::new::<ObservationRefusal>(|value| {
             stats.counter(OBSERVATIONS_REFUSED, [value])
         });
         stats
+    }
+
+    /// No series at all, and what is refused is not counted: for cells that are shown beside
+    /// merged totals, which have the series of refused observations already.
+    #[must_use]
+    pub fn uncounted() -> Self {
+        let refused = PerValue::new::<ObservationRefusal>(|_| Counter(NOWHERE));
+        Self {
+            index: Vec::new(),
+            counters: Vec::new(),
+            gauges: Vec::new(),
+            histograms: Vec::new(),
+            refused,
+        }
     }
 
     /// Resolves a counter, which exists from then on, at 0 at first. A label value outside its
@@ -368,6 +382,18 @@ mod tests {
         stats.add(counter, 1);
         assert_eq!(refused(&stats, ObservationRefusal::UnknownLabel), 1);
         assert_eq!(stats.snapshot().series.len(), before);
+    }
+
+    #[test]
+    fn uncounted_cells_have_what_is_resolved_and_no_more() {
+        let mut stats = LocalStats::uncounted();
+        assert_eq!(stats.snapshot().series.len(), 0);
+        let gauge = stats.gauge(KV_CACHE_BLOCKS, ["0"]);
+        stats.set(gauge, 1.0);
+        stats.set(gauge, f64::NAN);
+        let counter = stats.counter(REQUEST_SUCCESS, ["exploded"]);
+        stats.add(counter, 1);
+        assert_eq!((stats.snapshot().series.len(), stats.gauges[gauge.0]), (1, Some(1.0)));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The totals of the whole cluster at one moment, to be read by whoever publishes them.
 use std::collections::BTreeMap;
 
-use super::application::MergedFamily;
+use super::application::{Kind as AppKind, MergedFamily};
 use super::catalogue::CATALOGUE;
 use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, SeriesId};
 use super::labels::LabelValue;
@@ -26,6 +26,22 @@ impl Merged {
             }
         }
         merged
+    }
+
+    /// These totals, and the gauges of `present`: of a later moment since when nothing of note was
+    /// counted.
+    #[must_use]
+    pub fn with_gauges_of(&self, present: &Self) -> Self {
+        let is_gauge = |id: &SeriesId| matches!(id.definition().kind, Kind::Gauge(_));
+        let is_app_gauge = |it: &&MergedFamily| matches!(it.declaration.kind, AppKind::Gauge(_));
+        let totals = self.series.iter().filter(|(id, _)| !is_gauge(id));
+        let gauges = present.series.iter().filter(|(id, _)| is_gauge(id));
+        let series = totals.chain(gauges).map(|(id, family)| (*id, family.clone())).collect();
+        let totals = self.application.iter().filter(|it| !is_app_gauge(it));
+        let gauges = present.application.iter().filter(is_app_gauge);
+        let mut application: Vec<_> = totals.chain(gauges).cloned().collect();
+        application.sort_by(|a, b| a.declaration.name.cmp(&b.declaration.name));
+        Self { series, application }
     }
 
     /// Every series that exists, by catalogue position, then label values.

@@ -71,6 +71,13 @@ pub enum ActorFrame {
         /// Why, in one sentence.
         reason: String,
     },
+    /// It is not watched, which says nothing of its life. Last, as the number goes over the wire.
+    NotWatched {
+        /// The watcher's number.
+        id: u64,
+        /// Why, in one sentence.
+        reason: String,
+    },
 }
 
 /// What a sender expects back.

@@ -59,6 +59,9 @@ pub enum AuthError {
         /// Its version.
         theirs: u16,
     },
+    /// The peer went away when it was to prove that it knows the secret.
+    #[error("the peer does not prove that it knows the cluster secret: it has another one")]
+    Unproven,
     /// The peer does not know the secret.
     #[error("the peer has another cluster secret")]
     WrongSecret,

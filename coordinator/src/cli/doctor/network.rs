@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
-use shared::membership::{EtcdOptions, LEASE_TTL, ProbeError};
+use shared::membership::{EtcdOptions, FULL_REMEDY, Fullness, LEASE_TTL, ProbeError};
 use shared::wire::auth::{AuthError, Secret};
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
@@ -13,7 +13,8 @@ use ureq::Agent;
 
 use super::super::asking::{self, TrustArgs};
 use super::super::etcd::EtcdArgs;
-use super::{DoctorArgs, Finding};
+use super::host::mib;
+use super::{DoctorArgs, Finding, Level};
 
 /// How long a peer may take to answer.
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -209,6 +210,8 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
 }
 
 const ETCD: &str = "etcd";
+/// The bound of etcd's database unless it is given another.
+const QUOTA_DEFAULT: u64 = 2 << 30;
 
 /// Would each of etcd's members serve a node with these options?
 fn etcd(args: &EtcdArgs) -> Vec<Finding> {
@@ -223,7 +226,11 @@ fn etcd(args: &EtcdArgs) -> Vec<Finding> {
     let member = |url: &String| {
         let of_http = url.strip_prefix("http://").and_then(|_| health(url));
         let one = EtcdOptions { endpoints: vec![url.clone()], ..options.clone() };
-        of_http.unwrap_or_else(|| access(url, &one))
+        match of_http {
+            // Older ones do not say why they are not.
+            Some(finding) => alarm(url, &one).unwrap_or(finding),
+            None => access(url, &one),
+        }
     };
     options.endpoints.iter().map(member).collect()
 }
@@ -241,23 +248,33 @@ fn health(url: &str) -> Option<Finding> {
     }
     let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
     let found = format!("{url} is not healthy: {reason}");
-    Some(Finding::fail(ETCD, found, "etcdctl endpoint status"))
+    let fix = if reason.contains("NOSPACE") { FULL_REMEDY } else { "etcdctl endpoint status" };
+    Some(Finding::fail(ETCD, found, fix))
 }
 
 /// Does it let a node in: by its certificate and user, to read and write what it will?
 fn access(url: &str, options: &EtcdOptions) -> Finding {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-    let probed = match runtime {
-        Ok(runtime) => runtime.block_on(options.probe(DEADLINE)),
-        Err(error) => Err(ProbeError::Unreachable(error.to_string())),
-    };
+    let probed = runtime().and_then(|it| it.block_on(options.probe(DEADLINE)));
     let cluster = &options.cluster;
     match probed {
         Ok(()) => {
+            let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE)));
+            let fullness = fullness.unwrap_or_default();
+            if let Some(finding) = filled(url, fullness) {
+                return finding;
+            }
             let tls = if options.tls.is_some() { " over TLS" } else { "" };
             let user = options.user.as_ref();
             let user = user.map(|(user, _)| format!(" as {user}")).unwrap_or_default();
-            Finding::ok(ETCD, format!("{url} answers{tls}; /{cluster}/ is ours to write{user}"))
+            let size = match fullness {
+                Fullness { size: 0, .. } => String::new(),
+                Fullness { size, quota: Some(quota), .. } => {
+                    format!("; its database has {} of {}", mib(size), mib(quota))
+                }
+                Fullness { size, .. } => format!("; its database has {}", mib(size)),
+            };
+            let allowed = format!("/{cluster}/ is ours to write{user}");
+            Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
         }
         Err(error @ ProbeError::NotAllowed(_)) => Finding::fail(
             ETCD,
@@ -267,6 +284,9 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
                  /{cluster}/ and /{cluster}:totals/"
             ),
         ),
+        Err(error @ ProbeError::Full(_)) => {
+            Finding::fail(ETCD, format!("{url}: {error}"), FULL_REMEDY)
+        }
         Err(error @ ProbeError::Unreachable(_)) if options.tls.is_some() => Finding::fail(
             ETCD,
             format!("{url}: {error}"),
@@ -281,6 +301,39 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
     }
 }
 
+fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.map_err(|error| ProbeError::Unreachable(error.to_string()))
+}
+
+/// The alarm that a member raises, if it does.
+fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
+    let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE))).ok()?;
+    filled(url, fullness).filter(|finding| finding.level == Level::Fail)
+}
+
+/// Is it full, or soon? What is kept of a cluster is small: it fills by old values that nobody has it
+/// forget.
+fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
+    let Fullness { size, quota, no_space, corrupt } = fullness;
+    let size_text = mib(size);
+    if corrupt {
+        let found = format!("{url}: alarm CORRUPT: a member's data is damaged");
+        return Some(Finding::fail(ETCD, found, "replace that member: etcdctl alarm list"));
+    }
+    if no_space {
+        let found = format!("{url}: alarm NOSPACE with {size_text}: it takes no writes");
+        return Some(Finding::fail(ETCD, found, FULL_REMEDY));
+    }
+    // Older ones do not say their bound.
+    let quota = quota.unwrap_or(QUOTA_DEFAULT);
+    let nearly = size > quota / 10 * 7;
+    nearly.then(|| {
+        let found = format!("{url}: its database has {size_text} of {}", mib(quota));
+        Finding::warn(ETCD, found, FULL_REMEDY)
+    })
+}
+
 fn agent() -> Agent {
     Agent::config_builder()
         .timeout_global(Some(DEADLINE))
@@ -291,7 +344,6 @@ fn agent() -> Agent {
 
 #[cfg(test)]
 mod tests {
-    use super::super::Level;
     use super::*;
 
     #[test]
@@ -309,6 +361,18 @@ mod tests {
         assert_eq!(level(70_000, 5000, 5100), Level::Fail);
         let ahead = judge_skew(at(5000), at(70_000), at(70_100)).found;
         assert!(ahead.contains("ahead of"), "{ahead}");
+    }
+
+    #[test]
+    fn an_etcd_that_fills_up_is_said_before_it_is_full() {
+        let level = |fullness| filled("http://e:2379", fullness).map(|finding| finding.level);
+        let of = |size| Fullness { size, ..Fullness::default() };
+        assert_eq!(level(of(1 << 30)), None);
+        assert_eq!(level(of(3 << 29)), Some(Level::Warn));
+        assert_eq!(level(Fullness { quota: Some(8 << 30), ..of(3 << 29) }), None);
+        assert_eq!(level(Fullness { no_space: true, ..of(1) }), Some(Level::Fail));
+        let finding = filled("http://e:2379", Fullness { corrupt: true, ..of(1) }).unwrap();
+        assert!(finding.found.contains("CORRUPT") && finding.level == Level::Fail);
     }
 
     #[test]

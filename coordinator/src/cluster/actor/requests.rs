@@ -1,7 +1,7 @@
 //! Requests on their way to replicas, and from those that cannot go on with them.
 use actix::{Context, Handler, Message};
 
-use super::super::orphanage::{Home, with_room};
+use super::super::orphanage::{Home, heard, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
@@ -21,7 +21,8 @@ impl ClusterActor {
             let unknown = Home { replica: replica.id, serving: false, load: 0, room: u32::MAX };
             self.replicas.get(&replica.id).map_or(unknown, |running| running.home(replica.id))
         });
-        let placed = self.orphanage.place(from, requests, homes);
+        let homes = self.heard(homes.collect());
+        let placed = self.orphanage.place(from, requests, homes.into_iter());
         for request in placed.cancelled {
             request.end(self.hub.observer(), None);
         }
@@ -48,9 +49,15 @@ impl ClusterActor {
         }
     }
 
+    /// Not those of which a rank is silent, where there are others.
+    fn heard(&self, homes: Vec<Home>) -> Vec<Home> {
+        let running = |id| self.replicas.get(&id);
+        heard(homes, |id| running(id).is_some_and(|it| it.is_doubtful(&self.suspects)))
+    }
+
     fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes = with_room(homes, request.tokens_needed());
+        let homes = with_room(self.heard(homes.collect()).into_iter(), request.tokens_needed());
         let id = self.affinity.route(&request.prompt, request.affinity_salt(), &homes)?;
         self.replicas.get(&id)
     }

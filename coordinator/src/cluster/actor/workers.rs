@@ -16,6 +16,7 @@ use shared::wire::frame::{Frame, FrameKind};
 use super::super::Member;
 use super::super::roster::{Admission, Joining, LinkNumber};
 use super::{ClusterActor, Connected, RunningReplica, since_1970};
+use crate::links::link_end;
 use crate::replica::actor::StepDone;
 
 /// Interval of idle workers' stats reports.
@@ -37,6 +38,16 @@ pub enum Refusal {
     NotYet(String),
     /// Ever.
     Never(String),
+}
+
+/// One that was admitted has not heard of it, or is gone.
+#[derive(Debug, Message)]
+#[rtype(result = "()")]
+pub struct NotJoined {
+    /// Its node's name.
+    pub node: String,
+    /// The slot it was given.
+    pub worker: WorkerId,
 }
 
 /// A worker has been welcomed.
@@ -115,7 +126,12 @@ impl ClusterActor {
                 self.core.executor_heard(now, worker);
                 return self.report(worker, &stats);
             }
-            FromWorker::Progress(progress) => self.core.load_progressed(now, worker, progress),
+            FromWorker::Progress(progress) => {
+                self.core.load_progressed(now, worker, progress);
+                // Many come, and what they change is a bar: the next tick shows it.
+                self.unpublished = true;
+                return;
+            }
             FromWorker::GroupId(id) => self.core.group_id(now, worker, id, &mut effects),
             FromWorker::Formed(formed) => {
                 self.core.worker_formed(now, worker, formed, &mut effects);
@@ -199,6 +215,7 @@ impl ClusterActor {
             return;
         }
         self.roster.left(worker);
+        self.suspects.remove(&worker);
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -254,6 +271,14 @@ impl Handler<Admit> for ClusterActor {
         }
         let interval = if self.worker_stats { STATS_INTERVAL } else { Duration::ZERO };
         Ok(Welcome { worker, stats_interval_ms: interval.as_millis() as u64 })
+    }
+}
+
+impl Handler<NotJoined> for ClusterActor {
+    type Result = ();
+
+    fn handle(&mut self, NotJoined { node, worker }: NotJoined, _ctx: &mut Self::Context) {
+        self.roster.not_joined(&node, worker);
     }
 }
 
@@ -339,9 +364,16 @@ impl Handler<FromLink> for ClusterActor {
         }
         match event {
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
-            LinkEvent::Suspect => tracing::warn!(%worker, "the worker is silent"),
-            LinkEvent::Alive => tracing::info!(%worker, "the worker is heard again"),
+            LinkEvent::Suspect => {
+                tracing::warn!(%worker, "the worker is silent");
+                self.suspects.insert(worker);
+            }
+            LinkEvent::Alive => {
+                tracing::info!(%worker, "the worker is heard again");
+                self.suspects.remove(&worker);
+            }
             LinkEvent::Closed { reason } => {
+                self.hub.observer().record().link_ended(link_end(&reason));
                 if matches!(reason, CloseReason::Silent { .. })
                     && let Some(connected) = self.connected.get(&worker)
                 {

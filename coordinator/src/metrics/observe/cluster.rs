@@ -4,7 +4,7 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::LocalStats;
 use shared::metrics::catalogue;
-use shared::metrics::labels::ActorState;
+use shared::metrics::labels::{ActorState, HandshakeRefusal, LinkEnd};
 use shared::protocol::{EngineConfig, FrontendId};
 
 use super::swap::HostCells;
@@ -91,6 +91,20 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
         stats.add(fixed.fenced, count);
+    }
+
+    /// A connection did not become a link.
+    pub fn handshake_refused(&mut self, reason: HandshakeRefusal) {
+        let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
+        let counter = fixed.handshakes.get(reason);
+        stats.add(counter, 1);
+    }
+
+    /// A link of a worker or front end ended.
+    pub fn link_ended(&mut self, end: LinkEnd) {
+        let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
+        let counter = fixed.links.get(end);
+        stats.add(counter, 1);
     }
 
     /// A worker is linked, or was and is expected back.

@@ -17,6 +17,7 @@ fn report(name: &str, generation: u64, life: ActorLife) -> ActorReport {
     }
 }
 
+const NOW: Duration = Duration::ZERO;
 const A: Home = Home::Peer(PeerId(1));
 const B: Home = Home::Peer(PeerId(2));
 
@@ -48,21 +49,54 @@ fn a_watch_means_one_actor_and_not_its_successor() {
     let mut registry = Registry::default();
     told(&mut registry, A, report("x", 1, ActorLife::Alive));
     let watcher = (B, 9);
-    assert_eq!(registry.watch(watcher, "x", None), Ok(Watching::Alive { generation: 1 }));
+    assert_eq!(registry.watch(NOW, watcher, "x", None), Ok(Watching::Alive { generation: 1 }));
     assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Restarting)).1, []);
     // Its process gives the name to another: the first is dead.
     assert_eq!(told(&mut registry, A, report("x", 2, ActorLife::Alive)).1, [watcher]);
-    assert!(matches!(registry.watch(watcher, "x", Some(1)), Ok(Watching::Over { .. })));
-    assert!(matches!(registry.watch(watcher, "y", None), Ok(Watching::Over { .. })));
+    assert!(matches!(registry.watch(NOW, watcher, "x", Some(1)), Ok(Watching::Over { .. })));
+    assert!(matches!(registry.watch(NOW, watcher, "y", None), Ok(Watching::Over { .. })));
     assert_eq!(registry.watches(), 0);
+}
+
+#[test]
+fn one_that_lived_under_another_hub_is_waited_for() {
+    let (soon, late) = (RETURN_GRACE / 2, RETURN_GRACE);
+    let mut registry = Registry::default();
+    let mut notices = Vec::new();
+    for (id, name) in [(1, "x"), (2, "y"), (3, "z"), (4, "gone"), (5, "never")] {
+        assert_eq!(registry.watch(NOW, (B, id), name, Some(1)), Ok(Watching::Awaited));
+    }
+    registry.tick(soon, &mut notices);
+    assert_eq!((notices.len(), registry.watches()), (0, 5));
+    assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Alive)).1, []);
+    assert_eq!(registry.take_found(), [((B, 1), 1)]);
+    assert_eq!(told(&mut registry, A, report("y", 2, ActorLife::Alive)).1, [(B, 2)], "another");
+    assert_eq!(told(&mut registry, A, report("gone", 1, ActorLife::Dead)).1, [(B, 4)]);
+    registry.unwatch((B, 3));
+    registry.tick(late, &mut notices);
+    assert_eq!(notices.iter().map(|it| it.watcher).collect::<Vec<_>>(), [(B, 5)]);
+    assert!(!registry.awaits());
+    // From here on it is a watch like any other.
+    assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Dead)).1, [(B, 1)]);
+    assert_eq!(registry.watches(), 0);
+
+    // One whose generation was never known is waited for while all are on their way, and only then.
+    let mut registry = Registry::default();
+    assert!(matches!(registry.watch(NOW, (B, 1), "x", None), Ok(Watching::Over { .. })));
+    registry.settle(NOW);
+    assert_eq!(registry.watch(soon, (B, 1), "x", None), Ok(Watching::Awaited));
+    assert!(matches!(registry.watch(late, (B, 2), "x", None), Ok(Watching::Over { .. })));
+    let mut notices = Vec::new();
+    registry.peer_lost(PeerId(2), "gone", &mut notices);
+    assert_eq!((notices.len(), registry.watches(), registry.awaits()), (0, 0, false));
 }
 
 #[test]
 fn a_lost_link_is_a_death_and_its_return_a_life() {
     let mut registry = Registry::default();
     told(&mut registry, A, report("x", 1, ActorLife::Alive));
-    let _ = registry.watch((Home::Here, 1), "x", None);
-    let _ = registry.watch((A, 1), "x", None);
+    let _ = registry.watch(NOW, (Home::Here, 1), "x", None);
+    let _ = registry.watch(NOW, (A, 1), "x", None);
     let mut notices = Vec::new();
     registry.peer_lost(PeerId(1), "gone", &mut notices);
     assert_eq!(notices, [Notice { watcher: (Home::Here, 1), reason: "gone".to_owned() }]);
@@ -138,7 +172,7 @@ proptest! {
                     }
                     let lives = registry.find(&name.to_string()).is_some();
                     let alive = matches!(
-                        registry.watch(watcher, &name.to_string(), None),
+                        registry.watch(NOW, watcher, &name.to_string(), None),
                         Ok(Watching::Alive { .. })
                     );
                     prop_assert_eq!(lives, alive);
@@ -186,15 +220,15 @@ fn a_watch_is_in_both_lists_or_in_none() {
         registry.report(Home::Here, "n", report(name, 1, ActorLife::Alive), &mut notices).unwrap();
         for id in 0..10 {
             let watcher = (Home::Peer(peer), id + 10 * u64::from(name.as_bytes()[0]));
-            registry.watch(watcher, name, None).unwrap();
-            registry.watch(watcher, name, None).unwrap();
-            registry.watch((Home::Peer(other), watcher.1), name, None).unwrap();
+            registry.watch(NOW, watcher, name, None).unwrap();
+            registry.watch(NOW, watcher, name, None).unwrap();
+            registry.watch(NOW, (Home::Peer(other), watcher.1), name, None).unwrap();
         }
     }
     assert_eq!(whole(&registry), 60);
     // One number, now for another actor.
     let number = (Home::Peer(peer), 10 * u64::from(b'a'));
-    registry.watch(number, "b", None).unwrap();
+    registry.watch(NOW, number, "b", None).unwrap();
     assert_eq!(whole(&registry), 60);
     registry.unwatch(number);
     registry.unwatch(number);

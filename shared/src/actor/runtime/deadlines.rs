@@ -1,5 +1,5 @@
-//! The thread that looks at the deadlines of asks: there from the first ask on, parked while there
-//! is none.
+//! The thread that looks at the deadlines of asks, and of watches that wait for their actors: there
+//! from the first one on, parked while there is none.
 use std::time::Duration;
 
 use super::state::State;
@@ -9,7 +9,7 @@ use super::{ActorRuntime, WeakRuntime};
 const TICK: Duration = Duration::from_millis(20);
 
 impl ActorRuntime {
-    /// Looks at deadlines as long as there are asks.
+    /// Looks at deadlines as long as there are some.
     pub(super) fn tick_from_now_on(&self, state: &mut State) {
         if std::mem::replace(&mut state.ticks, true) {
             return;
@@ -39,7 +39,10 @@ fn tick(runtime: &WeakRuntime) {
             let mut state = runtime.state();
             state.exchange.tick(now, &mut effects);
             runtime.carry_out(&mut state, effects);
-            state.ticks = state.exchange.outstanding() > 0;
+            let mut notices = Vec::new();
+            state.registry.tick(now, &mut notices);
+            runtime.notify(&mut state, notices);
+            state.ticks = state.exchange.outstanding() > 0 || state.registry.awaits();
             !state.ticks
         };
         if idle {

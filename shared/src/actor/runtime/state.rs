@@ -4,6 +4,7 @@ use std::thread::Thread;
 
 use tokio::sync::{mpsc, oneshot};
 
+use super::waiting::Watched;
 use super::{Outcome, Role};
 use crate::actor::exchange::{ASKS_PER_PEER, Exchange, PeerId, Route};
 use crate::actor::link::{ACTOR_QUEUE_MAX, LinkHandle, Queued, SendError};
@@ -52,7 +53,7 @@ pub(super) struct Mailbox {
 pub(super) struct Watch {
     pub(super) name: String,
     pub(super) generation: Option<u64>,
-    pub(super) told: oneshot::Sender<String>,
+    pub(super) told: oneshot::Sender<Watched>,
 }
 
 impl State {
@@ -142,9 +143,9 @@ impl State {
         })
     }
 
-    pub(super) fn tell(&mut self, watch: u64, reason: String) {
+    pub(super) fn tell(&mut self, watch: u64, outcome: Watched) {
         if let Some(watch) = self.watches.remove(&watch) {
-            let _ = watch.told.send(reason);
+            let _ = watch.told.send(outcome);
         }
     }
 }

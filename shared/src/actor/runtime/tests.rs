@@ -155,7 +155,8 @@ async fn a_thousand_actors_and_watches_are_told_of_at_once() {
     a_link.cut();
     let told = futures_util::future::join_all(watches);
     let told = tokio::time::timeout(PATIENCE, told).await.expect("all watchers are told");
-    assert!(told.iter().all(|reason| reason.contains("the link to a is gone")), "{:?}", told[0]);
+    let gone = |reason: &String| reason.contains("the link to a is gone");
+    assert!(told.iter().all(|told| told.as_ref().is_ok_and(gone)), "{:?}", told[0]);
     b_link.is_whole();
 }
 
@@ -211,7 +212,7 @@ async fn an_actor_whose_task_is_dropped_is_dead() {
     spawned.1.await.unwrap();
     let watch = hub.watch("short");
     drop(go);
-    let reason = tokio::time::timeout(PATIENCE, watch).await.expect("its watcher is told");
+    let reason = tokio::time::timeout(PATIENCE, watch).await.expect("its watcher is told").unwrap();
     assert!(reason.contains("its task was dropped"), "{reason}");
     program.join().unwrap();
     // The name is free again.
@@ -233,4 +234,50 @@ async fn deadlines_are_kept_by_one_thread() {
         threads.push(hub.state().ticker.as_ref().unwrap().id());
     }
     assert!(threads.iter().all(|id| *id == threads[0]), "{threads:?}");
+}
+
+#[tokio::test]
+async fn a_watch_outlives_a_change_of_the_hub() {
+    let (first, a, b) = (hub(), spoke("a", 2), spoke("b", 3));
+    for name in ["stays", "goes"] {
+        a.spawn(ActorSpec::new(name, "quiet"), || Quiet).unwrap();
+    }
+    let links = [pair(&first, &a, "a").await, pair(&first, &b, "b").await];
+    until("both are known", || first.list().len() == 2).await;
+    let (mut stays, goes) = (b.watch("stays"), b.watch("goes"));
+    until("both are watched", || {
+        b.state().watches.values().all(|watch| watch.generation.is_some())
+    })
+    .await;
+    links.into_iter().for_each(Pair::cut);
+    until("the links are gone", || a.state().peers.is_empty() && b.state().peers.is_empty()).await;
+    // One ends while nobody leads. The watcher is back first: the new hub has met nobody yet.
+    a.stop("goes");
+    let second = hub();
+    second.settle();
+    let mut of_b = pair(&second, &b, "b").await;
+    until("the watches are there", || second.state().registry.watches() == 2).await;
+    let unknown = b.watch("not here yet");
+    until("it is there, too", || second.state().registry.watches() == 3).await;
+    let moment = Duration::from_millis(300);
+    assert!(tokio::time::timeout(moment, &mut stays).await.is_err(), "nobody said that it is dead");
+    let of_a = pair(&second, &a, "a").await;
+    // Of the one that ended nothing is known here but its death.
+    let goes = tokio::time::timeout(PATIENCE, goes).await.expect("it is dead").unwrap();
+    assert!(!goes.is_empty());
+    a.spawn(ActorSpec::new("not here yet", "quiet"), || Quiet).unwrap();
+    until("it is found", || {
+        let state = b.state();
+        let found = state.watches.values().all(|watch| watch.generation.is_some());
+        found && state.watches.len() == 2
+    })
+    .await;
+    assert!(tokio::time::timeout(moment, &mut stays).await.is_err());
+    assert!(!second.state().registry.awaits());
+    of_b.is_whole();
+    of_a.cut();
+    for watch in [stays, unknown] {
+        let reason = tokio::time::timeout(PATIENCE, watch).await.expect("told").unwrap();
+        assert!(reason.contains("the link to a is gone"), "{reason}");
+    }
 }

@@ -39,21 +39,30 @@ impl Drop for Dispatched {
     }
 }
 
-/// Resolves once, with the reason, when the watched actor is dead. Dropped, the watch is over.
+/// An actor is not watched, whatever becomes of it: there are too many watches, or this process's
+/// runtime is gone.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("it is not watched: {0}")]
+pub struct NotWatched(pub(super) String);
+
+/// What comes of a watch: why the actor is dead.
+pub(super) type Watched = Result<String, NotWatched>;
+
+/// Resolves once, with the reason, when the watched actor is dead; with an error where nobody will
+/// tell. Dropped, the watch is over.
 #[derive(Debug)]
 pub struct DeathWatch {
     pub(super) runtime: Weak<Inner>,
     pub(super) id: u64,
-    pub(super) dead: oneshot::Receiver<String>,
+    pub(super) dead: oneshot::Receiver<Watched>,
 }
 
 impl Future for DeathWatch {
-    type Output = String;
+    type Output = Result<String, NotWatched>;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<String> {
-        Pin::new(&mut self.dead)
-            .poll(context)
-            .map(|reason| reason.unwrap_or_else(|_| "its runtime is gone".to_owned()))
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let gone = || Err(NotWatched("its runtime is gone".to_owned()));
+        Pin::new(&mut self.dead).poll(context).map(|told| told.unwrap_or_else(|_| gone()))
     }
 }
 

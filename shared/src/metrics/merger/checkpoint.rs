@@ -4,6 +4,8 @@
 //! the writer's own belong (it will be gone when somebody reads them), and apart from them those of
 //! every other process, which goes on under the reader and reports again what is already in here.
 //! Series go by name, not by position, so that another version of the program takes what it knows.
+mod news;
+
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};

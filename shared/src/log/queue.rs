@@ -1,0 +1,257 @@
+//! Text on its way to a reader that may stall: a thread of its own writes it, so that nobody who logs
+//! waits for whoever reads.
+//!
+//! What waits has a bound. Lines beyond it are dropped and counted, and the reader is told how many
+//! when it goes on.
+use std::io::{self, ErrorKind, Write};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Most bytes that wait; as many again may be on their way.
+pub const WAITING_MAX: usize = 1 << 20;
+/// Between two attempts to write where a pipe says that it is full instead of waiting.
+const AGAIN: Duration = Duration::from_millis(10);
+
+/// Of the whole process, as its stderr is.
+static DROPPED: AtomicU64 = AtomicU64::new(0);
+
+/// Lines of this process that its readers were too slow for.
+#[must_use]
+pub fn lines_dropped() -> u64 {
+    DROPPED.load(Ordering::Relaxed)
+}
+
+/// See the module's documentation. Clones share it; the thread ends with the last one, when all is
+/// written.
+#[derive(Clone, Debug)]
+pub struct LineQueue(Arc<Handle>);
+
+#[derive(Debug)]
+struct Handle(Arc<Shared>);
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    waiting: Vec<u8>,
+    /// Lines dropped since the reader was last told.
+    dropped: u64,
+    /// The thread has taken what waited and writes it.
+    writing: bool,
+    closed: bool,
+}
+
+impl State {
+    fn is_empty(&self) -> bool {
+        self.waiting.is_empty() && self.dropped == 0
+    }
+
+    /// All that is to be written now.
+    fn take(&mut self) -> Vec<u8> {
+        let mut text = std::mem::take(&mut self.waiting);
+        let dropped = std::mem::take(&mut self.dropped);
+        if dropped > 0 {
+            if text.last().is_some_and(|last| *last != b'\n') {
+                text.push(b'\n');
+            }
+            let note = format!("{dropped} lines dropped here: whoever reads this was too slow\n");
+            text.extend_from_slice(note.as_bytes());
+        }
+        text
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        // A panic elsewhere leaves whole pieces of text behind.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write_on(&self, mut out: impl Write) {
+        loop {
+            let text = {
+                let mut state = self.state();
+                while state.is_empty() {
+                    if state.closed {
+                        return;
+                    }
+                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                }
+                state.writing = true;
+                state.take()
+            };
+            write_all(&mut out, &text);
+            self.state().writing = false;
+            self.changed.notify_all();
+        }
+    }
+}
+
+/// Writes everything, however long that takes. A reader that is gone is no reason to end.
+fn write_all(out: &mut impl Write, mut text: &[u8]) {
+    while !text.is_empty() {
+        match out.write(text) {
+            Ok(0) => return,
+            Ok(written) => text = text.get(written..).unwrap_or_default(),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(AGAIN),
+            Err(_) => return,
+        }
+    }
+    let _ = out.flush();
+}
+
+impl LineQueue {
+    /// Starts the thread `name` that writes to `out`.
+    ///
+    /// # Errors
+    /// When the operating system gives no thread.
+    pub fn start(name: &str, out: impl Write + Send + 'static) -> io::Result<Self> {
+        let shared = Arc::new(Shared::default());
+        let writer = shared.clone();
+        std::thread::Builder::new().name(name.to_owned()).spawn(move || writer.write_on(out))?;
+        Ok(Self(Arc::new(Handle(shared))))
+    }
+
+    /// Adds text, which is one or more lines; it is dropped where there is no room for all of it,
+    /// and what comes behind it, too, until the reader goes on.
+    pub fn push(&self, text: &[u8]) {
+        let shared = &self.0.0;
+        let mut state = shared.state();
+        if state.dropped > 0 || state.waiting.len() + text.len() > WAITING_MAX {
+            let lines = text.iter().filter(|byte| **byte == b'\n').count().max(1) as u64;
+            state.dropped = state.dropped.saturating_add(lines);
+            DROPPED.fetch_add(lines, Ordering::Relaxed);
+            return;
+        }
+        state.waiting.extend_from_slice(text);
+        drop(state);
+        shared.changed.notify_all();
+    }
+
+    /// Waits until everything is written, for so long at most; returns whether it is.
+    pub fn flush(&self, patience: Duration) -> bool {
+        let (shared, until) = (&self.0.0, Instant::now() + patience);
+        let mut state = shared.state();
+        while !state.is_empty() || state.writing {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let waited = shared.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+/// Never waits; every write is a piece of text of its own.
+impl Write for LineQueue {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        self.push(text);
+        Ok(text.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.0.state().closed = true;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    /// Writes when it is let.
+    struct Gate {
+        let_on: Receiver<()>,
+        written: Sender<Vec<u8>>,
+    }
+
+    impl Write for Gate {
+        fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+            if self.let_on.recv().is_err() {
+                return Err(ErrorKind::BrokenPipe.into());
+            }
+            // Pipes take parts.
+            let some = text.len().min(64 << 10);
+            let _ = self.written.send(text[..some].to_vec());
+            Ok(some)
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn gate() -> (LineQueue, Sender<()>, Receiver<Vec<u8>>) {
+        let ((open, let_on), (written, read)) = (channel(), channel());
+        (LineQueue::start("gate", Gate { let_on, written }).unwrap(), open, read)
+    }
+
+    #[test]
+    fn a_reader_that_stalls_holds_nobody_up_and_hears_what_it_missed() {
+        let (queue, open, read) = gate();
+        queue.push(b"first\n");
+        let line = format!("{}\n", "x".repeat(1023));
+        let (began, before) = (Instant::now(), lines_dropped());
+        for _ in 0..4096 {
+            queue.push(line.as_bytes());
+        }
+        assert!(began.elapsed() < LONG);
+        // 1024 lines wait and as many may be on their way; others of this process may drop, too.
+        let dropped = lines_dropped() - before;
+        assert!((2048..=3072).contains(&dropped), "{dropped}");
+        assert!(!queue.flush(Duration::from_millis(20)), "nothing is written yet");
+        for _ in 0..200 {
+            open.send(()).unwrap();
+        }
+        assert!(queue.flush(LONG));
+        queue.push(b"last\n");
+        assert!(queue.flush(LONG));
+        let text = String::from_utf8(read.try_iter().flatten().collect()).unwrap();
+        let lines: Vec<&str> = text.lines().collect();
+        let note = format!("{dropped} lines dropped here: whoever reads this was too slow");
+        assert_eq!((lines[0], lines[lines.len() - 2]), ("first", note.as_str()));
+        assert_eq!((lines.last(), lines.len() as u64), (Some(&"last"), 4096 - dropped + 3));
+    }
+
+    #[test]
+    fn a_reader_that_is_gone_is_no_reason_to_wait() {
+        let (queue, open, _read) = gate();
+        drop(open);
+        queue.push(b"nobody reads this");
+        assert!(queue.flush(LONG));
+    }
+
+    #[test]
+    fn what_waits_is_written_after_the_last_handle_is_gone() {
+        let (queue, open, read) = gate();
+        let mut clone = queue.clone();
+        writeln!(clone, "a line").unwrap();
+        drop((queue, clone));
+        for _ in 0..9 {
+            let _ = open.send(());
+        }
+        let mut text = Vec::new();
+        while let Ok(more) = read.recv_timeout(LONG) {
+            text.extend(more);
+        }
+        assert_eq!(text, b"a line\n");
+    }
+}

@@ -1,0 +1,63 @@
+//! PURE: whether totals say more than those before them that somebody would miss.
+//!
+//! An idle cluster counts, too: processor time, steps without sequences, probes of load balancers and
+//! scrapes. That alone is no reason to write a checkpoint every few seconds.
+use super::{Checkpoint, LiveTotals, Total, index_of};
+use crate::metrics::application::{Family, Kind as ApplicationKind};
+use crate::metrics::catalogue::{
+    HTTP_REQUEST_DURATION, HTTP_REQUESTS, PROCESS_CPU, RANK_STRAGGLER_GAP, SCRAPE_DURATION,
+};
+use crate::metrics::definition::{Owner, SeriesId};
+use crate::metrics::labels::ROUTE;
+use crate::metrics::snapshot::{LabelValues, Value};
+
+/// What load balancers, supervisors and scrapers ask for, whether anything happens or not.
+const PROBES: [&str; 6] = ["/live", "/ready", "/health", "/ping", "/version", "/metrics"];
+
+impl Checkpoint {
+    /// Whether something was counted after `before`, or left, that does not go on by itself in an
+    /// idle cluster.
+    #[must_use]
+    pub fn has_news_since(&self, before: &Self) -> bool {
+        self.gone != before.gone
+            || !same(&self.retired, &before.retired)
+            || !self.applications.iter().eq(&before.applications)
+            || self.live.len() != before.live.len()
+            || self.live.iter().zip(&before.live).any(|(now, then)| !now.is_as(then))
+    }
+}
+
+impl LiveTotals {
+    fn is_as(&self, then: &Self) -> bool {
+        (self.source, self.incarnation) == (then.source, then.incarnation)
+            && same(&self.series, &then.series)
+            && totals(&self.application).eq(totals(&then.application))
+    }
+}
+
+fn same(now: &[Total], then: &[Total]) -> bool {
+    now.iter().filter(|it| !it.is_routine()).eq(then.iter().filter(|it| !it.is_routine()))
+}
+
+/// Of what applications count, all but gauges.
+fn totals(families: &[Family]) -> impl Iterator<Item = (&str, &[(LabelValues, Value)])> {
+    let totals =
+        families.iter().filter(|it| !matches!(it.declaration.kind, ApplicationKind::Gauge(_)));
+    totals.map(|family| (family.declaration.name.as_str(), family.series.as_slice()))
+}
+
+impl Total {
+    /// Whether it grows while nothing happens.
+    fn is_routine(&self) -> bool {
+        let Some(id) = index_of(&self.name).and_then(SeriesId::from_index) else { return false };
+        let definition = id.definition();
+        if [HTTP_REQUESTS.series(), HTTP_REQUEST_DURATION.series()].contains(&id) {
+            let at = definition.labels.iter().position(|label| label.name == ROUTE.name);
+            let route = at.and_then(|at| self.labels.get(at));
+            return route.is_some_and(|route| PROBES.contains(&route.as_str()));
+        }
+        let counted = [PROCESS_CPU.series(), SCRAPE_DURATION.series(), RANK_STRAGGLER_GAP.series()];
+        // What ranks count of steps; tokens and failures are the coordinator's.
+        counted.contains(&id) || matches!(definition.owner, Owner::EveryRank | Owner::RankZero)
+    }
+}

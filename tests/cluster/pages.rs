@@ -1,0 +1,127 @@
+//! `/metrics` of every role as it runs: what Prometheus's own linter says of it, and that no two
+//! pages have the same series once `instance` is taken away.
+use std::collections::BTreeSet;
+use std::io::Write as _;
+use std::process::{Command, Stdio};
+
+use testkit::client::Client;
+use testkit::local_cluster::LocalCluster;
+
+use crate::etcd::{Meeting, PATIENCE, until};
+use crate::scraping::curl;
+
+const OPEN_METRICS: &str = "accept: application/openmetrics-text; version=1.0.0";
+
+/// What is wrong with a page's families, by the rules of both text formats.
+fn problems(page: &str) -> Vec<String> {
+    let mut problems = Vec::new();
+    let (mut seen, mut family) = (BTreeSet::new(), String::new());
+    for line in page.lines() {
+        let mut words = line.split(' ');
+        match (words.next(), words.next(), words.next()) {
+            (Some("#"), Some(kind @ ("HELP" | "TYPE")), Some(name)) => {
+                if !seen.insert(format!("{kind} {name}")) {
+                    problems.push(format!("second {kind} line of {name}"));
+                }
+                name.clone_into(&mut family);
+            }
+            (Some("#"), ..) => {}
+            _ => {
+                // Of counters OpenMetrics names the family without its `_total`.
+                if !line.starts_with(&family) {
+                    problems.push(format!("not among its family {family}: {line}"));
+                }
+                let series = line.split(" # ").next().unwrap_or(line);
+                let series = series.rsplit_once(' ').map_or(series, |(series, _)| series);
+                if !seen.insert(series.to_owned()) {
+                    problems.push(format!("second sample of {series}"));
+                }
+            }
+        }
+    }
+    problems
+}
+
+/// What `promtool check metrics` says; `None` where there is none.
+fn promtool(page: &str) -> Option<String> {
+    let child = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = match child {
+        Ok(child) => child,
+        Err(error) if std::env::var_os("CI").is_none() => {
+            eprintln!("promtool is not here ({error}); the linter was not asked");
+            return None;
+        }
+        Err(error) => panic!("promtool is needed in continuous integration: {error}"),
+    };
+    child.stdin.take().unwrap().write_all(page.as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let said = [output.stdout, output.stderr].concat();
+    Some(String::from_utf8_lossy(&said).into_owned())
+}
+
+/// The names of a page's families that do not keep the `instance` they were scraped from.
+fn cluster_wide(page: &str) -> BTreeSet<String> {
+    let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
+    let own = |name: &str| name.starts_with("process_") || name.starts_with("tutti_membership_");
+    names.filter(|name| !own(name)).map(str::to_owned).collect()
+}
+
+/// The page, after looking at it in both formats.
+fn checked(role: &str, of: &LocalCluster) -> String {
+    let url = format!("{}/metrics", of.base());
+    let page = curl(&[], &url).1;
+    assert!(page.lines().count() > 4, "{role}: {page}");
+    for text in [&page, &curl(&["-H", OPEN_METRICS], &url).1] {
+        let problems = problems(text);
+        assert!(problems.is_empty(), "{role}: {problems:#?}");
+    }
+    // Names of other servers are theirs.
+    let ours = page.lines().filter(|line| !line.contains("vllm:") && !line.contains("aphrodite:"));
+    if let Some(said) = promtool(&ours.map(|line| format!("{line}\n")).collect::<String>()) {
+        assert!(said.is_empty(), "{role}: {said}");
+    }
+    page
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn every_role_s_page_is_right_and_no_two_have_the_same_series() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let _worker = meeting.worker(0);
+    let mut leader = meeting.coordinator_of("1", &["--metrics-compat", "vllm,aphrodite"]).await;
+    leader.wait_ready().await.unwrap();
+    let standby = meeting.coordinator_of("1", &[]).await;
+    let frontend = meeting.frontend().await;
+    let stands_by = Client::new(standby.base()).unwrap();
+    until("the standby sees etcd", async || {
+        let scrape = stands_by.scrape().await.ok()?;
+        scrape.has("tutti_membership_members", &[]).then_some(())
+    })
+    .await;
+    // With what only a leader with etcd has, and what comes of requests.
+    let client = leader.client().unwrap();
+    assert!(crate::etcd::serves(&client).await);
+    let all = |s: &testkit::scrape::Scrape| {
+        s.has("tutti_totals_checkpoint_timestamp_seconds", &[]) && s.has("tutti_frontend_up", &[])
+    };
+    assert!(all(&client.scrape_until(PATIENCE, all).await.unwrap()));
+
+    let pages = [("leader", &leader), ("standby", &standby), ("front end", &frontend)];
+    let pages = pages.map(|(role, of)| (role, checked(role, of)));
+    for (at, (role, page)) in pages.iter().enumerate() {
+        for (other, beside) in &pages[at + 1..] {
+            let both: Vec<_> =
+                cluster_wide(page).intersection(&cluster_wide(beside)).cloned().collect();
+            assert!(both.is_empty(), "{role} and {other} both have {both:?}");
+        }
+    }
+    // The checks can fail.
+    let (_, page) = &pages[0];
+    let twice = format!("{page}# HELP tutti_actors Again.\n# TYPE tutti_actors gauge\n");
+    assert_eq!(problems(&twice).len(), 2);
+    assert!(promtool(&twice).is_none_or(|said| said.contains("HELP")));
+}
