@@ -110,25 +110,56 @@ __device__ __forceinline__ bool exchange(const Lane& lane) {
     return all_of_block(there);
 }
 
-// The sum over the ranks of the 4 elements `at` of their slots, `own` being this rank's.
+// 4 elements of every rank's, with RANKS slots here of which this rank's own is not used.
 template <uint32_t RANKS>
-__device__ __forceinline__ float4 tree(const Lane& lane, uint32_t at, float4 own) {
-    const float* slots = slot_of(lane, lane.rank, 0) + at;
-    float4 v[RANKS];
+struct Terms {
+    float4 of[RANKS];
+};
+
+// The elements from `at` on; `own` are this rank's. Where nothing is under a condition but which of them
+// is used, no load waits for another; that takes more registers than kernels of 1024 threads have.
+template <uint32_t RANKS, bool AT_ONCE>
+__device__ __forceinline__ Terms<RANKS> read_terms(const Lane& lane, const float* slots,
+                                                   uint32_t at, float4 own) {
+    const auto taken = [&](uint32_t rank) {
+        return take(reinterpret_cast<const float4*>(slots + rank * lane.slot + at));
+    };
+    if constexpr (RANKS == 2) {
+        // Two make the same sum in either order.
+        return {{own, taken(1 - lane.rank)}};
+    } else {
+        Terms<RANKS> terms;
 #pragma unroll
-    for (uint32_t rank = 0; rank < RANKS; rank++) {
-        v[rank] = rank == lane.rank
-                      ? own
-                      : take(reinterpret_cast<const float4*>(slots + rank * lane.slot));
+        for (uint32_t rank = 0; rank < RANKS; rank++) {
+            const bool is_own = rank == lane.rank;
+            if (AT_ONCE) {
+                const float4 v = taken(is_own ? rank ^ 1 : rank);
+                terms.of[rank] = is_own ? own : v;
+            } else {
+                terms.of[rank] = is_own ? own : taken(rank);
+            }
+        }
+        return terms;
     }
+}
+
+// Their sum, as a tree.
+template <uint32_t RANKS>
+__device__ __forceinline__ float4 add_terms(Terms<RANKS> terms) {
 #pragma unroll
     for (uint32_t apart = 1; apart < RANKS; apart *= 2) {
 #pragma unroll
         for (uint32_t rank = 0; rank < RANKS; rank += 2 * apart) {
-            v[rank] = add4(v[rank], v[rank + apart]);
+            terms.of[rank] = add4(terms.of[rank], terms.of[rank + apart]);
         }
     }
-    return v[0];
+    return terms.of[0];
+}
+
+template <uint32_t RANKS>
+__device__ __forceinline__ float4 tree(const Lane& lane, const float* slots, uint32_t at,
+                                       float4 own) {
+    return add_terms(read_terms<RANKS, false>(lane, slots, at, own));
 }
 
 // 4 elements to all other ranks' slots.
@@ -193,9 +224,10 @@ __device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t c
         if (!exchange(lane)) {
             return false;
         }
+        const float* slots = slot_of(lane, lane.rank, 0);
         for (uint32_t at = threadIdx.x * 4; at < here; at += blockDim.x * 4) {
             const float4 own = load_within(data, first + at, count);
-            store_within(data, first + at, count, true, tree<RANKS>(lane, at, own));
+            store_within(data, first + at, count, true, tree<RANKS>(lane, slots, at, own));
         }
         lane.round++;
     }
@@ -225,9 +257,10 @@ __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t c
         const uint64_t mine = first + static_cast<uint64_t>(lane.rank) * part;
         Lane next = lane;
         next.round++;
+        const float* slots = slot_of(lane, lane.rank, 0);
 #pragma unroll 1
         for (uint32_t at = threadIdx.x * 4; at < part && mine + at < count; at += blockDim.x * 4) {
-            const float4 sum = tree<RANKS>(lane, at, load_within(data, mine + at, count));
+            const float4 sum = tree<RANKS>(lane, slots, at, load_within(data, mine + at, count));
             store_within(data, mine + at, count, true, sum);
             push_to_all(next, at, sum);
         }
@@ -275,14 +308,26 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
         for (uint32_t i = 0; i < here; i++) {
             const size_t index = first + i * gridDim.x;
             const float* row = data + index * width;
+            const float* slots = slot_of(lane, lane.rank, 0) + i * width;
             float* r = residual + index * width;
-            const auto fetch = [&](uint32_t, uint32_t at, float4 v) {
-                v = add4(v, tree<RANKS>(lane, i * width + at, load4(row + at)));
-                store4(r + at, v);
-                return v;
+            const auto norm = [&](auto read, auto sum) {
+                add_rmsnorm_row(r, weight, weights, out + index * out_stride, width,
+                                out_stride % 4 == 0, eps, scratch, true, read, sum);
             };
-            add_rmsnorm_row(r, weight, weights, out + index * out_stride, width,
-                            out_stride % 4 == 0, eps, scratch, fetch);
+            // Of two ranks all of a thread's fours are asked for at once; of more, which has more of
+            // each on its way, registers would not hold them.
+            if constexpr (RANKS == 2) {
+                norm([&](uint32_t, uint32_t at) {
+                         return read_terms<RANKS, true>(lane, slots, at, load4(row + at));
+                     },
+                     [](const Terms<RANKS>& terms) { return add_terms(terms); });
+            } else {
+                norm([&](uint32_t, uint32_t at) {
+                         return add_terms(
+                             read_terms<RANKS, true>(lane, slots, at, load4(row + at)));
+                     },
+                     AsRead{});
+            }
             // `scratch` is used again.
             __syncthreads();
         }

@@ -16,9 +16,12 @@ struct Pages {
     uint32_t kv_head;
     uint32_t block_shift;
 
-    // Elements (of head_dim each) before the first token of block `index` of the sequence.
-    __device__ __forceinline__ size_t block_start(uint32_t index) const {
-        const size_t block = load_input(table + index);
+    // Which block of the cache block `index` of the sequence is.
+    __device__ __forceinline__ uint32_t block(uint32_t index) const {
+        return load_input(table + index);
+    }
+    // Elements (of head_dim each) before the first token of a block of the cache.
+    __device__ __forceinline__ size_t start_of(size_t block) const {
         return (block * num_kv_heads + kv_head) << block_shift;
     }
     __device__ __forceinline__ uint32_t in_block(uint32_t position) const {
@@ -26,7 +29,7 @@ struct Pages {
     }
     // Where the token at `position` is.
     __device__ __forceinline__ size_t token(uint32_t position) const {
-        return block_start(position >> block_shift) + in_block(position);
+        return start_of(block(position >> block_shift)) + in_block(position);
     }
 };
 

@@ -9,8 +9,8 @@
 // costs no blocks of theirs.
 //
 // A block computes up to 16 query heads of one KV head over one part at a time: the heads are the 16
-// rows of the tensor cores' A, so K and V are read once for a whole group. K and V go from memory to
-// registers, 16 bytes per lane, without shared memory:
+// rows of the tensor cores' A, so K and V are read once for a whole group. Every lane asks for 16 bytes
+// at a time, of which no other lane makes use:
 // - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
 //   permuted alike.
 // - weighted sum: B's k is the token. A lane loads the same 8 dims of tokens 2t, 2t+1, 2t+8, 2t+9
@@ -19,8 +19,13 @@
 // end. Weights are rounded to bf16 before they are summed and before they meet V, so numerator and
 // denominator agree: a constant V comes out exact.
 //
-// Heads of 256 have twice the sums: q waits in shared memory instead of registers, V is asked for when K
-// has been used, and the warps are put together 128 dims at a time.
+// Of heads up to 64 K and V of a tile go to registers, all of it before any is used. Wider ones have not
+// that many registers, and the assembler would put V off until K has been used: there each lane copies
+// what it will read to shared memory in the background, K and V of the next tile as soon as this tile's
+// have been used. As each reads only what it copied itself, no lane waits for another.
+//
+// Heads of 256 have twice the sums: q waits in shared memory instead of registers, K is not copied ahead,
+// and the warps are put together 128 dims at a time.
 //
 // Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s, which of one part is o / l: then it is
 // written at once. How a sequence is split depends on its length and the launch's constants alone,
@@ -186,6 +191,28 @@ struct Mixed {
     }
 };
 
+// What of a warp's next tile is on its way to shared memory: pieces of 16 bytes, each for all lanes one
+// behind the other.
+template <int HEAD_DIM>
+struct Ahead {
+    static constexpr bool K = HEAD_DIM > 64 && HEAD_DIM <= 128;
+    static constexpr bool V = HEAD_DIM > 64;
+    static constexpr uint32_t SETS = (HEAD_DIM + 63) / 64;
+    static constexpr uint32_t K_PIECES = K ? 2 * Row<HEAD_DIM>::FULL : 0;
+    static constexpr uint32_t V_PIECES = V ? 4 * SETS : 0;
+    static constexpr uint32_t PIECES = K_PIECES + V_PIECES;
+    static_assert(!K || Row<HEAD_DIM>::REST == 0, "whole pieces of K");
+    // This lane's own of the first piece.
+    uint4* own;
+
+    __device__ __forceinline__ uint4* k(uint32_t part, uint32_t i) const {
+        return own + (part * Row<HEAD_DIM>::FULL + i) * 32;
+    }
+    __device__ __forceinline__ uint4* v(uint32_t set, uint32_t i) const {
+        return own + (K_PIECES + set * 4 + i) * 32;
+    }
+};
+
 template <int HEAD_DIM>
 __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     // 64 dims of V each: lane g has the 8 from 8g.
@@ -199,7 +226,11 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, totals, WARPS * 16);
     using In = Mixed<PIECE>;
     static_assert(In::stores_are_spread() && In::loads_are_spread(), "banks are met twice");
+    // Also for what is on its way, while the warps are not being put together.
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
+    using Next = Ahead<HEAD_DIM>;
+    static_assert(WARPS * Next::PIECES * 32 * sizeof(uint4) <= WARPS * 16 * In::WIDTH * sizeof(float),
+                  "what is on its way has no room");
 
     release_successors();
     // The step's lists came by a copy before all kernels: they are read, and K and V of the first part
@@ -220,6 +251,9 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     const uint32_t g = threadIdx.x % 32 / 4;
     const uint32_t t = threadIdx.x % 4;
 
+    const Next ahead = {reinterpret_cast<uint4*>(mixed) + warp * Next::PIECES * 32 +
+                        threadIdx.x % 32};
+
     const bool tile_in_block = block_shift >= 4;
     const float to_exponent = scale * LOG2_E;
     for (uint32_t part = blockIdx.x; part < num_parts; part += gridDim.x) {
@@ -237,19 +271,70 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
 
         // Looked up a round ahead, so that K and V need not wait for it.
         const auto block_of = [&](uint32_t tile) {
-            return tile_in_block && tile < end ? pages.block_start(tile >> block_shift) : 0;
+            return tile_in_block && tile < end ? pages.block(tile >> block_shift) : 0;
         };
-        size_t next_block = block_of(first + warp * TILE);
+        uint32_t next_block = block_of(first + warp * TILE);
         const bool is_first = part == blockIdx.x;
         if (is_first && tile_in_block && first + warp * TILE < end && threadIdx.x % 32 == 0) {
             const uint32_t tile = first + warp * TILE;
             const uint32_t tokens = end - tile < TILE ? end - tile : TILE;
-            const size_t at = (next_block + pages.in_block(tile)) * HEAD_DIM;
+            const size_t at = (pages.start_of(next_block) + pages.in_block(tile)) * HEAD_DIM;
             prefetch(k_cache + at, tokens * HEAD_DIM * 2);
             prefetch(v_cache + at, tokens * HEAD_DIM * 2);
         }
         if (is_first) {
             wait_for_predecessors();
+        }
+
+        // Tokens that are not seen are read as one that is: nothing else may be in memory there.
+        const auto token = [&](uint32_t tile, size_t start, uint32_t i) {
+            uint32_t position = tile + i;
+            position = position < splits.start ? splits.start : position;
+            position = position < end ? position : end - 1;
+            return (tile_in_block ? start + pages.in_block(position) : pages.token(position)) *
+                   HEAD_DIM;
+        };
+        // A group of copies each, also where nothing is left: what is waited for is counted.
+        const auto copy_k = [&](uint32_t tile, size_t start) {
+            if (tile < end) {
+#pragma unroll
+                for (uint32_t part = 0; part < 2; part++) {
+                    const tutti_bf16* k_row = k_cache + token(tile, start, g + 8 * part) + 8 * t;
+#pragma unroll
+                    for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
+                        copy_async(ahead.k(part, i), k_row + 32 * i, true);
+                    }
+                }
+            }
+            commit_copies();
+        };
+        const auto copy_v = [&](uint32_t tile, size_t start) {
+            if (tile < end) {
+#pragma unroll
+                for (uint32_t i = 0; i < 4; i++) {
+                    const tutti_bf16* v_row =
+                        v_cache + token(tile, start, 2 * t + i % 2 + i / 2 * 8);
+#pragma unroll
+                    for (uint32_t set = 0; set < SETS; set++) {
+                        const uint32_t dim = 64 * set + 8 * g;
+                        const bool is_there = HEAD_DIM % 64 == 0 || dim < HEAD_DIM;
+                        copy_async(ahead.v(set, i), v_row + (is_there ? dim : 0), is_there);
+                    }
+                }
+            }
+            commit_copies();
+        };
+        size_t this_start = pages.start_of(next_block);
+        if (Next::V) {
+            if (!is_first) {
+                // There the warps' results of the part before may still be read.
+                __syncthreads();
+            }
+            next_block = block_of(first + (WARPS + warp) * TILE);
+            if (Next::K) {
+                copy_k(first + warp * TILE, this_start);
+            }
+            copy_v(first + warp * TILE, this_start);
         }
 
         const tutti_bf16* q_row =
@@ -265,22 +350,29 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         }
         const Queries<HEAD_DIM> queries(q_row, heads);
         for (uint32_t tile = first + warp * TILE; tile < end; tile += WARPS * TILE) {
-            const size_t block = next_block;
-            next_block = block_of(tile + WARPS * TILE);
-            // Tokens that are not seen are read as one that is: nothing else may be in memory there.
-            const auto token = [&](uint32_t i) {
-                uint32_t position = tile + i;
-                position = position < splits.start ? splits.start : position;
-                position = position < end ? position : end - 1;
-                return (tile_in_block ? block + pages.in_block(position) : pages.token(position)) *
-                       HEAD_DIM;
-            };
+            const uint32_t next = tile + WARPS * TILE;
+            const size_t next_start = pages.start_of(next_block);
+            const size_t start = Next::V ? this_start : next_start;
+            next_block = block_of(Next::V ? next + WARPS * TILE : next);
             Row<HEAD_DIM> k[2];
             uint4 v[SETS][4];
-            const auto load_v = [&] {
+            if (Next::K) {
+                // All but V.
+                wait_copies<1>();
+#pragma unroll
+                for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
+                    k[0].full[i] = *ahead.k(0, i);
+                    k[1].full[i] = *ahead.k(1, i);
+                }
+            } else {
+                k[0].load(k_cache + token(tile, start, g), t);
+                k[1].load(k_cache + token(tile, start, g + 8), t);
+            }
+            if (!Next::V) {
 #pragma unroll
                 for (uint32_t i = 0; i < 4; i++) {
-                    const tutti_bf16* v_row = v_cache + token(2 * t + i % 2 + i / 2 * 8);
+                    const tutti_bf16* v_row =
+                        v_cache + token(tile, start, 2 * t + i % 2 + i / 2 * 8);
 #pragma unroll
                     for (int set = 0; set < SETS; set++) {
                         const uint32_t dim = 64 * set + 8 * g;
@@ -290,16 +382,11 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                         }
                     }
                 }
-            };
-            k[0].load(k_cache + token(g), t);
-            k[1].load(k_cache + token(g + 8), t);
-            if (!IS_WIDE) {
-                load_v();
             }
             float scores[2][4] = {};
             queries.add_scores(scores, k);
-            if (IS_WIDE) {
-                load_v();
+            if (Next::K) {
+                copy_k(next, next_start);
             }
 #pragma unroll
             for (uint32_t part = 0; part < 2; part++) {
@@ -333,8 +420,18 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                 }
             }
             const uint32_t a[4] = {p[0][0], p[1][0], p[0][1], p[1][1]};
+            if (Next::V) {
+                // All but the next K.
+                wait_copies<Next::K ? 1 : 0>();
+            }
 #pragma unroll
             for (int set = 0; set < SETS; set++) {
+                if (Next::V) {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        v[set][i] = *ahead.v(set, i);
+                    }
+                }
 #pragma unroll
                 for (int j = 0; j < 8; j++) {
                     const uint32_t pick = j % 2 == 0 ? 0x5410 : 0x7632;
@@ -344,6 +441,10 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                         __byte_perm(word(v[set][2], j / 2), word(v[set][3], j / 2), pick);
                     mma_bf16(sums[set][j], a, b0, b1);
                 }
+            }
+            if (Next::V) {
+                copy_v(next, next_start);
+                this_start = next_start;
             }
         }
 

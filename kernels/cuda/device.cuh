@@ -51,22 +51,27 @@ __device__ __forceinline__ uint32_t load_constant(const uint32_t* at) {
 }
 
 // A word that no kernel of the step writes: it came by a copy before them all, for which the first of
-// them has waited. So it may be read before `wait_for_predecessors`, and is: volatile, so that it stays
-// where it is written. Tokens are no such words: a kernel puts those of the step before among them.
+// them has waited. So it may be read before `wait_for_predecessors`, and is. From L2, as other words lay
+// there in the step before: the non-coherent path promises nothing of memory that changes while any
+// kernel runs, and the kernels of two steps may run at once. Tokens are no such words: a kernel puts
+// those of the step before among them.
 __device__ __forceinline__ uint32_t load_input(const uint32_t* at) {
     uint32_t v;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
 
-// Likewise 4 floats, or one, of the model: norms, tables. 16-byte aligned where 4.
+// Likewise 4 floats of the model, 16-byte aligned: norms. Never written, but of the non-coherent path
+// the assembler would put them off to where they are used, behind the wait.
 __device__ __forceinline__ float4 load_constants(const float* at) {
     float4 v;
-    asm volatile("ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];"
+    asm volatile("ld.relaxed.gpu.global.L2::128B.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-                 : "l"(at));
+                 : "l"(at)
+                 : "memory");
     return v;
 }
+// A float of the model's tables.
 __device__ __forceinline__ float load_constant(const float* at) {
     float v;
     asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(v) : "l"(at));

@@ -82,13 +82,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     tutti_bf16* y = out + static_cast<size_t>(row) * out_stride;
     if (width % 4 == 0) {
         add_rmsnorm_row(r, weight, weights, y, width, out_stride % 4 == 0, eps, scratch,
-                        [&](uint32_t, uint32_t at, float4 v) {
-                            if (d != nullptr) {
-                                v = add4(v, load4(d + at));
-                                store4(r + at, v);
-                            }
-                            return v;
-                        });
+                        d != nullptr, [&](uint32_t, uint32_t at) { return load4(d + at); },
+                        AsRead{});
         return;
     }
     float sum = 0.0f;
@@ -146,16 +141,13 @@ extern "C" __global__ void __launch_bounds__(512)
         }
         const float scale = norm_scale(block_sum<NORM_WARPS>(sum, delta_scratch), width, eps);
         add_rmsnorm_row(r, weight, weights, y, width, out_stride % 4 == 0, eps, scratch,
-                        [&](uint32_t i, uint32_t at, float4 v) {
+                        true, [&](uint32_t i, uint32_t at) {
                             const bool is_kept = i < NORM_KEPT;
-                            const float4 add =
-                                is_kept ? scaled4(kept[i % NORM_KEPT], scale,
-                                                  delta_weights.kept[i % NORM_KEPT])
-                                        : scaled4(load4(d + at), scale, load4(delta_weight + at));
-                            v = add4(v, add);
-                            store4(r + at, v);
-                            return v;
-                        });
+                            return is_kept ? scaled4(kept[i % NORM_KEPT], scale,
+                                                     delta_weights.kept[i % NORM_KEPT])
+                                           : scaled4(load4(d + at), scale, load4(delta_weight + at));
+                        },
+                        AsRead{});
         return;
     }
     for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {

@@ -86,6 +86,11 @@ __device__ __forceinline__ float norm_scale(float square_sum, uint32_t width, fl
     return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
 }
 
+// What is read is what is added.
+struct AsRead {
+    __device__ __forceinline__ float4 operator()(float4 v) const { return v; }
+};
+
 // What a thread multiplies by: a constant of the model, so read before anything is waited for.
 struct NormWeights {
     float4 kept[NORM_KEPT];
@@ -102,29 +107,53 @@ struct NormWeights {
     }
 };
 
-// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. `fetch(i, at, v)` makes x's 4
-// elements from `at`, the i-th four of this thread (NORM_KEPT: any behind those that are kept), of the
-// 4 that are at r + at, and leaves them there. width: a multiple of 4. `whole`: y's stride is one too.
-template <class Fetch>
-__device__ __forceinline__ void add_rmsnorm_row(const float* r, const float* weight,
+// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. x is the row at r, to which
+// `adds` says whether `sum(read(i, at))` is added first, and left there: the 4 elements from `at`, the
+// i-th four of this thread (NORM_KEPT: any behind those that are kept). width: a multiple of 4.
+// `whole`: y's stride is one too.
+//
+// All that is kept is asked for before any of it is used: a store between two loads would hold the
+// second back, as what it writes might be what is read, and each four would be a round trip.
+template <class Read, class Sum>
+__device__ __forceinline__ void add_rmsnorm_row(float* r, const float* weight,
                                                 const NormWeights& weights, tutti_bf16* y,
                                                 uint32_t width, bool whole, float eps,
-                                                float* scratch, Fetch fetch) {
+                                                float* scratch, bool adds, Read read, Sum sum) {
     const uint32_t step = NORM_THREADS * 4;
     float4 kept[NORM_KEPT];
-    float sum = 0.0f;
+    decltype(read(0u, 0u)) terms[NORM_KEPT] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < NORM_KEPT; i++) {
+        const uint32_t at = threadIdx.x * 4 + i * step;
+        kept[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (at < width) {
+            kept[i] = load4(r + at);
+            if (adds) {
+                terms[i] = read(i, at);
+            }
+        }
+    }
+    float square_sum = 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < NORM_KEPT; i++) {
         const uint32_t at = threadIdx.x * 4 + i * step;
         if (at < width) {
-            kept[i] = fetch(i, at, load4(r + at));
-            sum += squares(kept[i]);
+            if (adds) {
+                kept[i] = add4(kept[i], sum(terms[i]));
+                store4(r + at, kept[i]);
+            }
+            square_sum += squares(kept[i]);
         }
     }
     for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
-        sum += squares(fetch(NORM_KEPT, at, load4(r + at)));
+        float4 v = load4(r + at);
+        if (adds) {
+            v = add4(v, sum(read(NORM_KEPT, at)));
+            store4(r + at, v);
+        }
+        square_sum += squares(v);
     }
-    const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
+    const float scale = norm_scale(block_sum<NORM_WARPS>(square_sum, scratch), width, eps);
 
     const auto finish = [&](uint32_t at, float4 v, float4 w) {
         store_bf16(y, at, width, whole,

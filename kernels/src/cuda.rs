@@ -21,6 +21,7 @@ pub mod batch;
 pub mod bucket;
 pub mod capacity;
 pub mod choice;
+pub mod compare;
 pub mod connect;
 pub mod context;
 pub mod device;

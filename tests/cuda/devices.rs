@@ -110,6 +110,24 @@ fn cublaslt_is_found_among_pythons_packages() {
     }
 }
 
+/// Every worker of a host looks, each for its own.
+#[test]
+fn a_gpu_that_is_named_is_the_only_one_with_a_context() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let path = log.path().to_str().unwrap();
+    let args = ["bench", "--device", "cuda:1", "--model", "tests/models/llama-gqa"];
+    let args = [&args[..], &["--prompt-tokens", "8", "--batches", "1"]].concat();
+    let (code, stdout, stderr) =
+        with_fake(&args, &[("FAKE_CUDA_DEVICES", "3"), ("FAKE_CUDA_LOG", path)]);
+    assert_eq!(code, 0, "{stdout} {stderr}");
+    let log = std::fs::read_to_string(path).unwrap();
+    let contexts: Vec<&str> = log.lines().filter(|line| line.starts_with("context")).collect();
+    assert!(
+        !contexts.is_empty() && contexts.iter().all(|line| *line == "context 1"),
+        "{contexts:?}"
+    );
+}
+
 #[test]
 fn a_gpu_that_is_not_there_is_named() {
     let bench = ["bench", "--device", "cuda:3", "--model", "tests/models/llama-gqa"];

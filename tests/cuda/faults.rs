@@ -1,4 +1,6 @@
 //! One clear line for what the driver may answer while a model is loaded and run.
+use std::collections::HashMap;
+
 use crate::{fake, tutti, with_fake};
 
 const BENCH: [&str; 9] = [
@@ -172,6 +174,54 @@ fn steps_that_cannot_be_captured_are_called() {
         assert_eq!(code, 0, "{fault}: {stdout} {stderr}");
         assert!(stderr.contains("a step is run again"), "{fault}: {stderr}");
     }
+}
+
+/// Nor is one whose kernels may not begin early while they are captured: it is captured without that.
+#[test]
+fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--batches", "1,3"]);
+    let environment =
+        [("FAKE_CUDA_CAPTURED_OVERLAP", "0"), ("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stdout} {stderr}");
+    assert!(stderr.contains("a step is run again"), "{stderr}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    assert!(log.lines().filter(|line| line.starts_with("graph")).count() >= 8, "{log}");
+}
+
+/// Of what cuBLASLt names for a product, the quickest that can run is taken, and stays so.
+#[test]
+fn products_take_the_quickest_algorithm() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args[8] = "100";
+    args.extend(["--batches", "1"]);
+    let environment =
+        [("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_LOG", log.path().to_str().unwrap())];
+    let (code, stdout, stderr) = with_fake(&args, &environment);
+    assert_eq!(code, 0, "{stdout} {stderr}");
+    let log = std::fs::read_to_string(log.path()).unwrap();
+    let products = log.lines().filter(|line| line.starts_with("product "));
+    let mut shapes: HashMap<&str, Vec<&str>> = HashMap::new();
+    for (shape, algorithm) in products.filter_map(|line| line.split_once(" by ")) {
+        shapes.entry(shape).or_default().push(algorithm);
+    }
+    assert!(!shapes.is_empty());
+    let mut chosen = 0;
+    for (shape, algorithms) in shapes {
+        // The second cannot run, the last is said to be the quickest.
+        let used =
+            algorithms.iter().rposition(|algorithm| *algorithm != "3").map_or(0, |at| at + 1);
+        let mut tried = algorithms[..used].to_vec();
+        tried.dedup();
+        // Numbers of rows that are alike share a choice.
+        assert!(tried.is_empty() || tried == ["0", "2"], "{shape}: {algorithms:?}");
+        assert!(tried.is_empty() || algorithms.len() >= used + 5, "{shape}: {algorithms:?}");
+        chosen += usize::from(!tried.is_empty());
+    }
+    assert!(chosen > 0);
 }
 
 /// Without cuBLASLt prompts are computed by this project's own kernels.

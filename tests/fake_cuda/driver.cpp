@@ -18,6 +18,8 @@
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
 //   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
 //   process. `captured_cuLaunchKernel` counts the launches that are captured alone.
+// - FAKE_CUDA_CAPTURED_OVERLAP: 0 when kernels that may begin early cannot be captured; default 1
+// - FAKE_CUDA_ALGORITHMS: how many cuBLASLt names for a product; default 1
 // - FAKE_CUDA_ONCE: a file that is made when FAKE_CUDA_FAIL does something: once, over all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
@@ -125,6 +127,7 @@ struct Stream {
     bool captures = false;
     bool invalid = false;
     std::vector<Work> captured;
+    float milliseconds = 0;  // What its work is said to have taken, where anything is.
 };
 struct Event {
     Gpu* gpu = current;
@@ -133,6 +136,7 @@ struct Event {
     Stream* stream = nullptr;
     size_t mark = 0;  // Work before it, counted from the stream's beginning.
     bool asked = false;
+    float milliseconds = 0;
 };
 struct Graph {
     std::vector<Work> work;
@@ -415,6 +419,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
 int cuDevicePrimaryCtxRetain(Gpu** context, int device) {
     ENTER("cuDevicePrimaryCtxRetain");
     watch_faults();
+    log_line("context %d", device);
     *context = &gpus[device];
     gpus[device].retained++;
     return SUCCESS;
@@ -745,6 +750,7 @@ int cuEventRecord(Event* event, Stream* stream) {
     event->stream = stream;
     event->mark = done[stream] + stream->queue.size();
     event->asked = false;
+    event->milliseconds = stream->milliseconds;
     return SUCCESS;
 }
 // Not ready at first: who does not ask again would go on too early.
@@ -781,7 +787,7 @@ int cuEventElapsedTime_v2(float* milliseconds, Event* from, Event* to) {
             return NOT_READY;
         }
     }
-    *milliseconds = 1.0f;
+    *milliseconds = 1.0f + to->milliseconds - from->milliseconds;
     return SUCCESS;
 }
 int cuModuleLoadData(void** module, const void* image) {
@@ -818,6 +824,11 @@ int cuFuncLoad(const Kernel* kernel) {
 }
 int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
+    if (attribute == 9) {
+        // Of the L1 cache, in per cent; -1 leaves it to the driver.
+        log_line("carveout %s %d", kernel->name, value);
+        return value >= -1 && value <= 100 ? SUCCESS : INVALID_VALUE;
+    }
     if (attribute != 8 || value < 0 ||
         static_cast<unsigned>(value) + kernel->shared > shared_memory()) {
         return INVALID_VALUE;
@@ -885,6 +896,9 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
         if (config->attributes[i].id != 6 || config->attributes[i].value != 1 ||
             setting("FAKE_CUDA_CAPABILITY", 90) < 90) {
             return INVALID_VALUE;
+        }
+        if (config->stream->captures && setting("FAKE_CUDA_CAPTURED_OVERLAP", 1) == 0) {
+            return CAPTURE_UNSUPPORTED;
         }
     }
     return cuLaunchKernel(kernel, config->grid[0], config->grid[1], config->grid[2], config->block[0],
@@ -954,7 +968,8 @@ int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int attribute, 
     return attribute == 1 && bytes == 8 ? SUCCESS : 7;
 }
 int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, Layout* d,
-                                   const Preference* preference, int, uint64_t* result, int* count) {
+                                   const Preference* preference, int room, uint64_t* results,
+                                   int* count) {
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
@@ -963,13 +978,18 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
         *count = 0;
         return NOT_SUPPORTED;
     }
-    memset(result, 0, 8 * 8);
-    result[0] = d->rows;
-    // An algorithm that makes use of what it is promised.
-    for (size_t i = 0; i < 4; i++) {
-        result[1 + i] = preference->alignment[i];
+    const int most = static_cast<int>(setting("FAKE_CUDA_ALGORITHMS", 1));
+    *count = most < room ? most : room;
+    for (int number = 0; number < *count; number++) {
+        uint64_t* result = results + 12 * number;
+        memset(result, 0, 12 * 8);
+        result[0] = d->rows;
+        // An algorithm that makes use of what it is promised.
+        for (size_t i = 0; i < 4; i++) {
+            result[1 + i] = preference->alignment[i];
+        }
+        result[5] = static_cast<uint64_t>(number);
     }
-    *count = 1;
     return SUCCESS;
 }
 int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* a, Layout* a_layout,
@@ -994,7 +1014,14 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
         address(d) % algorithm[3] != 0 || address(d) % algorithm[4] != 0) {
         return 13;
     }
-    log_line("product %zu %zu %zu", static_cast<size_t>(m), static_cast<size_t>(n), static_cast<size_t>(k));
+    // The first named is not the best, and the second cannot run after all.
+    const size_t number = algorithm[5];
+    if (number == 1) {
+        return NOT_SUPPORTED;
+    }
+    stream->milliseconds += number == 0 ? 3.0f : 4.0f - static_cast<float>(number);
+    log_line("product %zu %zu %zu by %zu", static_cast<size_t>(m), static_cast<size_t>(n),
+             static_cast<size_t>(k), number);
     return enqueue(stream, [=] {
         const auto wide = [](uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); };
         for (uint64_t row = 0; row < m; row++) {

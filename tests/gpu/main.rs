@@ -16,7 +16,8 @@
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
 //! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on the
 //! stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it are
-//! complete; `--only PART` runs the parts whose names contain this.
+//! complete; `--only PART,..` runs the parts whose names contain one of these. All parts together may not
+//! fit into the time of one call: `operations,goldens`, `speed` and `ranks` do, one at a time.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
@@ -30,6 +31,7 @@ mod ranks;
 mod selfcheck;
 mod speed;
 mod supervisor;
+mod values;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -62,14 +64,16 @@ struct Options {
     /// Kernels begin before those before them are complete.
     overlap: bool,
     require_gpu: bool,
-    /// Only parts whose name contains this.
-    only: Option<String>,
+    /// Only parts whose name contains one of these.
+    only: Vec<String>,
     /// To be one part, from this step on, and whether it goes on in the same process when one fails.
     part: Option<String>,
     skip: usize,
     keep_going: bool,
     /// Seconds that a step may take, if not the usual ones.
     step_limit: Option<u64>,
+    /// Seconds that all may take, likewise.
+    limit: Option<u64>,
 }
 
 impl Options {
@@ -88,11 +92,12 @@ impl Options {
             quick: false,
             overlap: true,
             require_gpu: false,
-            only: None,
+            only: Vec::new(),
             part: None,
             skip: 0,
             keep_going: false,
             step_limit: None,
+            limit: None,
         };
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or_else(|| format!("{arg} wants a value"));
@@ -115,24 +120,25 @@ impl Options {
                     options.child = Some((rank, value()?, PathBuf::from(value()?)));
                 }
                 "--gpu" => options.ordinal = value()?.parse().ok(),
-                "--only" => options.only = Some(value()?),
+                "--only" => options.only.extend(value()?.split(',').map(str::to_owned)),
                 "--part" => options.part = Some(value()?),
                 "--skip" => options.skip = value()?.parse().map_err(|_| "--skip wants a number")?,
                 "--step-limit" => options.step_limit = value()?.parse().ok(),
+                "--limit" => options.limit = value()?.parse().ok(),
                 "--keep-going" => options.keep_going = true,
                 "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,
                 "--require-gpu" => options.require_gpu = true,
                 // What `cargo test` passes on.
                 _ if arg.starts_with('-') => {}
-                _ => options.only = Some(arg),
+                _ => options.only.push(arg),
             }
         }
         Ok(options)
     }
 
     fn wants(&self, part: &str) -> bool {
-        self.only.as_ref().is_none_or(|only| part.contains(only.as_str()))
+        self.only.is_empty() || self.only.iter().any(|only| part.contains(only.as_str()))
     }
 
     /// What another process of this program is told, besides what it is to do.

@@ -38,9 +38,27 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
         }
         counts.push(table.lines().filter(|line| line.contains(" ok ")).count());
     }
+    time_that_is_up_is_no_failure(options)?;
     // All steps but the one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
         return Err(format!("lines that are well, by fault: {counts:?}"));
+    }
+    Ok(())
+}
+
+/// What there was no time for is told apart from what failed, in every part.
+fn time_that_is_up_is_no_failure(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    let output = Command::new(std::env::current_exe().map_err(words)?)
+        .args(options.common())
+        .args(["--require-gpu", "--only", "operations,goldens", "--gpu", "0", "--limit", "1"])
+        .output()
+        .map_err(words)?;
+    let table = String::from_utf8_lossy(&output.stdout);
+    let not_run = table.lines().filter(|line| line.contains(" NOT RUN ")).count();
+    let is_told = not_run == 2 && table.contains("INCOMPLETE: ") && !table.contains(" FAILED ");
+    if output.status.code() != Some(1) || !is_told {
+        return Err(format!("time that is up ends with {}:\n{table}", output.status));
     }
     Ok(())
 }

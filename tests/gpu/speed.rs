@@ -15,7 +15,7 @@ use kernels::cuda::CudaBackend;
 use kernels::cuda::measure::{COLD, Multiplier};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan, TokenMask,
+    EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan, TokenMask,
 };
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
@@ -29,9 +29,11 @@ use worker::model::size;
 use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
 use worker::rank::StepSource;
 
-use crate::{Options, Step, Table, mixed};
+use crate::{Options, Step, Table, mixed, values};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
+/// Of the cache as shared memory, in per cent: three blocks of decode attention, which ask for the most.
+const CARVEOUT: u8 = 58;
 
 struct Shape {
     name: &'static str,
@@ -329,9 +331,19 @@ impl StepSource for Plans {
     }
 }
 
+/// That what a step yields was chosen from numbers.
+fn sound(outputs: &[SequenceOutput]) -> Result<(), String> {
+    match outputs.iter().find(|output| output.corrupted) {
+        None => Ok(()),
+        Some(SequenceOutput { seq, position, .. }) => {
+            Err(format!("logits of sequence {} at {position} are not finite", seq.0))
+        }
+    }
+}
+
 /// Steps of one engine.
 pub(crate) struct Driver<'a> {
-    engine: &'a mut Engine<CudaBackend>,
+    pub(crate) engine: &'a mut Engine<CudaBackend>,
     pub(crate) vocab: u32,
     step: u64,
     next_seq: u64,
@@ -347,11 +359,13 @@ impl Driver<'_> {
         self.step += 1;
         plan.epoch = Epoch(1);
         plan.step = StepId(self.step);
-        self.engine.step(&plan, &mut Vec::new()).map(|_| ()).map_err(|error| error.to_string())
+        let mut outputs = Vec::new();
+        self.engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        sound(&outputs)
     }
 
     /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step takes.
-    fn prefill(
+    pub(crate) fn prefill(
         &mut self,
         batch: u32,
         (tokens, blocks): (u32, u32),
@@ -397,11 +411,24 @@ impl Driver<'_> {
     }
 
     /// Steps whose numbers are in their plans.
-    pub(crate) fn run_all(&mut self, mut plans: Plans) -> Result<(), String> {
+    pub(crate) fn run_all(&mut self, plans: Plans) -> Result<(), String> {
+        self.run_each(plans, |_| ())
+    }
+
+    /// The same; `seen` is shown what each of them yields.
+    pub(crate) fn run_each(
+        &mut self,
+        mut plans: Plans,
+        mut seen: impl FnMut(&[SequenceOutput]),
+    ) -> Result<(), String> {
+        let mut outputs = Vec::new();
         while let Some(plan) = plans.0.pop_front() {
+            outputs.clear();
             self.engine
-                .step_with(&plan, &mut plans, &mut Vec::new())
+                .step_with(&plan, &mut plans, &mut outputs)
                 .map_err(|error| error.to_string())?;
+            sound(&outputs)?;
+            seen(&outputs);
         }
         Ok(())
     }
@@ -446,6 +473,7 @@ impl Driver<'_> {
             if outputs.is_empty() {
                 return Err("a step with drafts yields no token".to_owned());
             }
+            sound(&outputs)?;
             at += u32::try_from(outputs.len()).unwrap_or(u32::MAX);
             steps += 1;
         }
@@ -476,6 +504,22 @@ impl Driver<'_> {
     }
 }
 
+/// What a decode step takes where all kernels ask for as much shared memory.
+fn carved_seconds(
+    driver: &mut Driver<'_>,
+    batch: u32,
+    sizes: &Sizes,
+    together: u32,
+) -> Result<f64, String> {
+    let set = |driver: &mut Driver<'_>, percent| {
+        driver.engine.backend().set_carveout(percent).map_err(|error| error.to_string())
+    };
+    set(driver, Some(CARVEOUT))?;
+    let seconds = driver.step_seconds(batch, sizes, together, &SamplingParams::greedy());
+    set(driver, None)?;
+    seconds
+}
+
 fn cases(
     shape: &Shape,
     engine: &mut Engine<CudaBackend>,
@@ -497,16 +541,19 @@ fn cases(
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy)?;
+        let carved = carved_seconds(&mut driver, batch, sizes, together)?;
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
         let rate = (shape.read_bytes(weights, batch) + cached) as f64 / step;
         table.add(
             format!("{} decode, batch {batch}", shape.name),
             Ok(format!(
-                "{:.0} tokens/s, step {:.3} ms, {:.2} TB/s = {:.0} % of read bandwidth",
+                "{:.0} tokens/s, step {:.3} ms, {:.2} TB/s = {:.0} % of read bandwidth; {:.3} ms \
+                 with a carveout of {CARVEOUT} %",
                 f64::from(batch) / step,
                 step * 1e3,
                 rate / 1e12,
-                100.0 * rate / bandwidth
+                100.0 * rate / bandwidth,
+                carved * 1e3
             )),
         );
         let sampled = driver.step_seconds(batch, sizes, together, &nucleus)?;
@@ -519,6 +566,7 @@ fn cases(
             )),
         );
     }
+    values::decodes_alike(shape.name, &mut driver, sizes, table)?;
     drafted(shape, &mut driver, sizes, table)?;
     mixed::cases(shape.name, &mut driver, sizes, table)?;
     // The second time: plans are chosen in the first.
@@ -610,23 +658,27 @@ fn cold(options: &Options) -> usize {
     if options.quick { 1 << 16 } else { COLD }
 }
 
-/// The products of a layer and of the logits, by this project's kernels and by cuBLASLt: where the
-/// second is quicker at up to 32 rows, or the first are at more, `SKINNY_MAX` is to be moved.
-fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
+/// The products of a layer and of the logits: rows and columns of their matrices.
+fn matrices(shape: &Shape) -> [(&'static str, usize, usize); 5] {
     let (q, kv) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
-    let matrices = [
+    [
         ("qkv", q + 2 * kv, shape.hidden),
         ("output", shape.hidden, q),
         ("gate_up", 2 * shape.inner, shape.hidden),
         ("down", shape.hidden, shape.inner),
         ("lm_head", shape.vocab, shape.hidden),
-    ];
+    ]
+}
+
+/// Those products, by this project's kernels and by cuBLASLt: where the
+/// second is quicker at up to 32 rows, or the first are at more, `SKINNY_MAX` is to be moved.
+fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 40, 64, 128] };
     let mut backend = match options.backend(ordinal, true) {
         Ok(backend) => backend,
         Err(error) => return table.add("products", Err(error.to_string())),
     };
-    for (what, n, k) in matrices {
+    for (what, n, k) in matrices(shape) {
         for &rows in all {
             let mut figure = |by| {
                 let took = backend.measure_product((rows, n, k), by, cold(options))?.as_secs_f64();
@@ -695,6 +747,10 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
         steps.push(Step::new(shape.name, move |table| measure(options, ordinal, shape, table)));
     }
     if let Some(shape) = shapes.last() {
+        let all = matrices(shape);
+        steps.push(Step::new("values of products", move |table| {
+            values::products_agree(options, ordinal, shape.name, &all, table);
+        }));
         steps.push(Step::new("products", move |table| products(options, ordinal, shape, table)));
         steps.push(Step::new("attention", move |table| attention(options, ordinal, shape, table)));
     }

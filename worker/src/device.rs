@@ -7,7 +7,7 @@ pub use kernels::cuda::Exchange;
 use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};
-pub use kernels::cuda::devices::{Survey, survey};
+pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use kernels::weights::Int4Groups;
@@ -290,7 +290,14 @@ impl Device for CudaDevice {
         let sizes = engine.config();
         let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
         let patience = if is_new { self.warmup } else { Duration::ZERO };
-        let Warmed { kinds, of } = match engine.warm(&rows, patience) {
+        let mut warmed = engine.warm(&rows, patience);
+        if let Err(KernelError::Again(reason)) = &warmed
+            && !engine.backend().samples_everywhere()
+        {
+            tracing::warn!(reason, "decode steps are captured again");
+            warmed = engine.warm(&rows, patience);
+        }
+        let Warmed { kinds, of } = match warmed {
             // One rank goes on without graphs: the next step gives them up. Several form anew.
             Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
                 tracing::warn!(reason, "decode steps are not captured");

@@ -51,6 +51,9 @@ pub enum EngineError {
 /// prefill, and those that finished too late to leave with the last plan. Those in host memory are
 /// held besides, each with a block there at least.
 const HELD_PER_RUNNING: usize = 4;
+/// How often a step is run again: a device that cannot record it as it would tries another way, and
+/// then does not record it.
+const AGAIN: u32 = 2;
 
 /// One rank's engine.
 pub struct Engine<B: Backend> {
@@ -408,16 +411,18 @@ impl<B: Backend> Engine<B> {
         outputs: &mut Vec<SequenceOutput>,
         queue: bool,
     ) -> Result<Duration, EngineError> {
-        match self.try_compute(plan, outputs, queue) {
-            // Ranks that do different things again would wait for each other.
-            Err(EngineError::Kernel(KernelError::Again(reason)))
-                if !self.backend.samples_everywhere() =>
-            {
-                tracing::warn!(reason, "a step is run again");
-                self.try_compute(plan, outputs, queue)
+        for _ in 0..AGAIN {
+            match self.try_compute(plan, outputs, queue) {
+                // Ranks that do different things again would wait for each other.
+                Err(EngineError::Kernel(KernelError::Again(reason)))
+                    if !self.backend.samples_everywhere() =>
+                {
+                    tracing::warn!(reason, "a step is run again");
+                }
+                result => return result,
             }
-            result => result,
         }
+        self.try_compute(plan, outputs, queue)
     }
 
     fn try_compute(

@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use worker::device::{CpuDevice, CudaDevice, DeviceChoice, Isa, Survey, bytes_text, survey};
+use worker::device::{CpuDevice, CudaDevice, DeviceChoice, Isa, Survey, bytes_text, survey_for};
 
 use super::options::{ComputeArgs, CudaArgs, Device, DevicesArgs, TENSOR_PARALLEL, Workers};
 use super::output::print_line;
@@ -51,7 +51,13 @@ pub(crate) fn run(args: &DevicesArgs) {
 }
 
 fn look(args: &CudaArgs) -> Survey {
-    survey(&args.cuda_lib_dir, args.cuda_kernels.as_deref(), args.nccl_lib.as_deref())
+    look_at(args, None)
+}
+
+/// As [`look`]; of a GPU that is named, at no other's memory.
+fn look_at(args: &CudaArgs, only: Option<u32>) -> Survey {
+    let (folders, kernels) = (&args.cuda_lib_dir, args.cuda_kernels.as_deref());
+    survey_for(folders, kernels, args.nccl_lib.as_deref(), only)
 }
 
 fn as_json(found: &Survey) -> Value {
@@ -100,7 +106,7 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
             (found, ordinal)
         }
         Device::Cuda(wanted) => {
-            let found = look(&args.cuda);
+            let found = look_at(&args.cuda, wanted);
             let ordinal = wanted.or_else(|| free_gpu(&found)).unwrap_or(0);
             if let Some(reason) = found.refusal(ordinal) {
                 return Err(CliError::NoDevice(format!("--device cuda: {reason}")));

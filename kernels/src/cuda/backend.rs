@@ -68,8 +68,9 @@ impl CudaBackend {
     /// used; [`KernelError::OutOfMemory`]; [`KernelError::Device`].
     pub fn new(options: CudaOptions, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
         let device = Device::new(&options)?;
+        let overlaps = options.overlap && device.context.info().capability >= (9, 0);
         let mut made = Self {
-            step: Step::new(options.graphs, options.batch_invariant),
+            step: Step::new(options.graphs, overlaps, options.batch_invariant),
             sampling: Sampling::new(),
             wide: Scratch::new("results within a fused operation"),
             narrow: Scratch::new("inputs of a product"),
@@ -169,6 +170,27 @@ impl CudaBackend {
     #[must_use]
     pub fn num_graphs(&self) -> usize {
         self.step.num_graphs()
+    }
+
+    /// Whether decode steps become graphs from now on, and kernels begin before those before them are
+    /// complete, as far as the options and the GPU allow: for measuring what each is worth.
+    pub fn set_modes(&mut self, graphs: bool, overlap: bool) {
+        self.rest_graphs();
+        if !graphs {
+            self.step.use_graphs(Some("they are switched off for now"));
+        }
+        self.step.set_overlap(overlap && self.options.overlap);
+        self.device.set_overlap(self.step.overlaps());
+    }
+
+    /// As [`CudaOptions::carveout`], from now on.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn set_carveout(&mut self, percent: Option<u8>) -> Result<(), KernelError> {
+        // Graphs keep what their kernels asked for.
+        self.step.forget_graphs();
+        self.device.set_carveout(percent)
     }
 
     /// Fills a buffer's memory with NaN, so that a test sees what was not written.

@@ -28,6 +28,9 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Let kernels begin before those before them are complete, where the GPU can do that.
     pub overlap: bool,
+    /// How many per cent of the cache all kernels but those of prompts ask for as shared memory; left
+    /// to the driver when nothing is said.
+    pub carveout: Option<u8>,
     /// Compute every row so that its bits depend on nothing else in the batch, nor on whether it is
     /// a prompt's or was sampled.
     pub batch_invariant: bool,
@@ -55,6 +58,7 @@ impl Default for CudaOptions {
             kernels: None,
             graphs: true,
             overlap: true,
+            carveout: None,
             batch_invariant: false,
             expert_slots: EXPERT_SLOTS,
             patience: Duration::from_secs(60),
@@ -95,7 +99,27 @@ impl Device {
         let stream = Stream::new(&context, options.patience)?;
         // Products of few rows do without, and those of many are slow but right.
         let matmul = Matmul::new(&context, &options.folders);
-        Ok(Self { kernels, matmul, stream, context })
+        let device = Self { kernels, matmul, stream, context };
+        if options.carveout.is_some() {
+            device.set_carveout(options.carveout)?;
+        }
+        Ok(device)
+    }
+
+    /// Whether kernels may begin before those before them are complete, where that was allowed when
+    /// they were loaded.
+    pub(super) fn set_overlap(&mut self, overlap: bool) {
+        for kernel in &mut self.kernels {
+            kernel.set_overlap(overlap);
+        }
+    }
+
+    /// See [`CudaOptions::carveout`]. Prompts' attention has one or two blocks on a multiprocessor,
+    /// which take what they take.
+    pub(super) fn set_carveout(&self, percent: Option<u8>) -> Result<(), KernelError> {
+        let others =
+            self.kernels.iter().filter(|kernel| !kernel.name().starts_with("tutti_prefill_"));
+        others.into_iter().try_for_each(|kernel| kernel.set_carveout(percent))
     }
 
     /// Whether this GPU has the shared memory that a launch takes: those of capability 8.6, 8.9 and 12.0

@@ -14,7 +14,7 @@ use crate::error::KernelError;
 pub struct FoundDevice {
     /// What it is.
     pub info: DeviceInfo,
-    /// Free memory, in bytes, or why no context can be made on it.
+    /// Free memory, in bytes, or why no context can be made on it; 0 where that was not tried.
     pub memory_free: Result<u64, String>,
 }
 
@@ -52,6 +52,18 @@ pub struct Survey {
 /// Looks at everything; makes, and leaves, a context on each GPU. Never panics.
 #[must_use]
 pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) -> Survey {
+    survey_for(folders, kernels, nccl, None)
+}
+
+/// As [`survey`] for one who wants GPU `only`, if that is said: no context is made on any other, which
+/// takes time and memory there from each of the workers that begin at once.
+#[must_use]
+pub fn survey_for(
+    folders: &[PathBuf],
+    kernels: Option<&Path>,
+    nccl: Option<&Path>,
+    only: Option<u32>,
+) -> Survey {
     let words = |error: KernelError| error.to_string();
     let missing = |missing: Missing| missing.to_string();
     let driver = Driver::load(folders).map_err(words);
@@ -59,7 +71,7 @@ pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) 
     let mut failed = None;
     if let Ok(driver) = driver {
         match driver.count() {
-            Ok(count) => devices.extend((0..count).filter_map(|i| find(driver, i))),
+            Ok(count) => devices.extend((0..count).filter_map(|i| find(driver, i, only))),
             Err(error) => failed = Some(error.to_string()),
         }
     }
@@ -75,9 +87,14 @@ pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) 
     }
 }
 
-fn find(driver: Driver, ordinal: u32) -> Option<FoundDevice> {
+fn find(driver: Driver, ordinal: u32, only: Option<u32>) -> Option<FoundDevice> {
     let info = driver.device(ordinal).ok()?;
-    let free = || -> Result<u64, KernelError> { Ok(Context::new(driver, ordinal)?.memory()?.0) };
+    let free = || -> Result<u64, KernelError> {
+        if only.is_some_and(|only| only != ordinal) {
+            return Ok(0);
+        }
+        Ok(Context::new(driver, ordinal)?.memory()?.0)
+    };
     Some(FoundDevice { memory_free: free().map_err(|error| error.to_string()), info })
 }
 

@@ -1,4 +1,6 @@
-//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape.
+//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape: of those that the
+//! library names the quickest, as measured when the shape is first met. It is kept as long as the
+//! backend, so that a product has the same bits in every step.
 //!
 //! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B with
 //! A = W, B = x, D = out.
@@ -7,6 +9,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::path::PathBuf;
 use std::rc::Rc;
+use std::time::Duration;
 
 use cudarc::cublaslt::sys;
 
@@ -15,7 +18,7 @@ use super::context::Context;
 use super::failure;
 use super::libraries::{self, Missing, Wanted};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::stream::Stream;
+use super::stream::{Event, Stream};
 use crate::error::KernelError;
 
 /// What products may use besides their operands: NVIDIA's advice for Hopper.
@@ -33,6 +36,13 @@ const NOT_SUPPORTED: u32 = 15;
 const REFUSED: [u32; 3] = [7, 8, NOT_SUPPORTED];
 /// Algorithms asked for: the library may name some that cannot run.
 const CHOICES: usize = 8;
+/// Measured runs of each, behind one that is not measured.
+const RUNS: u32 = 3;
+/// What all measuring may take of the GPU's time: shapes met after that take the library's own first
+/// choice. Some two hundred shapes are met, of which the largest take milliseconds.
+const MEASURING_MOST: Duration = Duration::from_secs(3);
+/// No more of one shape, which requests may wait for.
+const MEASURING_EACH: Duration = Duration::from_millis(100);
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -81,6 +91,8 @@ pub(super) struct Matmul {
     workspace: DeviceMemory,
     /// None where the library has no algorithm.
     plans: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
+    /// How long the GPU has been measured, all in all.
+    measured: Duration,
     version: usize,
     context: Rc<Context>,
 }
@@ -107,7 +119,8 @@ impl Matmul {
         // SAFETY: the library is loaded.
         let version = unsafe { sys::cublasLtGetVersion() };
         let plans = HashMap::new();
-        Ok(Self { handle, workspace, plans, version, context: context.clone() })
+        let measured = Duration::ZERO;
+        Ok(Self { handle, workspace, plans, measured, version, context: context.clone() })
     }
 
     /// Its version, as 130000.
@@ -145,18 +158,68 @@ impl Matmul {
             }
         }
         // No plan yet, or one that these rows are too few for.
-        let algorithm = self.choose(&shape, key.alignment)?;
-        if self.plans.len() >= PLANS_MAX {
-            self.plans.clear();
+        let named = self.choose(&shape, key.alignment)?;
+        // One that is not kept is not measured either: it would be another the next time.
+        let is_kept = self.plans.len() < PLANS_MAX || self.plans.contains_key(&key);
+        let measures = is_kept && !stream.captures() && self.measured < MEASURING_MOST;
+        let mut quickest = None;
+        if measures && named.len() > 1 {
+            // SAFETY: this function's contract.
+            quickest = unsafe { self.quickest(stream, &shape, &named, [x, w, out]) }?;
         }
-        self.plans.insert(key, algorithm);
-        let Some(algorithm) = algorithm else { return Ok(false) };
-        // SAFETY: this function's contract.
-        let launched = unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }?;
-        if !launched {
-            self.plans.insert(key, None);
+        let mut chosen = None;
+        for algorithm in quickest.into_iter().chain(named) {
+            // SAFETY: this function's contract.
+            if unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }? {
+                chosen = Some(algorithm);
+                break;
+            }
         }
-        Ok(launched)
+        if is_kept {
+            self.plans.insert(key, chosen);
+        }
+        Ok(chosen.is_some())
+    }
+
+    /// The one of these algorithms that takes the least time, if any can run. The result is written as
+    /// often as it is computed.
+    ///
+    /// # Safety
+    /// As [`Matmul::run`].
+    unsafe fn quickest(
+        &mut self,
+        stream: &Stream,
+        shape: &Shape,
+        named: &[sys::cublasLtMatmulAlgo_t],
+        [x, w, out]: [DevicePtr; 3],
+    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
+        let (began, ended) = (Event::new(&self.context, true)?, Event::new(&self.context, true)?);
+        let mut best: Option<(Duration, sys::cublasLtMatmulAlgo_t)> = None;
+        let mut spent = Duration::ZERO;
+        for algorithm in named {
+            // SAFETY: this function's contract.
+            let runs = || unsafe { self.launch(stream, shape, algorithm, x, w, out) };
+            if !runs()? {
+                continue;
+            }
+            began.record(stream)?;
+            for _ in 0..RUNS {
+                runs()?;
+            }
+            ended.record(stream)?;
+            ended.wait(stream.patience())?;
+            let took = ended.since(&began)?;
+            spent += took;
+            // The first of equals: the library names the best first, as it sees them.
+            if best.as_ref().is_none_or(|(least, _)| took < *least) {
+                best = Some((took, *algorithm));
+            }
+            if spent > MEASURING_EACH {
+                break;
+            }
+        }
+        self.measured += spent;
+        Ok(best.map(|(_, algorithm)| algorithm))
     }
 
     /// Runs one algorithm; false when the library refuses to.
@@ -202,13 +265,13 @@ impl Matmul {
         launched.map(|()| true)
     }
 
-    /// The library's own first choice that can run, for operands that are aligned to so many bytes, if
-    /// it has any.
+    /// What the library names for operands that are aligned to so many bytes, what it takes for the
+    /// best first.
     fn choose(
         &self,
         shape: &Shape,
         alignment: u32,
-    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
+    ) -> Result<Vec<sys::cublasLtMatmulAlgo_t>, KernelError> {
         let preference = Preference::new(WORKSPACE, alignment)?;
         type Found = sys::cublasLtMatmulHeuristicResult_t;
         let mut found = [const { std::mem::MaybeUninit::<Found>::zeroed() }; CHOICES];
@@ -229,15 +292,15 @@ impl Matmul {
             )
         };
         if status as u32 == NOT_SUPPORTED {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         check(status, "choose an algorithm for a matrix product")?;
         let count = usize::try_from(count).unwrap_or(0);
-        let mut found = found.iter().take(count).map(|found| {
+        let found = found.iter().take(count).map(|found| {
             // SAFETY: all-zero is a value of the type, and the library wrote one if it says so.
             unsafe { found.assume_init() }
         });
-        Ok(found.find(|found| found.state as u32 == 0).map(|found| found.algo))
+        Ok(found.filter(|found| found.state as u32 == 0).map(|found| found.algo).collect())
     }
 }
 

@@ -10,7 +10,7 @@ use super::matmul::Product;
 use super::memory::{DeviceMemory, DevicePtr};
 use super::parts::{SPLITS_MAX, Windows};
 use super::products::small;
-use super::stream::Event;
+use super::stream::{Event, Stream};
 use crate::backend::{AttentionShape, Batch, SeqRows};
 use crate::error::KernelError;
 
@@ -20,8 +20,8 @@ const TIMES: usize = 5;
 const RECORDED: usize = 20;
 /// Enough for `cold`: several times any GPU's L2, in bytes.
 pub const COLD: usize = 512 << 20;
-/// What memory holds: small numbers, so that products neither overflow nor are all zero.
-const BYTE: u8 = 0x3c;
+/// Words of two bf16 that memory is filled with, again and again: a prime, so that no two rows are alike.
+const WORDS: usize = 524_287;
 
 /// What multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +30,60 @@ pub enum Multiplier {
     Own,
     /// cuBLASLt.
     Library,
+}
+
+/// A product by one of the two.
+///
+/// # Safety
+/// As [`Device::multiply`].
+pub(super) unsafe fn multiply(
+    device: &mut Device,
+    by: Multiplier,
+    product: &Product,
+    [x, w, out]: [DevicePtr; 3],
+) -> Result<(), KernelError> {
+    match by {
+        Multiplier::Own => {
+            let at = |ptr, stride: u32| Rows { ptr, stride: stride as usize };
+            let (x, w) = (at(x, product.x_stride), at(w, product.w_stride));
+            let out = at(out, product.out_stride);
+            let sizes = (product.rows as usize, product.n as usize, product.k as usize);
+            let call = launch::skinny((x, None), w, None, out, sizes, DevicePtr::default());
+            // SAFETY: this function's contract.
+            unsafe { device.launch(call) }
+        }
+        Multiplier::Library => {
+            // SAFETY: as above.
+            let done = unsafe { device.multiply(product, x, w, out) }?;
+            let none = || KernelError::Unsupported("no algorithm".to_owned());
+            if done { Ok(()) } else { Err(none()) }
+        }
+    }
+}
+
+/// Numbers of either sign, of about 1/64: with constant ones a GPU uses less power, and is quicker than
+/// it ever is with weights.
+pub(super) fn random_words(seed: u64) -> Vec<u32> {
+    let mut state = seed;
+    let mut word = || {
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        0x3c80_3c80 ^ ((state >> 32) as u32 & 0x80ff_80ff)
+    };
+    std::iter::repeat_with(&mut word).take(WORDS).collect()
+}
+
+/// Fills memory with such numbers.
+pub(super) fn fill(
+    memory: &DeviceMemory,
+    stream: &Stream,
+    words: &[u32],
+) -> Result<(), KernelError> {
+    let count = memory.bytes() / 4;
+    for from in (0..count).step_by(words.len()) {
+        memory.upload(stream, from * 4, &words[..words.len().min(count - from)])?;
+    }
+    Ok(())
 }
 
 impl CudaBackend {
@@ -87,8 +141,8 @@ impl CudaBackend {
         let weights = DeviceMemory::new(context, copies * matrix, what)?;
         let x = DeviceMemory::new(context, rows * stride * 2, what)?;
         let out = DeviceMemory::new(context, rows * n * 4, what)?;
-        weights.fill(stream, BYTE)?;
-        x.fill(stream, BYTE)?;
+        fill(&weights, stream, &random_words(1))?;
+        fill(&x, stream, &random_words(2))?;
         let product = Product {
             rows: small(rows)?,
             n: small(n)?,
@@ -99,22 +153,8 @@ impl CudaBackend {
         };
         self.measure(|device, turn| {
             let w = weights.ptr().offset(turn % copies * matrix);
-            match by {
-                Multiplier::Own => {
-                    let at = |ptr, stride| Rows { ptr, stride };
-                    let (x, w, out) = (at(x.ptr(), stride), at(w, stride), at(out.ptr(), n));
-                    let none = DevicePtr::default();
-                    let call = launch::skinny((x, None), w, None, out, (rows, n, k), none);
-                    // SAFETY: operands and result have the rows and columns that are named.
-                    unsafe { device.launch(call) }
-                }
-                Multiplier::Library => {
-                    // SAFETY: as above.
-                    let done = unsafe { device.multiply(&product, x.ptr(), w, out.ptr()) }?;
-                    let none = || KernelError::Unsupported("no algorithm".to_owned());
-                    if done { Ok(()) } else { Err(none()) }
-                }
-            }
+            // SAFETY: operands and result have the rows and columns that are named.
+            unsafe { multiply(device, by, &product, [x.ptr(), w, out.ptr()]) }
         })
     }
 
@@ -156,9 +196,9 @@ impl CudaBackend {
         let lists = DeviceMemory::new(gpu, words.len() * 4, what)?;
         lists.upload(stream, 0, &words)?;
         let cache = DeviceMemory::new(gpu, layers * 2 * plane, what)?;
-        cache.fill(stream, BYTE)?;
+        fill(&cache, stream, &random_words(1))?;
         let rows = DeviceMemory::new(gpu, batch * shape.num_heads * shape.head_dim * 2, what)?;
-        rows.fill(stream, BYTE)?;
+        fill(&rows, stream, &random_words(2))?;
         let result = DeviceMemory::new(gpu, rows.bytes(), what)?;
         let (out, ml) = Partials::elements(shape, batch);
         let (out, ml) =

@@ -196,6 +196,25 @@ pub struct Kernel {
 }
 
 impl Kernel {
+    /// Whether it may begin before those before it are complete, where its module allows that.
+    pub(super) fn set_overlap(&mut self, overlap: bool) {
+        self.overlaps = overlap && self.module.overlaps;
+    }
+
+    /// Asks for so many per cent of the cache to be shared memory whenever it runs, or leaves that to
+    /// the driver: kernels that differ in it wait for each other's end before they begin.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub(super) fn set_carveout(&self, percent: Option<u8>) -> Result<(), KernelError> {
+        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        let attribute = CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+        let value = percent.map_or(-1, |percent| i32::from(percent.min(100)));
+        // SAFETY: the function belongs to the loaded module.
+        let status = unsafe { sys::cuFuncSetAttribute(self.raw, attribute, value) };
+        check(status, self.name)
+    }
+
     /// Whether it may be launched with so many bytes of dynamic shared memory.
     #[must_use]
     pub fn has_room(&self, shared: u32) -> bool {

@@ -180,6 +180,8 @@ impl Backend for CudaBackend {
             step.forget_graphs();
         }
         step.begin(&device.context, &device.stream, inputs)?;
+        // A step before may have found out.
+        device.set_overlap(step.overlaps());
         sampling.begin(inputs);
         if !inputs.feed.is_empty() {
             // Tokens are words of 32 bits: two of the elements that this kernel moves.

@@ -98,6 +98,10 @@ pub(super) struct Step {
     graphs_off: Option<String>,
     /// Why there are none for now.
     graphs_rest: Option<&'static str>,
+    /// Kernels may begin before those before them are complete, also within a graph.
+    overlaps: bool,
+    /// Why they may not any more.
+    overlap_off: Option<String>,
     /// Ranks can tell each other the best of their own logits.
     parts: bool,
     /// Nobody wants to know more of the step's rows than a token each.
@@ -126,12 +130,14 @@ pub(super) struct Step {
 }
 
 impl Step {
-    pub(super) fn new(graphs: bool, all_tiles: bool) -> Self {
+    pub(super) fn new(graphs: bool, overlaps: bool, all_tiles: bool) -> Self {
         Self {
             all_tiles,
             graphs: StagedCache::new(GRAPHS_MAX),
             graphs_off: (!graphs).then(|| "they are switched off".to_owned()),
             graphs_rest: None,
+            overlaps,
+            overlap_off: None,
             parts: false,
             is_plain: false,
             late: false,
@@ -172,6 +178,29 @@ impl Step {
         self.graphs_off.get_or_insert_with(|| reason.to_owned());
     }
 
+    /// A step could not be captured: the next one is, without kernels that begin early; where that is
+    /// how it was done, none is from now on.
+    fn capture_failed(&mut self, reason: &str) {
+        self.graphs.clear();
+        if self.overlaps {
+            self.overlaps = false;
+            self.overlap_off = Some(reason.to_owned());
+        } else {
+            self.give_up_graphs(reason);
+        }
+    }
+
+    /// Whether kernels may begin before those before them are complete.
+    pub(super) fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Says whether they may; graphs of the other kind are forgotten.
+    pub(super) fn set_overlap(&mut self, overlaps: bool) {
+        self.graphs.clear();
+        self.overlaps = overlaps && self.overlap_off.is_none();
+    }
+
     /// Whether graphs are captured, as far as this rank decides.
     pub(super) fn can_capture(&self) -> bool {
         self.graphs_off.is_none()
@@ -202,7 +231,13 @@ impl Step {
     pub(super) fn graphs_text(&self) -> String {
         match self.graphs_off.as_deref().or(self.graphs_rest) {
             Some(reason) => format!("no graphs ({reason})"),
-            None => format!("{} graphs", self.graphs.made()),
+            None => {
+                let made = self.graphs.made();
+                self.overlap_off.as_ref().map_or_else(
+                    || format!("{made} graphs"),
+                    |reason| format!("{made} graphs whose kernels do not begin early ({reason})"),
+                )
+            }
         }
     }
 
@@ -263,7 +298,7 @@ impl Step {
         inputs: &StepInputs<'_>,
     ) -> Result<(), KernelError> {
         if self.abandon(stream) {
-            self.give_up_graphs("a step failed while its graph was captured");
+            self.capture_failed("a step failed while its graph was captured");
         }
         let shape = inputs.attention;
         let cut = self.cut(shape, Windows::new(inputs.windows)?);
@@ -319,7 +354,7 @@ impl Step {
     pub(super) fn open(&mut self, stream: &Stream) -> Result<(), KernelError> {
         if let Mode::Record(_) = self.planned {
             stream.begin_capture().inspect_err(|error| {
-                self.give_up_graphs(&error.to_string());
+                self.capture_failed(&error.to_string());
             })?;
         }
         self.mode = self.planned;
@@ -538,7 +573,7 @@ impl Step {
             Mode::Record(key) => {
                 self.mode = Mode::Eager;
                 let graph = stream.end_capture().inspect_err(|error| {
-                    self.give_up_graphs(&error.to_string());
+                    self.capture_failed(&error.to_string());
                 })?;
                 graph.launch(stream)?;
                 self.graphs.insert(key, Recorded { graph, signature });

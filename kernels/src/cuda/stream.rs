@@ -79,6 +79,16 @@ impl Stream {
         &self.context
     }
 
+    /// Whether what is called is recorded.
+    pub(super) fn captures(&self) -> bool {
+        self.captures.get()
+    }
+
+    /// How long all of its work may take.
+    pub(super) fn patience(&self) -> Duration {
+        self.patience
+    }
+
     /// Waits for all work; with other ranks in it, not longer than they may take.
     ///
     /// # Errors
