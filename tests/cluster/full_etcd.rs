@@ -2,7 +2,7 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use etcd_client::Client as EtcdClient;
+use etcd_client::{AlarmAction, AlarmOptions, AlarmType, Client as EtcdClient};
 use testkit::etcd::Etcd;
 use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::models::repository;
@@ -103,8 +103,12 @@ async fn a_full_etcd_is_named_with_its_remedy() {
     let revision = deleted.header().unwrap().revision();
     filler.compact(revision, None).await.unwrap();
     filler.defragment().await.unwrap();
-    let disarm = etcd_client::AlarmAction::Deactivate;
-    filler.alarm(disarm, etcd_client::AlarmType::Nospace, None).await.unwrap();
+    let (kind, all) = (AlarmType::Nospace, AlarmType::None);
+    for alarm in filler.alarm(AlarmAction::Get, all, None).await.unwrap().alarms() {
+        let mut member = AlarmOptions::new();
+        member.with_member(alarm.member_id());
+        filler.alarm(AlarmAction::Deactivate, kind, Some(member)).await.unwrap();
+    }
     until("the worker joins", async || {
         let scrape = client.scrape().await.ok()?;
         (scrape.sum("tutti_worker_up", &[]) == 2.0).then_some(())
