@@ -59,7 +59,7 @@ async fn ask(client: &Client, i: u32) -> Value {
 
 /// Every counter and histogram that a workload fixes, by series. What depends on time (buckets and
 /// sums of seconds) is reduced to its count; what time itself makes (idle steps of ranks, scrapes,
-/// polling, processor time) is left out.
+/// polling, processor time) is left out, and what has a series for each process.
 pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<String, f64> {
     let grows = |name: &str| {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|s| name.strip_suffix(s));
@@ -78,7 +78,9 @@ pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<St
             || name.starts_with("tutti_iteration_tokens_bucket")
             || name.starts_with("tutti_iteration_tokens_count");
         let polled = sample.labels.get("route").is_some_and(|route| !route.starts_with("/v1"));
-        if grows(name) && !by_time && !of_time && !polled && (steps_too || !by_steps) {
+        let by_process = sample.labels.contains_key("process");
+        let counts = grows(name) && !by_time && !of_time && !polled && !by_process;
+        if counts && (steps_too || !by_steps) {
             fixed.insert(format!("{name}{:?}", sample.labels), sample.value);
         }
     }

@@ -31,12 +31,15 @@ async fn load(client: &Client) {
         let mut abandoned = streaming.clone();
         abandoned["max_tokens"] = json!(600);
         abandoned["ignore_eos"] = json!(true);
-        let (whole, stream, ()) = tokio::join!(
+        let mut guided = body.clone();
+        guided["structured_outputs"] = json!({ "choice": ["a fox", "a rabbit"] });
+        let (whole, guided, stream, ()) = tokio::join!(
             client.post("/v1/completions", &body),
+            client.post("/v1/completions", &guided),
             client.stream("/v1/completions", &streaming),
             abandon(client, &abandoned),
         );
-        assert_eq!(whole.unwrap().status, 200);
+        assert_eq!((whole.unwrap().status, guided.unwrap().status), (200, 200));
         assert!(stream.unwrap().done);
         let bad = client.post("/v1/completions", &json!({"model": "demo", "prompt": 7})).await;
         assert_eq!(bad.unwrap().status, 400);

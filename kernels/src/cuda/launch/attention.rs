@@ -11,7 +11,7 @@ pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
 /// The largest head dimension that any kernel takes.
 pub const HEAD_DIM_MAX: usize = 256;
 /// Blocks of decode attention that a multiprocessor runs at once, by head dimension.
-const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 4, 4, 3, 3, 2];
+const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 5, 4, 3, 3, 2];
 
 /// What `tutti_qkv_finish` reads and writes.
 #[derive(Clone, Copy, Debug)]
