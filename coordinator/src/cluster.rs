@@ -406,10 +406,17 @@ impl Cluster {
         let Some(id) = self.replicas.of(worker) else { return };
         let is_present = self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_some();
         self.answered(now, worker, is_present);
+        let reason = failure.message.clone();
         if !is_present {
+            // Another rank's word that it lost this one may come before the reason why.
+            let broke = |it: &replica::Replica| !it.is_live() && it.epoch() == failure.epoch;
+            if failure.permanent && self.replicas.get(id).is_some_and(broke) {
+                let why = format!("{worker}: {reason}");
+                self.replicas.change(id, |replica| replica.fails_for_good(now, why));
+                effects.push(Effect::Unservable { replica: id, reason });
+            }
             return;
         }
-        let reason = failure.message.clone();
         self.break_replica(now, id, EpochEnd::Failed, &format!("{worker}: {reason}"), effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));

@@ -153,6 +153,11 @@ impl Frontends {
         })
     }
 
+    /// One that was let in was not told: it went away.
+    pub fn not_joined(&self, node: &str) {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner).not_joined(node);
+    }
+
     /// Where what strangers do is counted.
     pub(crate) fn hub(&self) -> &Hub {
         &self.hub

@@ -240,7 +240,8 @@ async fn shake_hands(
             let admitted = check(&[("node", &hello.node)])
                 .map_err(Refusal::Never)
                 .and_then(|()| frontends.admit(&hello));
-            let welcome = answer(&mut connection, admitted).await?;
+            let welcome = answer(&mut connection, admitted).await;
+            let welcome = welcome.inspect_err(|_| frontends.not_joined(&hello.node))?;
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())
         }

@@ -1,4 +1,6 @@
 //! Whether the cluster is whole again.
+use std::time::Duration;
+
 use coordinator::cluster::{ReplicaPhase, ReplicaStatus};
 use shared::actor::liveness::LivenessConfig;
 use shared::ids::{Epoch, WorkerId};
@@ -22,6 +24,17 @@ impl World {
     /// Whether a replica waits because it failed for good.
     pub(crate) fn waits_for_a_change(&self) -> bool {
         self.coordinator.core.replicas().any(|replica| replica.held_until.is_some())
+    }
+
+    /// No wait is longer than ten minutes, nor over while it is waited.
+    pub(crate) fn check_holds(&mut self) {
+        let now = self.time();
+        let (most, late) = (Duration::from_secs(600), Duration::from_secs(15));
+        let holds = self.coordinator.core.replicas().filter_map(|replica| replica.held_until);
+        let wrong = holds.filter(|until| *until > now + most || *until + late < now).max();
+        if let Some(until) = wrong {
+            self.fail(format!("a replica is held until {until:?}, and it is {now:?}"));
+        }
     }
 
     /// The slot of a connected worker.

@@ -374,6 +374,7 @@ impl World {
         if leads && self.waits_for_a_change() {
             // What failed for good is tried again when its wait is over, and not before.
             self.last_fault = self.last_fault.max(self.now);
+            self.check_holds();
         }
         let since_fault = self.now.saturating_sub(self.last_fault);
         let converged = match self.leading() {

@@ -23,6 +23,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::logging::{self, COLOURS};
 
+/// A longer line of a worker's stderr is passed on in parts.
+const LINES_MAX: usize = 16 << 10;
+
 /// How long the last lines of an ended worker's stderr are waited for.
 const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 
@@ -301,11 +304,19 @@ impl Tail {
             let mut from = File::from(stderr.into_owned_fd()?);
             let mut kept = log.writer();
             std::thread::Builder::new().name("worker-stderr".to_owned()).spawn(move || {
-                let mut chunk = [0u8; 4096];
-                while let Ok(n @ 1..) = from.read(&mut chunk) {
-                    logging::pass_on(&chunk[..n]);
-                    let _ = kept.write_all(&chunk[..n]);
+                let mut chunk = [0u8; LINES_MAX];
+                let mut held = 0;
+                while let Ok(n @ 1..) = from.read(&mut chunk[held..]) {
+                    let _ = kept.write_all(&chunk[held..held + n]);
+                    held += n;
+                    // Whole lines, or those of several workers mix.
+                    let end = chunk[..held].iter().rposition(|byte| *byte == b'\n');
+                    let whole = end.map_or(if held == LINES_MAX { held } else { 0 }, |end| end + 1);
+                    logging::pass_on(&chunk[..whole]);
+                    chunk.copy_within(whole..held, 0);
+                    held -= whole;
                 }
+                logging::pass_on(&chunk[..held]);
                 drop(kept);
                 let _ = close.send(());
             })?;

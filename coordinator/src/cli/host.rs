@@ -8,9 +8,11 @@ use tokio::sync::{mpsc, watch};
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::output::print_line;
 use super::signals::Signals;
-use super::work::{cores, default_node};
+use super::work::{cores, default_node, stdin_closes};
 use super::{CliError, WorkerArgs, devices, logging};
 
+/// Each worker gets this, whether this process has it or not.
+const EXIT_WITH_STDIN: &str = "--exit-with-stdin";
 /// How long workers may take to say goodbye.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 /// Workers that kept failing are tried again after so long: a GPU may have been reset meanwhile.
@@ -33,8 +35,16 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         let (events, ends) = mpsc::channel(64);
         let (_kick, kicked) = watch::channel(None);
         let mut children = Children::start(command, workers, events, kicked);
+        let parent_gone = args.exit_with_stdin.then(stdin_closes);
+        let gone = async {
+            match parent_gone {
+                Some(gone) => drop(gone.await),
+                None => std::future::pending().await,
+            }
+        };
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),
+            () = gone => Ok(()),
             outcome = watch_over(&mut children, ends) => outcome,
         };
         children.stop().await;
@@ -51,7 +61,7 @@ fn command(
     let program = std::env::current_exe()
         .map_err(|error| CliError::Failed(format!("cannot find this program's file: {error}")))?;
     let mut passed = passed_on(given);
-    passed.extend(["--workers", "1", "--exit-with-stdin"].map(OsString::from));
+    passed.extend(["--workers", "1", EXIT_WITH_STDIN].map(OsString::from));
     Ok(WorkerCommand {
         program,
         args: passed,
@@ -75,6 +85,7 @@ fn passed_on(given: &[OsString]) -> Vec<OsString> {
         };
         match OWN.contains(&name) {
             true if has_value => {}
+            false if name == EXIT_WITH_STDIN => {}
             true => drop(given.next()),
             false => passed.push(argument.clone()),
         }
@@ -138,5 +149,6 @@ mod tests {
         );
         assert_eq!(passed("tutti worker --nodes --threads 3"), given("worker --nodes"));
         assert_eq!(passed("tutti worker --workers"), given("worker"));
+        assert_eq!(passed("tutti worker --exit-with-stdin"), given("worker"), "once");
     }
 }

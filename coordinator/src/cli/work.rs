@@ -16,6 +16,7 @@ use worker::actor::WorkerEnd;
 use worker::device::prepare_nccl;
 use worker::run::WorkerOptions;
 
+use super::options::Workers;
 use super::output::error_line;
 use super::signals::Signals;
 use super::{CliError, WorkerArgs, devices, etcd, host, logging, secret};
@@ -32,9 +33,9 @@ fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
 }
 
 pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError> {
-    let workers = args.workers.map_or(1, |workers| devices::of_host(&args.compute, workers));
-    if workers > 1 {
-        return host::run(args, given, workers);
+    // Also all of one: what is named and supervised does not depend on how many GPUs answer today.
+    if let Some(workers) = args.workers.filter(|workers| *workers != Workers::Number(1)) {
+        return host::run(args, given, devices::of_host(&args.compute, workers));
     }
     // While this is the only thread.
     let interface = nccl_interface(args);
@@ -172,7 +173,7 @@ pub(crate) fn default_node() -> String {
 }
 
 /// Resolves when stdin reaches its end.
-fn stdin_closes() -> oneshot::Receiver<()> {
+pub(super) fn stdin_closes() -> oneshot::Receiver<()> {
     let (sender, receiver) = oneshot::channel();
     std::thread::spawn(move || {
         let mut byte = [0u8; 64];

@@ -245,7 +245,11 @@ impl ClusterActor {
                     }
                 }
                 Effect::Unservable { replica, reason } => {
-                    tracing::error!(%replica, %reason, "the replica cannot be formed");
+                    tracing::error!(
+                        %replica, %reason,
+                        "the replica cannot be formed; tried again when workers or replicas change, else \
+                         after a minute and more"
+                    );
                     self.unservable = Some(reason);
                 }
             }

@@ -402,6 +402,14 @@ impl Replica {
         self.last_failure = Some(reason.to_owned());
     }
 
+    /// It broke already, and this is why: trying again would come to the same.
+    pub(super) fn fails_for_good(&mut self, now: Duration, reason: String) {
+        self.last_failure = Some(reason);
+        if !self.is_held() {
+            self.hold(now);
+        }
+    }
+
     fn room(&self) -> Option<(u32, u32)> {
         let least = |(kv, host): (u32, u32), (other_kv, other_host): (u32, u32)| {
             (kv.min(other_kv), host.min(other_host))

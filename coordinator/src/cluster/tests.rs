@@ -309,6 +309,33 @@ fn what_failed_for_good_waits_for_a_change() {
 }
 
 #[test]
+fn what_failed_for_good_is_held_whoever_says_first_that_it_failed() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), member(0, 1, "a"), &mut effects);
+    cluster.worker_joined(secs(0), member(1, 1, "a"), &mut effects);
+    cluster.tick(secs(0), &mut effects);
+    let fails = |message: &str, permanent| FormFailed {
+        epoch: Epoch(1),
+        message: message.into(),
+        permanent,
+    };
+    let (lost, missing) = (fails("rank 1 is gone", false), fails("no model", true));
+    cluster.form_failed(secs(1), WorkerId(0), &lost, &mut effects);
+    assert_eq!(cluster.replicas().next().unwrap().held_until, None);
+    effects.clear();
+    cluster.form_failed(secs(1), WorkerId(1), &missing, &mut effects);
+    assert!(effects.iter().any(|effect| matches!(effect, Effect::Unservable { .. })));
+    let replica = cluster.replicas().next().unwrap();
+    assert_eq!(replica.held_until, Some(secs(61)));
+    assert!(replica.last_failure.unwrap().contains("no model"));
+    // Of an epoch that was over before it says nothing.
+    cluster.tick(secs(61), &mut effects);
+    cluster.form_failed(secs(62), WorkerId(1), &missing, &mut effects);
+    assert_eq!(cluster.replicas().next().unwrap().held_until, None);
+}
+
+#[test]
 fn placement_keeps_groups_on_one_host_where_it_can() {
     let members = [
         member(0, 1, "a"),

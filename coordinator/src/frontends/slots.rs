@@ -94,6 +94,15 @@ impl<L> Slots<L> {
         Ok(Admitted { frontend, freed })
     }
 
+    /// A front end that was let in went away before it was told: its slot is free, if it was new.
+    pub(super) fn not_joined(&mut self, node: &str) {
+        let Some(id) = self.by_node.get(node).copied() else { return };
+        if self.slots.get(&id).is_some_and(|slot| slot.run.is_none() && slot.link.is_none()) {
+            self.by_node.remove(node);
+            self.slots.remove(&id);
+        }
+    }
+
     /// The slot a front end brings from another coordinator, if nobody has it; else the first that
     /// nobody has. Slot 0 is the coordinator's own.
     fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
@@ -179,6 +188,18 @@ mod tests {
         let Admitted { frontend, freed } = admitted.unwrap();
         assert_eq!(freed, None);
         frontend.0
+    }
+
+    #[test]
+    fn one_that_was_not_told_has_no_slot() {
+        let mut slots = Slots::<u32>::default();
+        let first = slots.admit(secs(0), "a", A, None).unwrap().frontend;
+        slots.not_joined("a");
+        slots.not_joined("nobody");
+        assert_eq!(slots.admit(secs(0), "b", B, None).unwrap().frontend, first);
+        assert!(slots.joined("b", first, B, 1).is_ok());
+        slots.not_joined("b");
+        assert_eq!(slots.linked().count(), 1, "it is linked");
     }
 
     #[test]

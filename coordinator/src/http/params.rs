@@ -68,6 +68,8 @@ pub struct Limits {
     pub prompt_alternatives: usize,
     /// Whether requests may have a priority other than 0.
     pub priorities: bool,
+    /// Replies are in harmony: its marks end them, too.
+    pub harmony: bool,
 }
 
 /// Bodies of so many bytes are taken whatever the model: many prompts of a short model, or a
@@ -124,6 +126,7 @@ impl Limits {
             top_logprobs: MAX_LOGPROBS,
             user_bytes: 256,
             priorities: false,
+            harmony: false,
             max_model_len,
             prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
             echoed_bytes: 64 << 20,
@@ -266,8 +269,15 @@ impl Common {
         }
         let stream = fields.boolean("stream", false)?;
         let defaults = &text.defaults;
-        let model_end_tokens =
-            if fields.boolean("ignore_eos", false)? { Vec::new() } else { text.end_tokens.clone() };
+        let mut model_end_tokens = Vec::new();
+        if !fields.boolean("ignore_eos", false)? {
+            model_end_tokens.clone_from(&text.end_tokens);
+            if limits.harmony {
+                model_end_tokens.extend(&text.harmony_ends);
+                model_end_tokens.sort_unstable();
+                model_end_tokens.dedup();
+            }
+        }
         let mut end_tokens = model_end_tokens.clone();
         end_tokens.extend(token_ids(fields, "stop_token_ids", limits.stop_token_ids, text)?);
         let min_tokens = fields.count("min_tokens", 0, limits.max_model_len)?.unwrap_or(0);

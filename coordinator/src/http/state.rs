@@ -142,9 +142,10 @@ impl AppState {
     /// With what the operator chose.
     #[must_use]
     pub fn with_api(self, options: &ApiOptions) -> Self {
-        let limits = (*self.limits).clone().chosen(options);
+        let mut limits = (*self.limits).clone().chosen(options);
         let told = self.text.template.as_ref().and_then(ChatTemplate::calls);
         let (tool_calls, reasoning) = forms(options, told);
+        limits.harmony = reasoning == Reasoning::Harmony;
         Self {
             room: Room::new(limits.body_bytes),
             limits: Arc::new(limits),

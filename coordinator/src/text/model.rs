@@ -16,7 +16,7 @@ use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 use self::templates::Sources;
 use super::bound;
 use super::dialect::Dialect;
-use super::reply::{CallFormat, harmony};
+use super::reply::harmony;
 use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
 use crate::guide::{Guides, Making};
@@ -59,6 +59,9 @@ pub struct TextModel {
     pub template: Option<ChatTemplate>,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
+    /// Those that end replies in harmony besides, whatever the folder says: behind them the model makes
+    /// up what others say.
+    pub harmony_ends: Vec<u32>,
     /// Sampling defaults.
     pub defaults: SamplingDefaults,
     /// Tokens of the vocabulary the model computes logits for.
@@ -157,19 +160,15 @@ impl TextModel {
             special.map(|(id, token)| (id, token.content)).collect();
         let special: HashMap<String, u32> =
             special_by_id.iter().map(|(id, text)| (text.clone(), *id)).collect();
-        if template.as_ref().and_then(ChatTemplate::calls) == Some(CallFormat::Harmony) {
-            // Whatever the folder says: behind them the model makes up what others say.
-            let ends = harmony::ENDS.iter().filter_map(|text| special.get(*text)).copied();
-            end_tokens.extend(ends.filter(|id| *id < vocab_size));
-            end_tokens.sort_unstable();
-            end_tokens.dedup();
-        }
+        let harmony_ends = harmony::ENDS.iter().filter_map(|text| special.get(*text)).copied();
+        let harmony_ends = harmony_ends.filter(|id| *id < vocab_size).collect();
         let dialect = Dialect::of(&tokenizer);
         let tokenizer = Arc::new(tokenizer);
         Ok(Self {
             tokenizer,
             template,
             end_tokens,
+            harmony_ends,
             defaults,
             vocab_size,
             max_positions: positions.most,

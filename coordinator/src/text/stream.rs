@@ -100,14 +100,19 @@ impl TextStream {
             return false;
         }
         self.piece.clear();
-        match self.rules.fenced.as_ref().and_then(|fenced| fenced.get(&token)) {
-            Some(special) => {
-                self.decoder.interrupt(&mut self.piece);
-                self.piece.push(FENCE);
-                self.piece.push_str(special);
-                self.piece.push(FENCE);
-            }
+        let mark = self.rules.fenced.as_ref().and_then(|fenced| fenced.get(&token));
+        match mark {
+            Some(_) => self.decoder.interrupt(&mut self.piece),
             None => self.decoder.push(token, &mut self.piece),
+        }
+        // Text that has the fence itself would be taken for a mark, or would hide one.
+        if self.rules.fenced.is_some() {
+            clean(&mut self.piece);
+        }
+        if let Some(mark) = mark {
+            self.piece.push(FENCE);
+            self.piece.push_str(mark);
+            self.piece.push(FENCE);
         }
         // The token ends the sequence before a stop string within it does.
         self.stopped = self.matcher.push(&self.piece, may_stop && !ends, text);
@@ -121,10 +126,20 @@ impl TextStream {
         }
         self.piece.clear();
         self.decoder.finish(&mut self.piece);
+        if self.rules.fenced.is_some() {
+            clean(&mut self.piece);
+        }
         // What was held back may complete a stop string only together with whole characters, which
         // would have been seen: the rest is text.
         let _ = self.matcher.push(&self.piece, false, text);
         self.matcher.finish(text);
+    }
+}
+
+/// Without fences, which stand for characters that nobody should have used.
+fn clean(text: &mut String) {
+    if text.contains(FENCE) {
+        *text = text.replace(FENCE, "\u{fffd}");
     }
 }
 

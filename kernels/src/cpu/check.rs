@@ -90,7 +90,8 @@ fn heads(
         kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
         "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
     );
-    ensure!(op, shape.head_dim > 0, "head_dim is 0");
+    let head_dim = shape.head_dim;
+    ensure!(op, head_dim > 0 && head_dim.is_multiple_of(2), "head_dim is {head_dim}, not even");
     ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
     let kv = cache.shape();
     ensure!(
@@ -120,7 +121,6 @@ pub(crate) fn qkv(
     let op = "qkv_rope_write";
     heads(op, shape, cache, layer)?;
     let head_dim = shape.head_dim;
-    ensure!(op, head_dim.is_multiple_of(2), "head_dim is {head_dim}, an odd number");
     let out = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
     let rows = weights.weight.rows();
     ensure!(op, rows == out, "weight has {rows} rows, not {out}");

@@ -121,7 +121,10 @@ impl CudaBackend {
         let group = &self.device.context.group;
         let _ = group.call(|group| group.abort_handle().abort());
         // A step that another rank's end broke off is no reason against graphs.
-        let _ = self.step.abandon(&self.device.stream);
+        let stream = &self.device.stream;
+        if self.step.abandon(stream) && stream.take_capture_fault() {
+            self.step.capture_failed("a step failed while its graph was captured");
+        }
         self.step.forget_graphs();
         self.sampling.forget();
         self.step.allow_parts(false);

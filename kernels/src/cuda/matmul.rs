@@ -157,10 +157,10 @@ impl Matmul {
                 return Ok(true);
             }
         }
-        // No plan yet, or one that these rows are too few for.
+        // No plan yet, or one that these rows are too few for: that stays, for the others.
+        let is_kept = planned.is_none() && self.plans.len() < PLANS_MAX;
         let named = self.choose(&shape, key.alignment)?;
         // One that is not kept is not measured either: it would be another the next time.
-        let is_kept = self.plans.len() < PLANS_MAX || self.plans.contains_key(&key);
         let measures = is_kept && !stream.captures() && self.measured < MEASURING_MOST;
         let mut quickest = None;
         if measures && named.len() > 1 {

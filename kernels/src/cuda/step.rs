@@ -180,7 +180,7 @@ impl Step {
 
     /// A step could not be captured: the next one is, without kernels that begin early; where that is
     /// how it was done, none is from now on.
-    fn capture_failed(&mut self, reason: &str) {
+    pub(super) fn capture_failed(&mut self, reason: &str) {
         self.graphs.clear();
         if self.overlaps {
             self.overlaps = false;

@@ -54,6 +54,8 @@ pub struct Stream {
     patience: Duration,
     /// What is called is recorded.
     captures: Cell<bool>,
+    /// A call of this rank's own could not be recorded, in the capture under way or the last.
+    fault: Cell<bool>,
     context: Rc<Context>,
 }
 
@@ -68,7 +70,8 @@ impl Stream {
         let flags = sys::CUstream_flags_enum::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a context is current; destroyed when `Self` is dropped.
         check(unsafe { sys::cuStreamCreate(&raw mut raw, flags) }, "make a stream")?;
-        Ok(Self { raw, patience, captures: Cell::new(false), context: context.clone() })
+        let (captures, fault) = (Cell::new(false), Cell::new(false));
+        Ok(Self { raw, patience, captures, fault, context: context.clone() })
     }
 
     pub(super) fn raw(&self) -> sys::CUstream {
@@ -122,6 +125,7 @@ impl Stream {
         let status = unsafe { sys::cuStreamBeginCapture_v2(self.raw, mode) };
         check(status, "begin to capture a graph")?;
         self.captures.set(true);
+        self.fault.set(false);
         Ok(())
     }
 
@@ -134,10 +138,17 @@ impl Stream {
             | KernelError::OutOfMemory { .. }
                 if self.captures.get() =>
             {
+                self.fault.set(true);
                 KernelError::Again(error.to_string())
             }
             error => error,
         }
+    }
+
+    /// Whether the last capture failed by a call of this rank's own, and not because others broke it off;
+    /// says so once.
+    pub(super) fn take_capture_fault(&self) -> bool {
+        self.fault.take()
     }
 
     /// Ends recording; the graph can be run.

@@ -170,6 +170,7 @@ impl Member {
             let began = Instant::now();
             let ended = match self.open().await {
                 Ok(mut session) => {
+                    // One that was full is not taken for mended before it has kept a session.
                     if !full {
                         tracing::info!(cluster = self.options.cluster, "etcd answers");
                         said = false;
@@ -180,6 +181,10 @@ impl Member {
             };
             self.keeper.closed();
             self.publish();
+            if began.elapsed() > RETRY_MAX {
+                // It answered for a while: this is another outage.
+                (wait, full, said) = (RETRY_MIN, false, false);
+            }
             match ended {
                 Ended::Left(done) => {
                     let _ = done.send(());
@@ -201,9 +206,6 @@ impl Member {
                     said = true;
                 }
                 Ended::Broken(reason) => tracing::debug!(%reason, "etcd does not answer"),
-            }
-            if began.elapsed() > RETRY_MAX {
-                (wait, full) = (RETRY_MIN, false);
             }
             tokio::select! {
                 () = tokio::time::sleep(jittered(wait, seed, attempt)) => {}

@@ -188,9 +188,8 @@ fn calls_are_held_to_their_schemas_in_both_forms_of_a_header() {
 #[test]
 fn spelled_marks_are_no_tokens() {
     let model = harmony();
-    let ends =
-        ["<|return|>", "<|call|>", "<|endoftext|>"].map(|it| model.special_token(it).unwrap());
-    assert!(ends.iter().all(|end| model.end_tokens.contains(end)), "{:?}", model.end_tokens);
+    let ends = ["<|return|>", "<|call|>"].map(|it| model.special_token(it).unwrap());
+    assert_eq!(model.harmony_ends, ends);
     let mut tokens = model.encode("<|channel|>final<|message|>é", false).unwrap();
     // Character by character, as no tokenizer would.
     tokens.extend("<|end|>".chars().flat_map(|c| model.encode(&c.to_string(), false).unwrap()));
@@ -198,8 +197,14 @@ fn spelled_marks_are_no_tokens() {
     let rules = Arc::new(StopRules { keep_special: true, fenced, ..StopRules::default() });
     let mut stream = TextStream::new(model.tokenizer.clone(), rules);
     let mut text = String::new();
+    // What the model says itself is no fence, wherever it stands.
+    let spelled = format!("{FENCE}<|call|>");
+    tokens.extend(spelled.chars().flat_map(|c| model.encode(&c.to_string(), false).unwrap()));
+    tokens.extend(model.encode(&format!("{FENCE}a<|end|>b{FENCE}"), false).unwrap());
     let stops = tokens.into_iter().any(|token| stream.push_token(token, &mut text));
     assert!(!stops);
     stream.finish(&mut text);
-    assert_eq!(text, format!("{FENCE}<|channel|>{FENCE}final{FENCE}<|message|>{FENCE}é<|end|>"));
+    let begin = format!("{FENCE}<|channel|>{FENCE}final{FENCE}<|message|>{FENCE}é<|end|>");
+    let rest = ["\u{fffd}<|call|>\u{fffd}a", "<|end|>", "b\u{fffd}"].join(&FENCE.to_string());
+    assert_eq!(text, begin + &rest);
 }

@@ -1,6 +1,6 @@
 //! A connection before it is a link: dialled or accepted, authenticated, and shaken hands over.
 use std::fmt;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +41,7 @@ impl Connection {
     pub async fn dial(address: &str, deadline: Duration) -> io::Result<Self> {
         let stream = tokio::time::timeout(deadline, TcpStream::connect(address))
             .await
-            .map_err(|_| io::Error::new(io::ErrorKind::TimedOut, "no answer"))??;
+            .map_err(|_| io::Error::new(ErrorKind::TimedOut, "no answer"))??;
         Self::new(stream)
     }
 
@@ -127,7 +127,10 @@ impl Connection {
             let mut proof = [0; PROOF_LEN];
             // One that has another secret has learnt that by now, and goes.
             let read = self.stream.read_exact(&mut proof).await;
-            read.map_err(|_| AuthError::Unproven)?;
+            read.map_err(|error| match error.kind() {
+                ErrorKind::UnexpectedEof => AuthError::Unproven.into(),
+                _ => CloseReason::from(error),
+            })?;
             Ok(auth::verify(secret, &greeting, &nonce, &proof)?)
         };
         let keys = within(deadline, exchange).await?;
