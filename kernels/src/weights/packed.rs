@@ -22,7 +22,7 @@ pub enum Packing {
     /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]` of
     /// consecutive outputs, scales `[out, groups]`; the last words are filled up.
     Compressed,
-    /// OCP's MXFP4, as gpt-oss has it: as the one before, of 4 bits which are [`E2M1`], without zeros.
+    /// OCP's MXFP4, as gpt-oss has it: as the one before, of 4 bits (E2M1), without zeros.
     Mxfp4 {
         /// Rows of the tensor from one row of the matrix to the next.
         step: usize,
