@@ -1,11 +1,10 @@
 //! `/metrics` of every role as it runs: what Prometheus's own linter says of it, and that no two
 //! pages have the same series once `instance` is taken away.
 use std::collections::BTreeSet;
-use std::io::Write as _;
-use std::process::{Command, Stdio};
 
 use testkit::client::Client;
 use testkit::local_cluster::LocalCluster;
+use testkit::promtool::check_metrics;
 
 use crate::etcd::{Meeting, PATIENCE, until};
 use crate::scraping::curl;
@@ -42,29 +41,6 @@ fn problems(page: &str) -> Vec<String> {
     problems
 }
 
-/// What `promtool check metrics` says; `None` where there is none.
-fn promtool(page: &str) -> Option<String> {
-    let child = Command::new("promtool")
-        .args(["check", "metrics"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn();
-    let mut child = match child {
-        Ok(child) => child,
-        Err(error) if std::env::var_os("CI").is_none() => {
-            let notice = format!("promtool is not here ({error}); the linter was not asked\n");
-            let _ = std::io::stderr().write_all(notice.as_bytes());
-            return None;
-        }
-        Err(error) => panic!("promtool is needed in continuous integration: {error}"),
-    };
-    child.stdin.take().unwrap().write_all(page.as_bytes()).unwrap();
-    let output = child.wait_with_output().unwrap();
-    let said = [output.stdout, output.stderr].concat();
-    Some(String::from_utf8_lossy(&said).into_owned())
-}
-
 /// The names of a page's families that do not keep the `instance` they were scraped from.
 fn cluster_wide(page: &str) -> BTreeSet<String> {
     let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
@@ -83,7 +59,9 @@ fn checked(role: &str, of: &LocalCluster) -> String {
     }
     // Names of other servers are theirs.
     let ours = page.lines().filter(|line| !line.contains("vllm:") && !line.contains("aphrodite:"));
-    if let Some(said) = promtool(&ours.map(|line| format!("{line}\n")).collect::<String>()) {
+    if let Some(said) =
+        check_metrics(&ours.map(|line| format!("{line}\n")).collect::<String>()).unwrap()
+    {
         assert!(said.is_empty(), "{role}: {said}");
     }
     page
@@ -124,5 +102,5 @@ async fn every_role_s_page_is_right_and_no_two_have_the_same_series() {
     let (_, page) = &pages[0];
     let twice = format!("{page}# HELP tutti_actors Again.\n# TYPE tutti_actors gauge\n");
     assert_eq!(problems(&twice).len(), 2);
-    assert!(promtool(&twice).is_none_or(|said| said.contains("HELP")));
+    assert!(check_metrics(&twice).unwrap().is_none_or(|said| said.contains("HELP")));
 }

@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Qwen3MoeConfig
 
-import golden
+import routing
 
 HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
 KEPT = 0.01
+ROUTER = "mlp.gate"
 torch.set_num_threads(1)
 
 BASE = dict(
@@ -101,47 +102,6 @@ def initialised(config, seed):
     return model.to(torch.bfloat16)
 
 
-def logits_and_routing(model, ids):
-    """Logits of every position, and each position's smallest gap of router logits over the layers."""
-    top = model.config.num_experts_per_tok
-    gaps, hooks = [], []
-
-    def look(_module, _inputs, outputs):
-        ordered = outputs[0].float().sort(-1, descending=True).values
-        gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
-
-    for name, module in model.named_modules():
-        if name.endswith("mlp.gate"):
-            hooks.append(module.register_forward_hook(look))
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-    for hook in hooks:
-        hook.remove()
-    return logits, torch.stack(gaps).min(0).values
-
-
-def looking(gaps):
-    """Logits as greedy texts need them, which leave each step's smallest gap in `gaps`."""
-    def look(model, ids):
-        logits, routed = logits_and_routing(model, ids)
-        gaps.append(float(routed.min()))
-        return logits
-
-    return look
-
-
-def robust(model, tokenizer):
-    model = model.float().eval()
-
-    def run(prompt):
-        routing = []
-        ids = golden.prompt_ids(tokenizer, prompt)[1]
-        new, _, gaps, _ = golden.greedy(model, ids, looking(routing))
-        return new, min(min(gaps), min(routing) / 20)
-
-    return golden.quality(PROMPTS, run)
-
-
 def goldens(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
@@ -149,21 +109,9 @@ def goldens(folder):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         return model.eval()
 
-    model, rounded = load(torch.float32), load(torch.bfloat16)
-    cases = []
-    for name, prompt in PROMPTS:
-        routing = []
-        entry, _ = golden.case(tokenizer, name, prompt, model, looking(routing))
-        entry["min_routing_gap"] = round(min(routing), 5)
-        entry["bf16_compute_agree_prefix"] = golden.agree_prefix(entry, rounded)
-        entry["generate_with_cache_agrees"] = golden.cache_agrees(entry, model)
-        cases.append(entry)
-    golden.write(
-        folder / "golden.json", model, cases,
-        min_routing_gap="smallest gap between the router logits of the last expert chosen and the "
-                        "first not chosen, over all layers and positions, in standard deviations",
+    routing.write(
+        folder / "golden.json", PROMPTS, tokenizer, load(torch.float32), load(torch.bfloat16), ROUTER
     )
-    print("min routing gap", min(c["min_routing_gap"] for c in cases), flush=True)
 
 
 def rename_for_transformers_4(path):
@@ -189,7 +137,10 @@ def main():
         folder = out / name
         folder.mkdir(parents=True, exist_ok=True)
         seeds = range(int(os.environ.get("SEEDS", "12")))
-        best, seed = max((robust(initialised(config, seed), tokenizer), seed) for seed in seeds)
+        best, seed = max(
+            (routing.quality(PROMPTS, tokenizer, initialised(config, seed).float().eval(), ROUTER), seed)
+            for seed in seeds
+        )
         model = initialised(config, seed)
         model.generation_config.update(eos_token_id=[2, 6], bos_token_id=1, pad_token_id=0)
         # The original format is that of published checkpoints: a tensor for each expert's projection.

@@ -21,10 +21,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GptOssConfig
 
 import golden
+import routing
 
 HERE = Path(__file__).resolve().parent
 # How much of what layers add in the routers' directions stays.
 KEPT = 0.01
+ROUTER = "mlp.router"
 torch.set_num_threads(1)
 
 CONFIG = GptOssConfig(
@@ -125,35 +127,6 @@ def quantised(model):
     return stored, meant
 
 
-def logits_and_routing(model, ids):
-    """Logits of every position, and each position's smallest gap of router logits over the layers."""
-    top = model.config.num_experts_per_tok
-    gaps, hooks = [], []
-
-    def look(_module, _inputs, outputs):
-        ordered = outputs[0].float().sort(-1, descending=True).values
-        gaps.append((ordered[:, top - 1] - ordered[:, top]) / ordered.std(-1))
-
-    for name, module in model.named_modules():
-        if name.endswith("mlp.router"):
-            hooks.append(module.register_forward_hook(look))
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
-    for hook in hooks:
-        hook.remove()
-    return logits, torch.stack(gaps).min(0).values
-
-
-def looking(gaps):
-    """Logits as greedy texts need them, which leave each step's smallest gap in `gaps`."""
-    def look(model, ids):
-        logits, routed = logits_and_routing(model, ids)
-        gaps.append(float(routed.min()))
-        return logits
-
-    return look
-
-
 def loaded(weights, dtype):
     """The model of these weights, as float32 or rounded."""
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.float32, attn_implementation="eager")
@@ -162,34 +135,13 @@ def loaded(weights, dtype):
 
 
 def robust(weights, tokenizer):
-    model = loaded(weights, torch.float32)
-
-    def run(prompt):
-        routing = []
-        ids = golden.prompt_ids(tokenizer, prompt)[1]
-        new, _, gaps, _ = golden.greedy(model, ids, looking(routing))
-        return new, min(min(gaps), min(routing) / 20)
-
-    return golden.quality(PROMPTS, run)
+    return routing.quality(PROMPTS, tokenizer, loaded(weights, torch.float32), ROUTER)
 
 
 def goldens(folder, weights, tokenizer, generation, compute=""):
     model, rounded = loaded(weights, torch.float32), loaded(weights, torch.bfloat16)
     model.generation_config = generation
-    cases = []
-    for name, prompt in PROMPTS:
-        routing = []
-        entry, _ = golden.case(tokenizer, name, prompt, model, looking(routing))
-        entry["min_routing_gap"] = round(min(routing), 5)
-        entry["bf16_compute_agree_prefix"] = golden.agree_prefix(entry, rounded)
-        entry["generate_with_cache_agrees"] = golden.cache_agrees(entry, model)
-        cases.append(entry)
-    golden.write(
-        folder / "golden.json", model, cases, compute,
-        min_routing_gap="smallest gap between the router logits of the last expert chosen and the "
-                        "first not chosen, over all layers and positions, in standard deviations",
-    )
-    print("min routing gap", min(c["min_routing_gap"] for c in cases), flush=True)
+    routing.write(folder / "golden.json", PROMPTS, tokenizer, model, rounded, ROUTER, compute)
     return model
 
 

@@ -198,17 +198,19 @@ fn quantised_tensors_need_their_scales() {
     assert!(bytes(Quantization::Int8) < bytes(Quantization::None));
 }
 
+/// What a worker says of a model whose tensors were changed; `tutti doctor` says the same.
+fn error_of(model: &str, change: &dyn Fn(&mut Vec<Tensor>)) -> String {
+    let folder = Folder::copy_of(model);
+    folder.edit(change);
+    let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
+    let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
+    assert_eq!(said.to_string(), error, "what doctor says");
+    error
+}
+
 #[test]
 fn packed_tensors_need_all_their_parts() {
     let layer = "model.layers.1.mlp.up_proj";
-    let error = |model: &str, change: &dyn Fn(&mut Vec<Tensor>)| {
-        let folder = Folder::copy_of(model);
-        folder.edit(change);
-        let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
-        let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
-        assert_eq!(said.to_string(), error, "what doctor says");
-        error
-    };
     for (model, parts) in [
         ("llama-gptq", &["qweight", "scales"][..]),
         ("qwen2-gptq-order", &["g_idx", "qzeros"]),
@@ -217,13 +219,13 @@ fn packed_tensors_need_all_their_parts() {
     ] {
         for part in parts {
             let name = format!("{layer}.{part}");
-            let lacking = error(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
+            let lacking = error_of(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
             names(&lacking, &[&name, "missing"]);
         }
     }
     let edited = |model: &str, part: &str, change: &dyn Fn(&mut Tensor)| {
         let name = format!("{layer}.{part}");
-        error(model, &|tensors| change(tensors.iter_mut().find(|t| t.name == name).unwrap()))
+        error_of(model, &|tensors| change(tensors.iter_mut().find(|t| t.name == name).unwrap()))
     };
     let short = edited("llama-gptq", "qweight", &|tensor| tensor.cut_rows(7));
     names(&short, &["up_proj.qweight", "[7, 128]", "[8, 128]"]);
@@ -239,14 +241,6 @@ fn packed_tensors_need_all_their_parts() {
 
 #[test]
 fn experts_of_gpt_oss_need_all_their_parts() {
-    let error = |model: &str, change: &dyn Fn(&mut Vec<Tensor>)| {
-        let folder = Folder::copy_of(model);
-        folder.edit(change);
-        let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
-        let said = worker::check::model(folder.path(), 1, Quantization::None).unwrap_err();
-        assert_eq!(said.to_string(), error, "what doctor says");
-        error
-    };
     for (model, parts) in [
         ("gpt-oss", &["experts.gate_up_proj", "experts.down_proj", "experts.down_proj_bias"][..]),
         ("gpt-oss", &["router.weight", "router.bias", "experts.gate_up_proj_bias"]),
@@ -254,7 +248,7 @@ fn experts_of_gpt_oss_need_all_their_parts() {
     ] {
         for part in parts {
             let name = format!("model.layers.1.mlp.{part}");
-            let lacking = error(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
+            let lacking = error_of(model, &|tensors| tensors.retain(|tensor| tensor.name != name));
             names(&lacking, &[&name, "missing"]);
         }
     }
@@ -263,7 +257,7 @@ fn experts_of_gpt_oss_need_all_their_parts() {
         let change = |tensors: &mut Vec<Tensor>| {
             change(tensors.iter_mut().find(|tensor| tensor.name == name).unwrap());
         };
-        error("gpt-oss-mxfp4", &change)
+        error_of("gpt-oss-mxfp4", &change)
     };
     let short = edited("down_proj_scales", &|tensor| tensor.cut_rows(5));
     names(&short, &["down_proj_scales", "[5, 64, 2]", "[6, 64, 2]"]);

@@ -12,6 +12,7 @@
 //! - [`client`]: a small HTTP client that is not ours underneath, SSE included
 //! - [`scrape`]: reads a `/metrics` page into numbers
 //! - [`relay`]: the way from rank 0 to the others, for ranks that are threads
+//! - [`promtool`]: Prometheus's own linter of pages
 //! - [`models`]: where the model folders and their golden values are
 #![forbid(unsafe_code)]
 
@@ -26,5 +27,6 @@ pub mod hosts;
 pub mod load;
 pub mod local_cluster;
 pub mod models;
+pub mod promtool;
 pub mod relay;
 pub mod scrape;

@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, watch};
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::output::print_line;
 use super::signals::Signals;
-use super::work::{cores, default_node, stdin_closes};
+use super::work::{cores, default_node, parent_gone};
 use super::{CliError, WorkerArgs, devices, logging};
 
 /// Each worker gets this, whether this process has it or not.
@@ -35,16 +35,9 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         let (events, ends) = mpsc::channel(64);
         let (_kick, kicked) = watch::channel(None);
         let mut children = Children::start(command, workers, events, kicked);
-        let parent_gone = args.exit_with_stdin.then(stdin_closes);
-        let gone = async {
-            match parent_gone {
-                Some(gone) => drop(gone.await),
-                None => std::future::pending().await,
-            }
-        };
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),
-            () = gone => Ok(()),
+            () = parent_gone(args.exit_with_stdin) => Ok(()),
             outcome = watch_over(&mut children, ends) => outcome,
         };
         children.stop().await;

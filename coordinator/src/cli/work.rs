@@ -66,7 +66,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
         secret,
         log,
     };
-    let parent_gone = args.exit_with_stdin.then(stdin_closes);
+    let gone = parent_gone(args.exit_with_stdin);
     let is_child = args.exit_with_stdin;
     let (end, told) = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
@@ -79,12 +79,6 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
             told = true;
             let _ = leave.send("it is told to end".to_owned());
             signals.next().await;
-        };
-        let gone = async {
-            match parent_gone {
-                Some(gone) => drop(gone.await),
-                None => std::future::pending().await,
-            }
         };
         let stop = async {
             tokio::select! {
@@ -172,13 +166,21 @@ pub(crate) fn default_node() -> String {
     format!("{}-{}-{:04x}", hostname(), std::process::id(), random() as u16)
 }
 
-/// Resolves when stdin reaches its end.
-pub(super) fn stdin_closes() -> oneshot::Receiver<()> {
-    let (sender, receiver) = oneshot::channel();
-    std::thread::spawn(move || {
-        let mut byte = [0u8; 64];
-        while std::io::stdin().read(&mut byte).is_ok_and(|n| n > 0) {}
-        let _ = sender.send(());
+/// Resolves when a parent is gone: when stdin reaches its end, if that `tells` so.
+pub(super) fn parent_gone(tells: bool) -> impl Future<Output = ()> {
+    let ended = tells.then(|| {
+        let (sender, receiver) = oneshot::channel();
+        std::thread::spawn(move || {
+            let mut byte = [0u8; 64];
+            while std::io::stdin().read(&mut byte).is_ok_and(|n| n > 0) {}
+            let _ = sender.send(());
+        });
+        receiver
     });
-    receiver
+    async {
+        match ended {
+            Some(ended) => drop(ended.await),
+            None => std::future::pending().await,
+        }
+    }
 }

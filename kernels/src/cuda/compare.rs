@@ -4,10 +4,8 @@ use std::fmt;
 
 use super::backend::CudaBackend;
 use super::device::Device;
-use super::matmul::Product;
-use super::measure::{Multiplier, fill, multiply, random_words};
+use super::measure::{Multiplier, fill, multiply, product_of, random_words};
 use super::memory::{DeviceMemory, Pinned};
-use super::products::small;
 use crate::error::KernelError;
 
 /// Results that are added up in f64.
@@ -71,14 +69,7 @@ impl CudaBackend {
         let (w_words, x_words) = (random_words(1), random_words(2));
         fill(&weights, stream, &w_words)?;
         fill(&x, stream, &x_words)?;
-        let product = Product {
-            rows: small(rows)?,
-            n: small(n)?,
-            k: small(k)?,
-            x_stride: small(stride)?,
-            w_stride: small(stride)?,
-            out_stride: small(n)?,
-        };
+        let product = product_of((rows, n, k), stride)?;
         let mut results = Vec::new();
         for by in [Multiplier::Own, Multiplier::Library] {
             // What is not written is NaN.

@@ -32,6 +32,21 @@ pub enum Multiplier {
     Library,
 }
 
+/// `[rows, k]` times `[n, k]` transposed, whose rows are `stride` elements apart.
+pub(super) fn product_of(
+    (rows, n, k): (usize, usize, usize),
+    stride: usize,
+) -> Result<Product, KernelError> {
+    Ok(Product {
+        rows: small(rows)?,
+        n: small(n)?,
+        k: small(k)?,
+        x_stride: small(stride)?,
+        w_stride: small(stride)?,
+        out_stride: small(n)?,
+    })
+}
+
 /// A product by one of the two.
 ///
 /// # Safety
@@ -143,14 +158,7 @@ impl CudaBackend {
         let out = DeviceMemory::new(context, rows * n * 4, what)?;
         fill(&weights, stream, &random_words(1))?;
         fill(&x, stream, &random_words(2))?;
-        let product = Product {
-            rows: small(rows)?,
-            n: small(n)?,
-            k: small(k)?,
-            x_stride: small(stride)?,
-            w_stride: small(stride)?,
-            out_stride: small(n)?,
-        };
+        let product = product_of((rows, n, k), stride)?;
         self.measure(|device, turn| {
             let w = weights.ptr().offset(turn % copies * matrix);
             // SAFETY: operands and result have the rows and columns that are named.

@@ -1,0 +1,36 @@
+//! `promtool`, Prometheus's own linter of pages.
+use std::io::{self, Write as _};
+use std::process::{Command, Stdio};
+
+/// What `promtool check metrics` says of a page: nothing where it finds nothing. `None` where there is
+/// no such tool; it comes with the Prometheus server.
+///
+/// # Errors
+/// When it cannot be run, and, in continuous integration, when it is not there. Also when it ends badly
+/// without a word.
+pub fn check_metrics(page: &str) -> io::Result<Option<String>> {
+    let child = Command::new("promtool")
+        .args(["check", "metrics"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn();
+    let mut child = match child {
+        Ok(child) => child,
+        Err(error) if std::env::var_os("CI").is_none() => {
+            let notice = format!("promtool is not here ({error}); the linter was not asked\n");
+            io::stderr().write_all(notice.as_bytes())?;
+            return Ok(None);
+        }
+        Err(error) => return Err(error),
+    };
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(page.as_bytes())?;
+    }
+    let output = child.wait_with_output()?;
+    let said = [output.stderr, output.stdout].concat();
+    if !output.status.success() && said.is_empty() {
+        return Err(io::Error::other(format!("promtool: {}", output.status)));
+    }
+    Ok(Some(String::from_utf8_lossy(&said).into_owned()))
+}
