@@ -89,6 +89,18 @@ pub struct AwaitedMask {
     pub position: u32,
 }
 
+/// A sequence that waits for blocks.
+#[derive(Clone, Copy, Debug)]
+struct Waits {
+    seq: SeqId,
+    /// Its tokens.
+    length: u32,
+    /// How many free blocks it needs.
+    blocks: u64,
+    /// [`BlockPool::gains`] when that was counted.
+    gains: u64,
+}
+
 /// One replica's scheduler.
 #[derive(Debug)]
 pub struct Scheduler {
@@ -107,6 +119,8 @@ pub struct Scheduler {
     in_flight: VecDeque<InFlight>,
     /// What the KV cache has of a sequence that is about to be admitted: kept for its memory.
     found: Vec<Found>,
+    /// What was last found to wait for blocks.
+    waits_for: Option<Waits>,
     /// Answered steps' lists, used again.
     spare: Vec<InFlight>,
     /// Sequences the workers shall forget with the next plan.
@@ -170,6 +184,7 @@ impl Scheduler {
             running: Vec::new(),
             in_flight: VecDeque::new(),
             found: Vec::new(),
+            waits_for: None,
             spare: Vec::new(),
             forget: Vec::new(),
             host: HostPool::default(),
@@ -242,6 +257,7 @@ impl Scheduler {
         self.epoch = Some(epoch);
         self.last_step = StepId(0);
         self.blocks = BlockPool::new(num_blocks, self.config.block_size);
+        self.waits_for = None;
         self.host = HostPool::new(host_blocks);
         let room = self.room();
         for slot in &self.waiting {

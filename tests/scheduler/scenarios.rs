@@ -403,6 +403,44 @@ fn time_of_a_decode_step_of_256() {
     }
 }
 
+/// Run with `--release -- --ignored --nocapture`.
+#[test]
+#[ignore = "a measurement"]
+fn time_of_a_plan_before_a_long_prompt_that_waits() {
+    let mut rig = Rig::new(SchedulerConfig {
+        max_num_seqs: 64,
+        max_num_batched_tokens: 200_000,
+        max_model_len: 131_072,
+        max_queued_requests: 100,
+        ..config()
+    });
+    // The prompt's blocks are kept; others take what is left, and it waits for a few blocks.
+    rig.ready(8400);
+    let long = ClientRequest { max_tokens: 1, seed: 1, ..prompt(131_000) };
+    rig.submit(long.clone()).unwrap();
+    rig.drain();
+    for seed in 0..32 {
+        rig.submit(ClientRequest { max_tokens: 400, seed: seed * 3 + 2, ..prompt(100) }).unwrap();
+    }
+    assert!(rig.plan());
+    assert!(rig.deliver());
+    rig.submit(long).unwrap();
+    let mut plan = StepPlan::default();
+    let mut effects = Vec::new();
+    let mut spent = std::time::Duration::ZERO;
+    for _ in 0..200 {
+        let began = Instant::now();
+        assert!(rig.scheduler.plan(&mut plan, &mut effects));
+        spent += began.elapsed();
+        assert!(plan.admitted.is_empty(), "it waits");
+        let outputs = rig.worker.as_mut().unwrap().run(&plan, &[]);
+        let epoch = Epoch(rig.epoch);
+        rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();
+        effects.clear();
+    }
+    println!("plan before a prompt of 131,000 tokens: {:.1} us", spent.as_secs_f64() * 1e6 / 200.0);
+}
+
 const DRAFTS: Option<Speculation> = Some(Speculation {
     num_speculative_tokens: 5,
     prompt_lookup_max: 4,

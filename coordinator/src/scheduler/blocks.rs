@@ -52,6 +52,7 @@ pub struct BlockPool {
     front: u32,
     back: u32,
     num_free: u32,
+    gains: u64,
 }
 
 #[derive(Clone, Debug)]
@@ -86,6 +87,7 @@ impl BlockPool {
             front: NONE,
             back: NONE,
             num_free: 0,
+            gains: 0,
         };
         // Low ids first.
         (0..total).for_each(|block| pool.push_back(block));
@@ -110,6 +112,14 @@ impl BlockPool {
         self.total() - self.num_free
     }
 
+    /// How often a block became findable, or one that nobody had was shared. Of what a sequence finds
+    /// here, each of these changes one block at most: a block behind it goes by the name of the one
+    /// before, which is new with each.
+    #[must_use]
+    pub fn gains(&self) -> u64 {
+        self.gains
+    }
+
     /// Takes a free block; what it held cannot be found any more.
     pub fn take(&mut self) -> Option<BlockId> {
         let block = self.front;
@@ -129,6 +139,7 @@ impl BlockPool {
     pub fn share(&mut self, block: BlockId) {
         if self.blocks[block.0 as usize].users == 0 {
             self.unlink(block.0);
+            self.gains += 1;
         }
         self.blocks[block.0 as usize].users += 1;
     }
@@ -166,6 +177,7 @@ impl BlockPool {
         room.copy_from_slice(tokens);
         if let std::collections::hash_map::Entry::Vacant(vacant) = self.kept.entry(hash) {
             vacant.insert(block.0);
+            self.gains += 1;
             self.blocks[block.0 as usize].holds = Some(Holds { prefix, name, hash });
         }
         Prefix::Kept(name)

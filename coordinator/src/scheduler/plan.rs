@@ -223,11 +223,7 @@ impl Scheduler {
                 }
                 continue;
             }
-            self.look_up(slot);
-            // One more than the sequence has, so that it is not preempted for its first token.
-            let wanted = self.config.blocks_for(length + 1) - self.found.len() as u32;
-            let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-            if wanted + found_free > self.blocks.num_free() && !self.running.is_empty() {
+            if self.must_wait(slot) {
                 return;
             }
             masks += mask;
@@ -271,6 +267,32 @@ impl Scheduler {
         };
         let mut queue = self.waiting.iter().copied().enumerate();
         queue.find(|(_, slot)| waits(*slot))
+    }
+
+    /// Whether there are too few free blocks for a waiting sequence; if not, `found` has what the KV
+    /// cache has of it. What was found too few is looked up again only when enough may have changed:
+    /// a long prompt at the head of the queue waits for many steps, and has thousands of blocks.
+    fn must_wait(&mut self, slot: usize) -> bool {
+        let Some(seq) = &self.sequences[slot] else { return false };
+        let (id, length) = (seq.id, seq.tokens.len() as u32);
+        let (gains, num_free) = (self.blocks.gains(), self.blocks.num_free());
+        let mut known = self.waits_for.filter(|waits| (waits.seq, waits.length) == (id, length));
+        // Each gain is one block less to take, at most.
+        known = known
+            .filter(|waits| waits.blocks.saturating_sub(gains - waits.gains) > num_free.into());
+        if known.is_some() && !self.running.is_empty() && !cfg!(debug_assertions) {
+            return true;
+        }
+        self.look_up(slot);
+        // One more than the sequence has, so that it is not preempted for its first token.
+        let wanted = self.config.blocks_for(length + 1) - self.found.len() as u32;
+        let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
+        let blocks = wanted + found_free;
+        let waits = blocks > num_free && !self.running.is_empty();
+        debug_assert!(waits || known.is_none() || self.running.is_empty(), "{known:?}: {blocks}");
+        self.waits_for =
+            waits.then_some(super::Waits { seq: id, length, blocks: blocks.into(), gains });
+        waits
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
