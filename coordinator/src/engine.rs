@@ -158,7 +158,7 @@ pub enum EventSender {
     Remote(RemoteEvents),
 }
 
-/// A reader that takes nothing of what waits for it for so long is given up. Sockets take pieces of
+/// A client that reads nothing for this long, though something waits for it, is disconnected. Sockets take pieces of
 /// 64 KiB, so this is about 1 KiB a second: slow links live.
 pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 

@@ -283,9 +283,9 @@ pub trait Backend {
     ) -> Result<(), KernelError>;
 
     /// Causal attention of every row over its sequence's cached K and V, scaled by
-    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`. `sinks: [num_heads]`: for each
-    /// head a score, not scaled, of a token besides that has no V: it is in the sum that weights are
-    /// divided by.
+    /// `1 / sqrt(head_dim)`. `q, out: [rows, num_heads * head_dim]`. `sinks: [num_heads]`:
+    /// attention sinks, one unscaled logit per head that joins the softmax's denominator and has no
+    /// V (gpt-oss).
     ///
     /// # Errors
     /// [`KernelError::Shape`].

@@ -2,7 +2,8 @@
 //!
 //! Every operation is called by all ranks in the same order with the same sizes, has the deadline
 //! given at set-up, and can be aborted from another thread. Sums are made in one order on every
-//! rank (rank 0 + rank 1 + ...), so all ranks hold bitwise equal results.
+//! rank, a binary tree over the wanted ranks ((0 + 1) + (2 + 3), `exchange::Tree`), so all ranks
+//! hold bitwise equal results, and groups of fewer ranks the same ones.
 //!
 //! - [`abort`]: several of them aborted at once
 //! - [`single`]: one rank

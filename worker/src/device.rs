@@ -72,7 +72,7 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// While `alone`, what other ranks do is nothing to the backend: it loads.
+    /// While `alone` (weights are being loaded), the backend does not watch the other ranks.
     fn set_alone(backend: &mut Self::Backend, alone: bool) {
         let _ = (backend, alone);
     }

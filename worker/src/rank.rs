@@ -80,9 +80,9 @@ pub trait Rank {
 
 /// What a rank says while it is formed.
 pub trait FormNews {
-    /// So many bytes of weights are loaded, of so many.
+    /// `done` bytes of weights are loaded, of `total`.
     fn progress(&mut self, done: u64, total: u64);
-    /// What the other ranks' GPUs find this one's by.
+    /// Rank 0's NCCL unique id, for the other ranks.
     fn group_id(&mut self, bytes: Vec<u8>);
 }
 

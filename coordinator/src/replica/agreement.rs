@@ -36,7 +36,7 @@ struct Step {
 pub struct Settled {
     /// Which.
     pub step: StepId,
-    /// The ranks that say something else than most; with as many on both sides, than rank 0.
+    /// The ranks in the minority; of two equal halves, the one without rank 0.
     pub odd: Vec<usize>,
     /// By rank, how long it computed by itself, in microseconds.
     pub own_us: Vec<u64>,

@@ -91,16 +91,16 @@ impl Sequence {
         if self.open_ended { all.min(accepted.saturating_add(1)) } else { all }
     }
 
-    /// Ends where a cache of `tokens` tokens does, if it was to end at no particular token. One that has
-    /// no room for a token more stays as it is.
+    /// Lowers `max_tokens` to what a cache of `tokens` tokens has room for, if the client set none.
+    /// A sequence that has no room for one more token stays as it is.
     pub(super) fn fit(&mut self, tokens: u32) {
         if self.open_ended && self.tokens_needed() <= tokens {
             self.max_tokens = self.max_tokens.min(tokens - self.num_prompt);
         }
     }
 
-    /// It was to end where its cache does, and has tokens already that one of `tokens` tokens has no
-    /// room to go on from.
+    /// The client set no `max_tokens`, and what there is already does not fit in a cache of `tokens`
+    /// tokens any more.
     pub(super) fn has_outgrown(&self, tokens: u32) -> bool {
         self.open_ended && self.num_output() > 0 && self.tokens_needed() > tokens
     }

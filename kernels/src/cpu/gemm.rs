@@ -80,11 +80,12 @@ pub(crate) struct Output<'a> {
     pub(crate) column: usize,
 }
 
-/// How many tiles `rows` rows are cut into, and the rows of tile `index`: as even as can be.
+/// How many tiles `rows` rows are cut into.
 fn num_tiles(rows: usize) -> usize {
     rows.div_ceil(TILE_ROWS)
 }
 
+/// The rows of tile `index`: as even as can be.
 fn tile_rows(rows: usize, index: usize) -> Range<usize> {
     let tiles = num_tiles(rows);
     let start = |i: usize| i * (rows / tiles) + i.min(rows % tiles);

@@ -40,7 +40,7 @@ pub struct ModelConfig {
     pub intermediate_size: usize,
     /// Mixtures of experts, where some layers have them instead of an MLP.
     pub experts: Option<ExpertsConfig>,
-    /// Every head has a score besides those of tokens.
+    /// Has attention sinks: a learned logit per head that joins the softmax (gpt-oss).
     pub sinks: bool,
     /// Decoder layers.
     pub num_layers: usize,
@@ -78,7 +78,7 @@ pub struct ModelConfig {
     pub embedding_scale: f64,
     /// What is added to the weights of norms as files have them.
     pub norm_offset: f32,
-    /// What attention and MLP add to the residual stream is normalised first.
+    /// RMSNorm also on the output of attention and MLP, before the residual add (Gemma 3).
     pub delta_norms: bool,
     /// Of the MLP's gate.
     pub activation: Activation,
