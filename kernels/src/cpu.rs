@@ -71,7 +71,7 @@ use sample::Sampler;
 
 /// How CPUs exchange data, as named by devices that have other ways, too.
 const WAY: &str = "host";
-/// Elements per task of an elementwise operation.
+/// Elements of an elementwise operation that are worth a task of their own.
 const GRAIN: usize = 16 * 1024;
 
 /// One rank on CPU cores. Created on, or moved to, the thread that calls it; owns its thread pool.

@@ -1,8 +1,9 @@
 //! Ranks that share memory: threads of one process, or processes of one host.
 //!
-//! # Protocol Every rank has two slots, used by even and odd rounds in turn, and a round counter.
-//! In round `r` a rank writes its words into its slot `r % 2`, sets its counter to `r` (release),
-//! waits until every rank's counter is at least `r` (acquire), and reads all slots `r % 2`.
+//! # Protocol
+//! Every rank has two slots, used by even and odd rounds in turn, and a round counter. In round `r`
+//! a rank writes its words into its slot `r % 2`, sets its counter to `r` (release), waits until
+//! every rank's counter is at least `r` (acquire), and reads all slots `r % 2`.
 //!
 //! - A slot is read only after the owner's release of `r` was acquired, so the reader sees what was
 //!   written.

@@ -210,7 +210,7 @@ fn prepare_rows<'s, 'a>(
             // SAFETY: every row belongs to one task.
             let words = unsafe { all.slice(row * stride, stride) };
             let words = words.as_chunks_mut().0;
-            // SAFETY: only called for an instruction set that the backend found this machine to have.
+            // SAFETY: only called for an instruction set that the backend found on this machine.
             unsafe { one_term::round_row(source(row), words) };
         }
     })?;
