@@ -1,9 +1,11 @@
-//! A front end in a process of its own: HTTP, templates, tokens to text and back. The engine is at
-//! the other end of a link to the coordinator.
+//! A front end in a process of its own: HTTP, chat templates, tokens to text and back. The engine
+//! is at the other end of a link to the coordinator.
 //!
-//! It learns from the coordinator what is served, loads the same tokenizer, and serves the same
-//! API; any number of them serve one cluster. What it counts is in the coordinator's `/metrics`; its
-//! own shows its process, and its HTTP under names of their own.
+//! It asks the coordinator which model is served, loads the same tokenizer, and serves the same
+//! API; any number of front ends serve one cluster. Its counters appear on the coordinator's
+//! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
+//!
+//! - `uplink`: the link to the coordinator
 mod uplink;
 
 use std::net::{SocketAddr, TcpListener};
@@ -39,46 +41,46 @@ use crate::metrics::FrontendStats;
 use crate::metrics::exposition::PageOptions;
 use crate::text::model::{TextModel, TextModelError};
 
-/// How long leaving may take.
+/// Time limit for leaving.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
-/// What `tutti frontend` was asked for.
+/// The options of `tutti frontend`.
 #[derive(Clone, Debug)]
 pub struct FrontendOptions {
-    /// Where the coordinator is.
+    /// The coordinator's address.
     pub coordinator: CoordinatorAddress,
     /// This front end's name, unique among front ends.
     pub node: String,
-    /// Where HTTP is served.
+    /// The address that serves HTTP.
     pub listen: SocketAddr,
-    /// The model folder; where the coordinator has it unless given.
+    /// The model folder; by default the coordinator's path.
     pub model: Option<PathBuf>,
-    /// What is chosen of the HTTP API.
+    /// Options of the HTTP API.
     pub api: ApiOptions,
-    /// Threads that serve HTTP.
+    /// Number of threads that serve HTTP.
     pub http_threads: usize,
-    /// The NVML library, when it is not where the system's loader finds it.
+    /// Path of the NVML library, if the system's loader does not find it.
     pub nvml: Option<PathBuf>,
-    /// The cluster's secret.
+    /// The cluster secret.
     pub secret: Option<Secret>,
-    /// Drawn at random for this process.
+    /// A random number that identifies this process run.
     pub run: u64,
-    /// What the application counts; reported with everything else.
+    /// The application's own metrics, reported together with all others.
     pub application: Metrics,
-    /// The process's named actors; the program may have some of its own.
+    /// The process's named actors; an embedding program may add its own.
     pub actors: ActorRuntime,
 }
 
-/// A front end cannot start, or cannot go on.
+/// Why a front end cannot start or go on.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
-    /// The coordinator will not have it.
+    /// The coordinator rejects it.
     #[error("the coordinator refuses this front end: {0}")]
     Refused(String),
     /// The model folder cannot be used.
     #[error(transparent)]
     Model(#[from] TextModelError),
-    /// It is another model's.
+    /// The model folder differs from the coordinator's.
     #[error(
         "{} turns text into tokens differently from the coordinator's model folder: \
          the files must be the same, and --chat-template too", folder.display()
@@ -87,7 +89,7 @@ pub enum FrontendError {
         /// The folder.
         folder: PathBuf,
     },
-    /// The coordinator serves something else now.
+    /// The coordinator now serves another model.
     #[error("the coordinator now serves {0}; this front end was started for another model")]
     OtherModel(String),
     /// The address cannot be used.
@@ -95,7 +97,7 @@ pub enum FrontendError {
     Listen {
         /// The address.
         address: SocketAddr,
-        /// The operating system's words.
+        /// The operating system's error.
         error: std::io::Error,
     },
 }
@@ -112,7 +114,7 @@ pub struct Frontend {
 }
 
 impl Frontend {
-    /// Joins the coordinator, waiting for it as long as it takes, and starts to serve.
+    /// Joins the coordinator, retrying until it answers, and starts to serve.
     ///
     /// # Errors
     /// [`FrontendError`].
@@ -184,52 +186,52 @@ impl Frontend {
         Ok(Self { http_addr, scheme, http: handle, gate, stop, ended })
     }
 
-    /// Where HTTP is served.
+    /// The address that serves HTTP.
     #[must_use]
     pub fn http_addr(&self) -> SocketAddr {
         self.http_addr
     }
 
-    /// The URL of where HTTP is served.
+    /// The URL that serves HTTP.
     #[must_use]
     pub fn http_url(&self) -> String {
         format!("{}://{}", self.scheme, self.http_addr)
     }
 
-    /// Resolves when it cannot go on.
+    /// Resolves when the front end cannot go on.
     pub async fn failed(&mut self) -> FrontendError {
         match (&mut self.ended).await {
             Ok(error) => error,
-            // The link's task ends without an error only when told to.
+            // The link's task ends without an error only when it is told to.
             Err(_) => std::future::pending().await,
         }
     }
 
-    /// Requests that run.
+    /// Number of running requests.
     #[must_use]
     pub fn requests(&self) -> usize {
         self.gate.inside()
     }
 
-    /// Takes no new requests, is not ready any more, and waits for the requests that run, at most
-    /// so long. Returns whether all have ended.
+    /// Takes no new requests, reports not ready, and waits up to `patience` for the running
+    /// requests. Returns whether all have ended.
     pub fn finish(&self, patience: Duration) -> impl Future<Output = bool> + use<> {
         let gate = self.gate.clone();
         gate.close();
         async move { gate.empty_within(patience).await }
     }
 
-    /// Fails what still runs, reports for the last time, and leaves.
+    /// Fails the requests still running, sends the last report, and leaves.
     pub async fn stop(self) {
         self.gate.close();
         let _ = self.stop.send(());
         let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
-        // Connections without a request are not waited for.
+        // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
     }
 }
 
-/// Dials until the coordinator answers.
+/// Dials, again and again, until the coordinator answers.
 async fn dial_until_welcome(
     options: &FrontendOptions,
     hello: &FrontendHello,

@@ -1,9 +1,16 @@
-//! Front ends of their own processes: their links, their requests, their reports.
+//! The coordinator's side of front ends in processes of their own: their links, requests and
+//! reports.
 //!
-//! A link's reading task hands requests to the engine's queue; a task per front end gathers what
-//! happens to its requests and sends it, many events in one frame. Neither waits for the other: a
-//! full queue answers 429, a front end that does not take its events loses its link, and the
-//! requests of a lost link are cancelled.
+//! A link's reader task puts requests into the engine's queue; one task per front end gathers the
+//! events of its requests and sends many per frame. Neither waits for the other: when the engine's
+//! queue is full, the client gets a 429; a front end that does not read its events loses its link;
+//! and the requests of a lost link are cancelled.
+//!
+//! - `events`: events on their way to a front end
+//! - `link`: the receiving side of a front end's link
+//! - `making`: requests that wait for a grammar
+//! - `request`: a front end's request as the engine's
+//! - `slots`: PURE: which front end has which slot
 mod events;
 mod link;
 mod making;
@@ -39,14 +46,14 @@ use crate::http::state::ReadinessCheck;
 use crate::metrics::Hub;
 use crate::text::model::TextModel;
 
-/// Events of one front end waiting to be sent. At 10,000 streams these are several steps.
+/// Most events of one front end waiting to be sent. With 10,000 streams these are several steps.
 const EVENTS_MAX: usize = 1 << 17;
 /// Interval of a front end's stats reports.
 const STATS_INTERVAL: Duration = Duration::from_millis(500);
-/// How often queues are looked at that shall become empty.
+/// Interval at which [`Frontends::flush`] checks the queues.
 const FLUSH_POLL: Duration = Duration::from_millis(5);
 
-/// Takes front ends in. Lives as long as the coordinator.
+/// Accepts front ends. Lives as long as the coordinator.
 pub struct Frontends {
     actors: ActorRuntime,
     hub: Arc<Hub>,
@@ -58,18 +65,18 @@ pub struct Frontends {
     readiness: ReadinessCheck,
     gate: Gate,
     slots: Mutex<Slots<Linked>>,
-    /// Links so far; link 0 is this process's own front end.
+    /// The next link's number; number 0 is this process's own front end.
     links: AtomicU64,
 }
 
-/// A link that is up.
+/// An open link.
 #[derive(Debug)]
 struct Linked {
-    /// Unique among all links there ever were.
+    /// Unique among all links ever made.
     number: u64,
     pid: u32,
     handle: LinkHandle,
-    /// Events on their way.
+    /// Queue of events to send.
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
 }
 
@@ -80,7 +87,7 @@ impl std::fmt::Debug for Frontends {
 }
 
 impl Frontends {
-    /// No front ends yet; their requests go to `commands`, if `gate` lets them in.
+    /// Without front ends yet. Their requests go to `commands`, if `gate` admits them.
     #[must_use]
     pub fn new(
         hub: Arc<Hub>,
@@ -114,7 +121,7 @@ impl Frontends {
         slots.linked().map(|(node, id, link)| (node.to_owned(), id, link.pid)).collect()
     }
 
-    /// Waits until the events there are have left this process, at most so long.
+    /// Waits up to `patience` until all queued events have left this process.
     pub async fn flush(&self, patience: Duration) {
         let waiting = || {
             let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,15 +136,15 @@ impl Frontends {
         };
         let _ = tokio::time::timeout(patience, flushed).await;
         if waiting().0 > 0 {
-            // What was taken from the last queue is being written.
+            // The last frame taken from a queue may still be on its way to the socket.
             tokio::time::sleep(FLUSH_POLL * 4).await;
         }
     }
 
-    /// The answer to a hello.
+    /// Answers a hello.
     ///
     /// # Errors
-    /// Why this front end is not taken, in words for it.
+    /// Why this front end is rejected, as a sentence for its log.
     pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, Refusal> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
@@ -153,17 +160,17 @@ impl Frontends {
         })
     }
 
-    /// One that was let in was not told: it went away.
+    /// An admitted front end went away before it got its welcome.
     pub fn not_joined(&self, node: &str) {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner).not_joined(node);
     }
 
-    /// Where what strangers do is counted.
+    /// The hub that counts failed handshakes.
     pub(crate) fn hub(&self) -> &Hub {
         &self.hub
     }
 
-    /// A front end has been welcomed: its link begins.
+    /// Starts the link of a front end that has got its welcome.
     pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
         let (queue, incoming) = mpsc::channel(EVENTS_MAX);
         let open = Open::new();
@@ -173,7 +180,7 @@ impl Frontends {
         let requests = LinkRequests::new(queue.clone(), open.clone());
         let receiver = Receiver::new(self.clone(), hello, id, link_number, requests, peer);
         let sink = move |event| receiver.take(event);
-        // The link's end is told of behind this lock: not before the link has its slot.
+        // The link's end is reported under this lock, so not before the link has its slot.
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         let (number, pid, handle) = (link_number, hello.pid, link.clone());
@@ -189,7 +196,7 @@ impl Frontends {
                     old.handle.close();
                 }
             }
-            // Between its admission and now another process has joined in its place.
+            // Since its admission, another process has joined in its place.
             Err(late) => {
                 late.handle.close();
                 return;
@@ -204,7 +211,7 @@ impl Frontends {
         actix::spawn(events::send_readiness(self.readiness.clone(), addr, open));
     }
 
-    /// Tells of a front end as an actor.
+    /// Reports the front end as an actor, `frontend/NODE`.
     fn name(&self, node: &str, id: FrontendId, life: ActorLife, reason: Option<&str>) {
         let name = format!("frontend/{node}");
         let report = ActorReport {
@@ -224,7 +231,7 @@ impl Frontends {
         }
     }
 
-    /// Returns whether this was its present link.
+    /// The link ended; returns whether it was the slot's current one.
     fn left(
         &self,
         id: FrontendId,
@@ -234,7 +241,7 @@ impl Frontends {
     ) -> bool {
         tracing::info!(frontend = %id, %reason, "the front end is gone");
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        // An old link of the same process may end after its next one began.
+        // A process's old link may end after its next one has started.
         let ended = slots.left(self.clock.now(), id, |link| link.number == link_number);
         drop(slots);
         if !ended {
@@ -255,7 +262,7 @@ impl Frontends {
         }
     }
 
-    /// Hands a request to the engine.
+    /// Passes a request to the engine.
     fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
@@ -266,7 +273,7 @@ impl Frontends {
         }
     }
 
-    /// Tells a front end that one of its requests does not run.
+    /// Tells a front end that its request is rejected, and counts that.
     fn refuse(&self, events: &EventSender, error: EngineError) {
         let reason = crate::replica::driver::reject_reason(&error);
         self.hub.observer().record().rejected(reason);

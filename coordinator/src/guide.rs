@@ -1,9 +1,17 @@
-//! Structured output: which tokens may come next, so that the whole text is what a JSON schema, a
-//! regular expression or a grammar describes. The grammars are llguidance's.
+//! Structured output (guided decoding): which tokens may come next so that the whole text matches a
+//! JSON schema, a regular expression or a grammar. The grammars are llguidance's.
 //!
-//! A request's specification is made a [`Grammar`] once, on threads of its own ([`Making`]); each of
-//! its sequences has a [`Guide`] through it, which the scheduler asks for masks and tells of accepted
-//! tokens ([`crate::engine::TokenGuide`]).
+//! A request's specification is compiled to a [`Grammar`] once, on separate threads ([`Making`]).
+//! Each of its sequences follows the grammar with a [`Guide`], which gives the scheduler masks and
+//! takes accepted tokens ([`crate::engine::TokenGuide`]).
+//!
+//! - `bounds`: PURE: bounds on what makes compiling a schema expensive
+//! - `cache`: PURE: the recently compiled specifications
+//! - `closed`: PURE: schemas whose objects allow no unnamed properties
+//! - `grammar`: a compiled specification, and one sequence's place in it
+//! - `making`: how many grammars are compiled at a time, on which threads
+//! - `masks`: threads that compute masks
+//! - `vocabulary`: the bytes of each token
 mod bounds;
 mod cache;
 mod closed;
@@ -31,12 +39,12 @@ use self::masks::Masks;
 use self::vocabulary::Vocabulary;
 use crate::text::model::TextModel;
 
-/// Room for grammars as deep as their bytes allow; it is taken as it is used.
+/// Stack for grammars nested as deeply as their size allows; memory is committed only when used.
 const STACK_BYTES: usize = 256 << 20;
-/// What is found to be at fault after more time than this is not compiled again soon.
+/// A specification that fails after more time than this is cached as failed.
 const SLOW: Duration = Duration::from_secs(1);
 
-/// Makes grammars over one model's vocabulary.
+/// Compiles grammars over one model's vocabulary.
 pub struct Guides {
     factory: ParserFactory,
     barred_first: Vec<TokenId>,
@@ -51,10 +59,10 @@ impl fmt::Debug for Guides {
 }
 
 impl Guides {
-    /// For a model. Takes about half a second for a vocabulary of 128,000 tokens.
+    /// For one model. Takes about half a second with a vocabulary of 128,000 tokens.
     ///
     /// # Errors
-    /// One sentence when the model's tokenizer is not fit for it.
+    /// One sentence when the model's tokenizer does not support grammars.
     pub fn new(model: &TextModel) -> Result<Self, String> {
         let vocabulary = Vocabulary::new(model)?;
         let barred_first = vocabulary.losing_their_space();
@@ -69,18 +77,19 @@ impl Guides {
         Ok(Self { factory, barred_first, made: Mutex::default(), masks })
     }
 
-    /// What came of a specification lately.
+    /// The cached result for a specification.
     pub(crate) fn made(&self, spec: &GuideSpec) -> Option<Made<Grammar>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner).get(spec)
     }
 
-    /// The grammar of a specification, however long that takes: a schema of a few fields takes
-    /// milliseconds, the dearest that is within all bounds many seconds. Requests have [`Making`].
+    /// Compiles a specification, however long that takes: milliseconds for a schema of a few
+    /// fields, many seconds for the most expensive one within all bounds. Requests use [`Making`]
+    /// instead.
     ///
     /// # Errors
-    /// One sentence that goes on after the field's name.
+    /// One sentence that continues after the field's name.
     pub fn make(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
-        // The end of a stack is the end of the process: see `making`.
+        // A stack overflow would end the process: see `making`.
         std::thread::scope(|scope| {
             let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
             let thread = thread.spawn_scoped(scope, || self.make_here(spec));
@@ -90,7 +99,7 @@ impl Guides {
         })
     }
 
-    /// As [`make`](Self::make), on this thread, which has [`STACK_BYTES`].
+    /// As [`make`](Self::make), on the current thread, which must have a stack of [`STACK_BYTES`].
     fn make_here(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
         if let Some(made) = self.made(spec) {
             return made;
@@ -107,13 +116,13 @@ impl Guides {
     }
 }
 
-/// What a grammar may cost.
+/// Limits on the cost of a grammar.
 fn limits() -> ParserLimits {
     ParserLimits {
-        // About 4 ms for one mask; real grammars take a hundredth.
+        // About 4 ms for one mask; real grammars take a hundredth of that.
         step_lexer_fuel: 50_000,
         step_max_items: 50_000,
-        // 1 to 2 KiB each, for each sequence: 10 MiB at most.
+        // 1 to 2 KiB each, for each sequence: at most 10 MiB.
         max_lexer_states: 5_000,
         max_grammar_size: 200_000,
         verbose_errors: false,

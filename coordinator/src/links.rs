@@ -1,7 +1,7 @@
-//! Connections of workers and front ends: accepted, shaken hands with, handed to their owners.
+//! Connections of workers and front ends: accepts them, shakes hands, hands them to their owners.
 //!
-//! Strangers are kept cheap: a bounded number of half-open connections, a deadline, small frames,
-//! and with a cluster secret nothing is decoded before the peer has proved that it knows it.
+//! Unauthenticated peers are kept cheap: few half-open connections, a deadline, small frames; and
+//! with a cluster secret, nothing is decoded before the peer has proved that it knows the secret.
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -27,15 +27,15 @@ use crate::frontends::Frontends;
 /// The address of one worker.
 pub type WorkerLink = PeerAddr<ToWorker>;
 
-/// How long a stranger has for its hello.
+/// Time limit for a new peer's hello.
 const HELLO_DEADLINE: Duration = Duration::from_secs(3);
-/// Connections that have not said hello yet; more wait to be accepted.
+/// Most connections that have not said hello yet; further ones wait to be accepted.
 const HALF_OPEN_MAX: usize = 256;
 /// Those of one address: no stranger takes all places.
 const HALF_OPEN_PER_ADDRESS: usize = 64;
-/// Strangers are complained about so often at most.
+/// Shortest interval between two warnings about rejected connections.
 const COMPLAINT_INTERVAL: Duration = Duration::from_secs(1);
-/// Longest node name.
+/// Longest node name, in bytes.
 const NODE_NAME_MAX: usize = 128;
 
 /// Accepts workers and front ends until the task is dropped.
@@ -49,7 +49,8 @@ pub async fn accept(
     let addresses = Arc::new(Mutex::new(Addresses::default()));
     let complaints = Arc::new(Mutex::new(Complaints::default()));
     loop {
-        // Whoever finds all places taken waits with the operating system, not refused.
+        // When all places are taken, new connections wait in the kernel's backlog instead of being
+        // refused.
         let Ok(permit) = half_open.clone().acquire_owned().await else { return };
         let (stream, peer) = match listener.accept().await {
             Ok(accepted) => accepted,
@@ -127,7 +128,7 @@ impl Drop for Place {
     }
 }
 
-/// What is said of connections that are not taken: strangers do not fill the log.
+/// Rate limit for warnings about rejected connections, so that they do not fill the log.
 #[derive(Debug, Default)]
 struct Complaints {
     last: Option<Instant>,
@@ -135,7 +136,7 @@ struct Complaints {
 }
 
 impl Complaints {
-    /// Whether to say this one, and then how many were not said before it.
+    /// Whether to log this one; if so, the number of earlier ones not logged.
     fn may_say(&mut self, now: Instant) -> Option<u64> {
         if self.last.is_some_and(|last| now.duration_since(last) < COMPLAINT_INTERVAL) {
             self.unsaid += 1;
@@ -157,7 +158,7 @@ fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
     }
 }
 
-/// One whose connection is not taken, and why.
+/// A rejected peer, and the reason.
 struct Stranger {
     refusal: HandshakeRefusal,
     reason: String,
@@ -173,7 +174,7 @@ impl From<CloseReason> for Stranger {
     fn from(reason: CloseReason) -> Self {
         let refusal = match &reason {
             it if it.other_version().is_some() => HandshakeRefusal::Version,
-            // One with a secret where there is none.
+            // The peer has a secret, this cluster has none.
             CloseReason::Auth(_) | CloseReason::Frame(FrameError::BadMagic(AUTH_MAGIC)) => {
                 HandshakeRefusal::Authentication
             }
@@ -189,7 +190,7 @@ impl From<CloseReason> for Stranger {
     }
 }
 
-/// How a link ended, for whoever counts.
+/// The label under which a link's end is counted.
 pub(crate) fn link_end(reason: &CloseReason) -> LinkEnd {
     match reason {
         CloseReason::PeerClosed => LinkEnd::Closed,
@@ -245,7 +246,8 @@ async fn shake_hands(
             frontends.joined(&hello, welcome.frontend, connection);
             Ok(())
         }
-        // Somebody asks whether a node with this secret could join: that much is answered by now.
+        // A node asks whether its secret fits (a ping instead of a hello): getting this far is the
+        // answer.
         FrameKind::Ping => {
             let pong = connection.send(FrameKind::Pong, &[]);
             in_time(pong).await
@@ -257,8 +259,8 @@ async fn shake_hands(
     }
 }
 
-/// Takes a stranger's first frame. One that runs with another setting or version is told so; nobody
-/// else is told anything.
+/// Receives a new peer's first frame. A peer with a mismatching secret setting or version is told
+/// so; other peers are told nothing.
 async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<Frame, CloseReason> {
     let first = match secret {
         Some(secret) => match connection.authenticate_as_server(secret, HELLO_DEADLINE).await {
@@ -296,7 +298,7 @@ fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T, Stranger> {
     codec::decode_message(body).map_err(malformed)
 }
 
-/// Sends a frame to one that may not take it.
+/// Sends a frame to a peer that may not read it, within the deadline.
 async fn in_time<E: Into<CloseReason>>(
     sending: impl Future<Output = Result<(), E>>,
 ) -> Result<(), Stranger> {
@@ -358,7 +360,7 @@ mod tests {
         places.pop();
         let again = enter("10.0.0.1").unwrap();
         assert!(enter("10.0.0.1").is_none());
-        // An IPv6 network is one party's.
+        // A whole IPv6 network counts as one party.
         let six: Vec<Place> = (0..HALF_OPEN_PER_ADDRESS)
             .map(|host| enter(&format!("2001:db8:1:2::{host:x}")).unwrap())
             .collect();
@@ -392,7 +394,7 @@ mod tests {
         Secret::new(&[7; 32]).unwrap()
     }
 
-    /// A client's connection, and one that greets it.
+    /// A client's connection, and the greeting of the accepting side.
     async fn greeted(
         secret: Option<Secret>,
     ) -> (TcpStream, tokio::task::JoinHandle<Result<Frame, CloseReason>>) {
@@ -403,7 +405,7 @@ mod tests {
         (client, tokio::spawn(greeting))
     }
 
-    /// What a peer of that version reads of all that is said to it.
+    /// The refusal that a peer of this version reads.
     async fn told(mut client: TcpStream, version: u16) -> String {
         let mut bytes = Vec::new();
         client.read_to_end(&mut bytes).await.unwrap();
@@ -418,8 +420,8 @@ mod tests {
         for theirs in [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, u16::MAX] {
             let sentence = other_version(theirs);
             assert!(sentence.contains(&format!("protocol {PROTOCOL_VERSION}, the peer {theirs}:")));
-            // Without a secret it is a frame, of a kind and with flags that may mean nothing here,
-            // and of which not all is read.
+            // Without a secret the peer sends a frame; its kind and flags may be unknown here, and
+            // not all of it is read.
             let (mut client, greeting) = greeted(None).await;
             let mut frame = vec![0xee; 40 << 10];
             frame[..4].copy_from_slice(b"TUTI");
@@ -429,7 +431,7 @@ mod tests {
             let reason = greeting.await.unwrap().unwrap_err();
             assert_eq!(reason.other_version(), Some(theirs), "{reason}");
 
-            // With one it is a greeting.
+            // With a secret it sends a greeting.
             let (mut client, greeting) = greeted(Some(secret())).await;
             let mut greets = [0xee; 48];
             greets[..4].copy_from_slice(&AUTH_MAGIC);
@@ -460,7 +462,7 @@ mod tests {
         );
         assert!(greeting.await.unwrap().is_err());
 
-        // A stranger is told nothing.
+        // Other peers are told nothing.
         let (mut client, greeting) = greeted(None).await;
         client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
         let _ = greeting.await.unwrap().unwrap_err();

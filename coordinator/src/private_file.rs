@@ -1,9 +1,9 @@
-//! Files that hold a secret: whether nobody but their owner may read them.
+//! Files that hold a secret: checks that only their owner can read them.
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
-/// Whether nobody else may read a file.
+/// Checks that nobody else can read a file.
 ///
 /// # Errors
 /// What is wrong with it, without the file's name.
@@ -16,9 +16,9 @@ pub fn check(file: &Path) -> Result<(), String> {
     Err(format!("others may read it (mode {:o}): chmod 600 it", metadata.mode() & 0o777))
 }
 
-/// Whether a file of this mode and owner is a secret of a process of user `own`: its owner's alone;
-/// of root's files a group may read some, for so systemd (`LoadCredential`) and Kubernetes hand a
-/// process what is its own.
+/// Whether a file with this mode and owner is private to a process of user `own`. Only the owner
+/// may read it, except that a group may read files of root: systemd (`LoadCredential`) and
+/// Kubernetes hand secrets to processes that way.
 fn is_private(mode: u32, owner: u32, own: u32) -> bool {
     let others = if owner == 0 && own != 0 { 0o037 } else { 0o077 };
     mode & others == 0

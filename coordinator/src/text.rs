@@ -1,13 +1,14 @@
-//! Everything that knows text: workers and schedulers see tokens only.
+//! All code that handles text; workers and schedulers see only tokens.
 //!
-//! - [`model`]: what a model folder says about text: tokenizer, template, end tokens, defaults
-//! - [`bound`]: how many bytes of text one token can stand for
+//! - [`model`]: the text side of a model folder: tokenizer, chat template, end tokens, defaults
+//! - [`bound`]: the most bytes of text that one token can stand for
 //! - [`dialect`]: which bytes of text each token stands for
-//! - [`reply`]: what a reply says: reasoning, answer, calls of tools (pure)
-//! - [`detokenizer`]: tokens to text as they come, never half a character
+//! - [`reply`]: PURE: parses a reply into reasoning, answer and tool calls
+//! - [`detokenizer`]: incremental detokenization, never half a character
 //! - [`stop`]: stop strings across token boundaries
-//! - [`stream`]: the two together: one choice's text, with its end
+//! - [`stream`]: detokenizer and stop strings together: one choice's text and its end
 //! - [`template`]: chat messages to a prompt
+//! - `samples`: small tokenizers for tests
 pub mod bound;
 pub mod detokenizer;
 pub mod dialect;

@@ -1,15 +1,18 @@
-//! How tensor-parallel ranks on CPUs exchange data: in host memory, in f32.
+//! How tensor-parallel ranks on CPUs exchange data: all-reduce, gather, broadcast and barrier in
+//! host memory, in f32.
 //!
-//! Every operation is called by all ranks in the same order with the same sizes, has the deadline
-//! given at set-up, and can be aborted from another thread. Sums are made in one order on every
-//! rank, a binary tree over the wanted ranks ((0 + 1) + (2 + 3), `exchange::Tree`), so all ranks
-//! hold bitwise equal results, and groups of fewer ranks the same ones.
+//! All ranks call the same operations in the same order with the same sizes. Every operation has
+//! the deadline given at set-up, and can be aborted from another thread. Every rank adds up in the
+//! same order, a binary tree over the wanted number of ranks ((0 + 1) + (2 + 3), `exchange::Tree`),
+//! so all ranks hold bitwise equal results, and smaller groups get the same ones.
 //!
-//! - [`abort`]: several of them aborted at once
+//! - [`abort`]: aborts several collectives at once
+//! - `exchange`: the operations in terms of one: each rank shows its data to all others
 //! - [`single`]: one rank
 //! - [`local`]: threads of one process
+//! - `region`: the protocol of ranks that share memory, used by `local` and `shared_memory`
 //! - [`mod@shared_memory`]: processes of one host
-//! - [`tally`]: how many bytes went by which way
+//! - [`tally`]: how many bytes each transport carried
 //! - [`mod@tcp`]: processes of several hosts
 pub mod abort;
 mod exchange;
@@ -32,32 +35,33 @@ pub use tcp::{TcpOptions, tcp};
 
 use crate::error::CollectiveError;
 
-/// Frees a rank, and through it all other ranks, from whatever operation they are in.
+/// Releases a rank, and through it all other ranks, from any operation they are in.
 pub trait AbortHandle: Send + Sync + Debug {
-    /// Makes the running and every later operation on every rank return
-    /// [`CollectiveError::Aborted`] soon. Idempotent, never blocks.
+    /// Makes the current and all later operations on every rank return [`CollectiveError::Aborted`]
+    /// soon. Idempotent; never blocks.
     fn abort(&self);
 }
 
-/// A group of ranks. Owned by the executor thread of each.
+/// One rank's handle on a group of ranks. Owned by the rank's executor thread.
 pub trait Collective: Send + Debug {
-    /// This rank, 0-based.
+    /// This rank, from 0.
     fn rank(&self) -> u32;
 
-    /// How many ranks there are.
+    /// Number of ranks.
     fn world_size(&self) -> u32;
 
-    /// Replaces `data` by the element-wise sum over all ranks, added as a binary tree over them: `(0 + 1) + (2 + 3)`.
+    /// Replaces `data` by the element-wise sum over all ranks, added as a binary tree: `(0 + 1) +
+    /// (2 + 3)`.
     ///
     /// # Errors
-    /// See [`CollectiveError`]; `data` is then undefined.
+    /// [`CollectiveError`]; the contents of `data` are then undefined.
     fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), CollectiveError>;
 
-    /// Gathers every rank's `local` (equal lengths) into `global` = rank 0's, rank 1's, ...; on
-    /// rank `root` only, elsewhere `global` is untouched and may be empty.
+    /// Concatenates the `local` of all ranks (of equal lengths), in the order of ranks, into
+    /// `global` on rank `root`. On other ranks `global` is not touched and may be empty.
     ///
     /// # Errors
-    /// See [`CollectiveError`].
+    /// [`CollectiveError`].
     fn gather(
         &mut self,
         local: &[f32],
@@ -65,24 +69,24 @@ pub trait Collective: Send + Debug {
         root: u32,
     ) -> Result<(), CollectiveError>;
 
-    /// Gathers every rank's `local` (equal lengths) into `global` on every rank.
+    /// As [`gather`](Self::gather), into `global` on every rank.
     ///
     /// # Errors
-    /// See [`CollectiveError`].
+    /// [`CollectiveError`].
     fn all_gather(&mut self, local: &[f32], global: &mut [f32]) -> Result<(), CollectiveError>;
 
-    /// Overwrites `data` on every rank by rank `root`'s.
+    /// Overwrites `data` on every rank with that of rank `root`.
     ///
     /// # Errors
-    /// See [`CollectiveError`].
+    /// [`CollectiveError`].
     fn broadcast(&mut self, data: &mut [u32], root: u32) -> Result<(), CollectiveError>;
 
-    /// Returns when every rank has called it.
+    /// Returns once every rank has called it.
     ///
     /// # Errors
-    /// See [`CollectiveError`].
+    /// [`CollectiveError`].
     fn barrier(&mut self) -> Result<(), CollectiveError>;
 
-    /// A handle that another thread can use to free this group.
+    /// A handle with which another thread can abort this group.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
 }

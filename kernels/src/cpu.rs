@@ -1,11 +1,23 @@
-//! The CPU backend: SIMD kernels over packed bf16 or int8 weights, f32 activations, own threads.
+//! The CPU backend: SIMD kernels over packed bf16, int8 or 4-bit weights, f32 activations, its own
+//! threads.
 //!
-//! Owns how operations are put together from the parts below; `check` looks at the arguments first:
-//! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
-//! - `gemm`: matrix products; `qkv`, `elementwise`, `attention`, `experts`, [`sample`]: the rest
-//! - `pack`: the weight layout; `kv`: the cache layout; `buffer`, `memory`; `pool`: the threads
+//! Composes operations from the modules below, after checking the arguments:
+//! - [`isa`]: which instruction set is used
+//! - `simd`, `math`: vectors, scalar functions
+//! - `precision`: how precisely activations enter matrix products
+//! - `pack`: the weight layout
+//! - `gemm`: matrix products
+//! - `qkv`: norm, RoPE and KV cache after the QKV projection
+//! - `attention`: paged attention
+//! - `elementwise`: norms, RoPE and activations
+//! - `experts`: mixtures of experts (MoE)
+//! - [`sample`], `mask`: sampling, token masks
+//! - `kv`: the KV cache's layout
+//! - `buffer`, `memory`: activations, aligned memory
+//! - `pool`: the threads
+//! - `check`: argument checks
 //!
-//! Every result of a row depends on that row and its sequence alone, bit by bit, whatever else is in
+//! The results of a row depend only on that row and its sequence, bit for bit, whatever else is in
 //! the batch and however many threads there are.
 #![allow(unsafe_code, reason = "vector instructions, and tasks that write disjoint places")]
 use std::fmt;
@@ -57,12 +69,12 @@ use pool::Pool;
 use precision::Arithmetic;
 use sample::Sampler;
 
-/// Elements of an elementwise operation that are worth a task of their own.
-/// How CPUs exchange data, as devices with other ways call it.
+/// How CPUs exchange data, as named by devices that have other ways, too.
 const WAY: &str = "host";
+/// Elements of an elementwise operation that are worth a task of their own.
 const GRAIN: usize = 16 * 1024;
 
-/// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
+/// One rank on CPU cores. Created on, or moved to, the thread that calls it; owns its thread pool.
 pub struct CpuBackend {
     isa: Isa,
     precision: Precision,
@@ -70,16 +82,16 @@ pub struct CpuBackend {
     collective: Box<dyn Collective>,
     collective_time: Duration,
     exchanged: Tally,
-    /// Activations laid out for a product.
+    /// Scratch: activations laid out for a product.
     acts: Scratch<u32>,
-    /// Results between two parts of a fused operation.
+    /// Scratch: intermediates of fused operations.
     wide: Scratch<f32>,
     tiles: Vec<RowTile>,
     grouping: Grouping,
     workers: Vec<Worker>,
 }
 
-/// What each thread of the pool has to itself.
+/// Scratch of one thread of the pool.
 #[derive(Debug)]
 struct Worker {
     attention: AttentionScratch,
@@ -93,8 +105,8 @@ impl fmt::Debug for CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `threads` threads (the calling one included), the fastest instructions that
-    /// this machine has, and matrix products of this precision.
+    /// A backend with `threads` threads (including the caller), the fastest instruction set of this
+    /// machine, and matrix products of this precision.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] when `threads` is not in 1..=[`THREADS_MAX`],
@@ -107,10 +119,11 @@ impl CpuBackend {
         Self::with_isa(threads, Isa::detect(), precision, collective)
     }
 
-    /// As [`CpuBackend::new`], with the instructions named.
+    /// As [`CpuBackend::new`], with a given instruction set.
     ///
     /// # Errors
-    /// As there, and [`KernelError::Unsupported`] when this machine lacks the instructions.
+    /// As [`CpuBackend::new`]; also [`KernelError::Unsupported`] when this machine lacks the
+    /// instructions.
     pub fn with_isa(
         threads: usize,
         isa: Isa,
@@ -137,24 +150,25 @@ impl CpuBackend {
         })
     }
 
-    /// Exchanges data through `collective` from now on; the old one is dropped. Weights and
-    /// buffers stay.
+    /// Exchanges data through `collective` from now on and drops the old one. Weights and buffers
+    /// stay.
     pub fn set_collective(&mut self, collective: Box<dyn Collective>) {
         self.collective = collective;
     }
 
-    /// The instructions in use.
+    /// The instruction set in use.
     #[must_use]
     pub fn isa(&self) -> Isa {
         self.isa
     }
 
-    /// How products are computed.
+    /// The instruction set and precision of products.
     fn arithmetic(&self) -> Arithmetic {
         Arithmetic { isa: self.isa, precision: self.precision }
     }
 
-    /// `out = source(0..rows) weight^T + bias`; arguments are checked.
+    /// `out = x weight^T + bias`, where row `i` of `x` is `source(i)`. Arguments are already
+    /// checked.
     fn product<'s>(
         &mut self,
         source: &(dyn Fn(usize) -> &'s [f32] + Sync),
@@ -282,7 +296,7 @@ impl Backend for CpuBackend {
         ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
         out.set_rows(ids.len())?;
         let out = Disjoint::new(out.values_mut());
-        // A row is gathered from as many cache lines as it has pairs.
+        // Gathering a row touches as many cache lines as the row has pairs.
         self.pool.run_ranges(ids.len(), (GRAIN / 8 / width).max(1), &|range, _| {
             for i in range {
                 // SAFETY: every row belongs to one task.
@@ -405,8 +419,9 @@ impl Backend for CpuBackend {
             out: Disjoint::new(out.values_mut()),
         };
         let workers = Disjoint::new(&mut self.workers);
-        // Head by head: each thread has K and V of its own heads in its cache, and long rows as well as
-        // short ones. Tasks differ by their rows' positions, so they are handed out in small numbers.
+        // Iterates over heads first: each thread then keeps its heads' K and V in its cache, and
+        // works on long and short rows alike. Tasks are handed out in small numbers, since their
+        // cost depends on the rows' positions.
         let tasks = tiles.len() * shape.num_kv_heads;
         let group = shape.num_heads / shape.num_kv_heads;
         let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);
@@ -479,7 +494,8 @@ impl Backend for CpuBackend {
         let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
         let out = Disjoint::new(out.values_mut());
         let bias = bias.map(|bias| &**bias);
-        // Gate and up panels in one task, so that their product finds them in the cache.
+        // Multiplies gate and up panels in one task, so that the activation finds them in the
+        // cache.
         if inner.is_multiple_of(PANEL) {
             let half = gemm::pair_panels(rows) * PANEL;
             let sums = wide.get(pool.num_threads() * rows * half * 2)?;
@@ -615,7 +631,7 @@ impl Backend for CpuBackend {
         let result = collective.gather(local.values(), gathered, 0);
         self.collective_time += start.elapsed();
         result?;
-        // From one block per rank to one row per row.
+        // Transposes from one block per rank to whole rows.
         for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
             let (rank, row) = (i / rows, i % rows);
             full.values_mut()[row * full_width + rank * width..][..width].copy_from_slice(from);
@@ -692,7 +708,8 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
-    /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
+    /// Calls `norm` with the index, the residual and the result of every row; both buffers have the
+    /// same width.
     fn each_normed(
         &mut self,
         residual: &mut CpuBuffer,
@@ -712,7 +729,7 @@ impl CpuBackend {
         })
     }
 
-    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
+    /// Fills `out` with the results of `operation` for rows `0..count`, in parallel.
     fn each_row(
         &mut self,
         count: usize,

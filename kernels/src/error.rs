@@ -1,10 +1,10 @@
-//! What can go wrong in arithmetic and between ranks.
+//! Errors of arithmetic, and of exchanges between ranks.
 use std::time::Duration;
 
-/// An operation of a backend failed.
+/// Why an operation of a backend failed.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
-    /// Arguments do not fit together: a bug in the caller, found before memory is touched.
+    /// The arguments do not fit together: a bug in the caller, found before memory is accessed.
     #[error("{op}: {message}")]
     Shape {
         /// The operation.
@@ -12,12 +12,12 @@ pub enum KernelError {
         /// What does not fit.
         message: String,
     },
-    /// Memory for a buffer, matrix or cache could not be had.
+    /// Memory for a buffer, matrix or cache could not be allocated.
     #[error("cannot allocate {bytes} bytes for {what}")]
     OutOfMemory {
-        /// What it was for.
+        /// Its purpose.
         what: &'static str,
-        /// How much.
+        /// Its size.
         bytes: u64,
     },
     /// The ranks could not exchange data.
@@ -26,19 +26,20 @@ pub enum KernelError {
     /// The device cannot do this.
     #[error("{0}")]
     Unsupported(String),
-    /// Nothing of the step was computed; running it again helps, since the device will do it in
+    /// Nothing of the step was computed. Running it again helps, since the device will do it
     /// another way.
     #[error("{0}")]
     Again(String),
-    /// The device failed while it computed; its buffers are undefined.
+    /// The device failed while computing; its buffers are undefined.
     #[error("the device failed: {0}")]
     Device(String),
 }
 
-/// Ranks could not exchange data. After any of these the collective is unusable and is dropped.
+/// Why ranks could not exchange data. After any of these errors the collective is unusable and is
+/// dropped.
 #[derive(Debug, thiserror::Error)]
 pub enum CollectiveError {
-    /// Another thread called abort, here or on another rank.
+    /// A thread, on this or another rank, aborted the collective.
     #[error("the collective was aborted")]
     Aborted,
     /// Other ranks did not arrive in time.
@@ -46,25 +47,25 @@ pub enum CollectiveError {
     TimedOut {
         /// The operation.
         op: &'static str,
-        /// How long it waited.
+        /// How long this rank waited.
         waited: Duration,
-        /// The first rank that had not arrived.
+        /// The first rank that has not arrived.
         rank: u32,
     },
-    /// What the ranks' devices exchange did not end in time.
+    /// An exchange of the ranks' devices did not end in time.
     #[error("{algorithm}: the ranks' devices did not finish an exchange in {waited:?}")]
     Stalled {
-        /// How they exchange data.
+        /// The algorithm of the exchange.
         algorithm: &'static str,
-        /// How long was waited.
+        /// How long this rank waited.
         waited: Duration,
     },
-    /// What the devices exchange data by found an error by itself.
+    /// The devices' communication library reported an error.
     #[error("{algorithm}: {message}")]
     Failed {
-        /// How they exchange data.
+        /// The algorithm of the exchange.
         algorithm: &'static str,
-        /// What it found, in one line.
+        /// The error, in one line.
         message: String,
     },
     /// The link to a rank broke.
@@ -72,22 +73,22 @@ pub enum CollectiveError {
     LinkLost {
         /// The rank.
         rank: u32,
-        /// The operating system's words.
+        /// The operating system's error.
         message: String,
     },
-    /// It could not be set up.
+    /// The collective could not be set up.
     #[error("cannot set up the collective: {0}")]
     Setup(String),
-    /// Ranks called different operations or sizes.
+    /// Ranks called different operations, or with different sizes.
     #[error("{op}: rank {rank} takes part with {theirs} elements, this rank with {ours}")]
     Mismatch {
         /// The operation.
         op: &'static str,
         /// The other rank.
         rank: u32,
-        /// Its element count.
+        /// The other rank's element count.
         theirs: u64,
-        /// Ours.
+        /// This rank's element count.
         ours: u64,
     },
 }

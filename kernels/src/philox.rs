@@ -1,8 +1,8 @@
 //! Philox4x32-10: the counter-based random numbers of token sampling.
 //!
-//! Owns the generator and how a token's place becomes its input; what is done with the number is
-//! the sampler's business. There is no state: the same (seed, choice, position, draw) gives the
-//! same number on any machine, in any batch, after any failover.
+//! Owns the generator, and the mapping from a token's place to its input; the sampler decides what
+//! to do with the number. There is no state: the same (seed, choice, position, draw) gives the same
+//! number on any machine, in any batch, after any failover.
 //!
 //! J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 
@@ -11,7 +11,7 @@ const MULTIPLIER_1: u32 = 0xCD9E_8D57;
 const WEYL_0: u32 = 0x9E37_79B9;
 const WEYL_1: u32 = 0xBB67_AE85;
 
-/// Ten rounds of Philox4x32 over `counter` under `key`.
+/// Ten rounds of Philox4x32 over `counter` with `key`.
 #[must_use]
 pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     for round in 0..10 {
@@ -30,11 +30,11 @@ pub fn philox4x32_10(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// A uniform number in [0, 1) with 53 random bits for draw `draw` of the token at output position
+/// A uniform number in [0, 1) with 53 random bits, for draw `draw` of the token at output position
 /// `position`.
 ///
-/// The generator's key has 64 bits, which the seed fills; `choice` completes it in a counter word
-/// of its own. No two (seed, choice, position, draw) share an input.
+/// The seed fills the generator's 64-bit key; `choice` has a counter word of its own. No two (seed,
+/// choice, position, draw) share an input.
 #[must_use]
 pub fn uniform(seed: u64, choice: u32, position: u32, draw: u32) -> f64 {
     let key = [seed as u32, (seed >> 32) as u32];

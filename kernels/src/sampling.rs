@@ -1,39 +1,39 @@
 //! The parameters and results of token sampling, as kernels see them.
 use crate::error::KernelError;
 
-/// Sampling parameters of one row. Meanings as in vLLM; see `shared::sampling` for the ranges.
+/// Sampling parameters of one row, with vLLM's meanings; see `shared::sampling` for the ranges.
 #[derive(Clone, Debug, PartialEq)]
 pub struct SampleParams {
-    /// 0 is greedy.
+    /// Softmax temperature; 0 is greedy.
     pub temperature: f32,
-    /// 1 is off.
+    /// Nucleus sampling; 1 is off.
     pub top_p: f32,
-    /// 0 is off.
+    /// Keep the k most likely tokens; 0 is off.
     pub top_k: u32,
-    /// 0 is off.
+    /// Drop tokens below this fraction of the largest probability; 0 is off.
     pub min_p: f32,
-    /// Philox key.
+    /// The Philox key.
     pub seed: u64,
-    /// Third word of the Philox counter.
+    /// Index among the request's choices: the third word of the Philox counter.
     pub choice: u32,
-    /// 0 is off.
+    /// Subtracted once from logits of generated tokens; 0 is off.
     pub presence_penalty: f32,
-    /// 0 is off.
+    /// Subtracted per occurrence from logits of generated tokens; 0 is off.
     pub frequency_penalty: f32,
-    /// 1 is off.
+    /// Divides positive (multiplies negative) logits of tokens in prompt or output; 1 is off.
     pub repetition_penalty: f32,
     /// Added to the logits of these tokens first; ids beyond the vocabulary are ignored.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Cannot be chosen while fewer than `min_tokens` output tokens exist.
+    /// Tokens that cannot be chosen until `min_tokens` output tokens exist.
     pub suppress_until_min: Vec<u32>,
-    /// See `suppress_until_min`.
+    /// Fewest output tokens; see `suppress_until_min`.
     pub min_tokens: u32,
-    /// Log-probabilities wanted: of the chosen token and of this many most likely ones.
+    /// Log-probabilities to report: of the chosen token and of this many most likely ones.
     pub logprobs: Option<u32>,
 }
 
 impl Default for SampleParams {
-    /// The model's own distribution: temperature 1, nothing left out, nothing preferred.
+    /// The model's own distribution: temperature 1, everything else off.
     fn default() -> Self {
         Self {
             temperature: 1.0,
@@ -56,22 +56,21 @@ impl Default for SampleParams {
 /// One row to sample.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRow<'a> {
-    /// How.
+    /// Its sampling parameters.
     pub params: &'a SampleParams,
     /// The prompt's tokens (for the repetition penalty).
     pub prompt: &'a [u32],
     /// The tokens generated so far; its length is the first word of the Philox counter.
     pub output: &'a [u32],
-    /// The tokens that may be chosen, all when absent: bit `i % 32` of word `i / 32` is set when
-    /// token `i` may be, `vocab.div_ceil(32)` words. The logits of all others become -infinity
-    /// before anything else happens to them; log-probabilities and ranks are those of the model's
-    /// own distribution all the same.
+    /// The token mask, `vocab.div_ceil(32)` words; `None` allows all tokens. Bit `i % 32` of word
+    /// `i / 32` is set if token `i` may be chosen. The logits of all other tokens become -infinity
+    /// before anything else; log-probabilities and ranks are still those of the model's own
+    /// distribution.
     pub allowed: Option<&'a [u32]>,
 }
 
 impl SampleRow<'_> {
-    /// Whether the row's mask, if it has one, says of every token of the vocabulary whether it may
-    /// be chosen.
+    /// Checks that the row's mask, if any, covers the whole vocabulary.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when words are missing.
@@ -87,16 +86,16 @@ impl SampleRow<'_> {
     }
 }
 
-/// What sampling one row gave.
+/// The result of sampling one row.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Sampled {
-    /// The token; on non-finite logits 0 with `corrupted` set.
+    /// The token; 0 if `corrupted`.
     pub token: u32,
-    /// Some logit was NaN or +infinity, or all were -infinity, or all that the mask leaves.
+    /// Some logit was NaN or +infinity, or all logits (or all that the mask leaves) were -infinity.
     pub corrupted: bool,
-    /// Natural log-probability of `token` in the unmodified distribution (when asked for).
+    /// Natural log-probability of `token` in the unmodified distribution (if asked for).
     pub logprob: f32,
-    /// Rank of `token` in the unmodified distribution, 1-based (when asked for).
+    /// Rank of `token` in the unmodified distribution, from 1 (if asked for).
     pub rank: u32,
     /// The most likely tokens of the unmodified distribution, best first, ties by lower id.
     pub top: Vec<(u32, f32)>,

@@ -1,17 +1,17 @@
 //! Actors across processes: links, liveness, names, messages, supervision.
 //!
-//! A cluster's processes form a star around the coordinator. Each has an [`ActorRuntime`], in which
-//! named actors live; [`RemoteAddr`] reaches one wherever it is.
+//! The processes of a cluster form a star around the coordinator. Each has an [`ActorRuntime`],
+//! which hosts named actors; a [`RemoteAddr`] reaches an actor in any process.
 //!
 //! - [`link`]: one TCP connection: frames in, frames out, pings
 //! - [`liveness`]: PURE: when a silent link is suspect, and when it is dead
-//! - [`peer`]: the other end of a link, as something that takes messages of one type
-//! - [`exchange`]: PURE: asks under way, each resolved exactly once
-//! - [`registry`]: PURE: the names, where they live, and who watches them
+//! - [`peer`]: the other end of a link, as an address for messages of one type
+//! - [`exchange`]: PURE: pending asks (requests that expect a reply), each resolved exactly once
+//! - [`registry`]: PURE: actor names, where the actors live, who watches them
 //! - [`runtime`]: the shell around both, one per process
-//! - [`named`]: an actor's own side: mailbox, handler, restarts
-//! - [`remote`]: [`RemoteAddr`]: tell and ask, typed
-//! - [`supervise`]: PURE: when a crashed child is started again
+//! - [`named`]: the actor's own side: mailbox, handler, restarts
+//! - [`remote`]: [`RemoteAddr`]: typed tell and ask
+//! - [`supervise`]: PURE: when a crashed child is restarted
 pub mod exchange;
 pub mod link;
 pub mod liveness;

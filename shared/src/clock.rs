@@ -1,5 +1,5 @@
-//! Time as a value. Pure cores take `now: Duration` since the process started; only shells ask a
-//! [`Clock`]. Values of two processes are never compared.
+//! Time as a value. Pure cores take `now: Duration` since the process started; only shells read a
+//! [`Clock`]. Times of two processes are never compared.
 use std::fmt::Debug;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -10,8 +10,9 @@ pub trait Clock: Send + Sync + Debug {
     fn now(&self) -> Duration;
 }
 
-/// A wait of at most `most`, drawn for the `attempt`-th attempt of a process whose own random number
-/// is `seed`: of many that wait for the same thing no two come back at once.
+/// A random wait of at most `most` before attempt number `attempt`; `seed` is the process's own
+/// random number. It keeps processes that wait for the same thing from coming back at the same
+/// moment.
 #[must_use]
 pub fn jittered(most: Duration, seed: u64, attempt: u64) -> Duration {
     // SplitMix64.
@@ -49,7 +50,7 @@ pub struct ManualClock {
 }
 
 impl ManualClock {
-    /// Moves the clock forward by `step`.
+    /// Advances the clock by `step`.
     pub fn advance(&self, step: Duration) {
         let mut now = self.now.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         *now += step;

@@ -1,7 +1,7 @@
-//! What a process and its host use: processor time, memory, GPUs; sampled on a thread of its own.
+//! What a process and its host use: CPU time, memory, GPUs; sampled on a thread of its own.
 //!
-//! A sample reads a few files below `/proc` and asks NVML a handful of questions per GPU: well
-//! below a millisecond without GPUs, a few with, once a second, away from every step.
+//! A sample reads a few files below `/proc` and makes a handful of NVML queries per GPU: well below
+//! a millisecond without GPUs, a few with them, once a second and outside every step.
 mod gpu;
 mod memory;
 
@@ -23,21 +23,21 @@ use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 pub use self::gpu::{GpuDevice, nvlink_island};
 pub use self::memory::available_memory;
 
-/// Between two samples.
+/// Interval between two samples.
 const INTERVAL: Duration = Duration::from_secs(1);
 
 /// Takes samples.
 pub struct HostSampler {
-    /// Absent on systems that the library does not know.
+    /// `None` on systems that the library does not support.
     system: Option<System>,
     pid: Option<Pid>,
     gpus: Gpus,
     handles: Option<Handles>,
     process: String,
     host: String,
-    /// Milliseconds of processor time already counted.
+    /// CPU time already counted, in milliseconds.
     counted_ms: u64,
-    /// Dropped lines already counted.
+    /// Dropped log lines already counted.
     counted_lines: u64,
     samples: u64,
 }
@@ -59,8 +59,9 @@ impl std::fmt::Debug for HostSampler {
 }
 
 impl HostSampler {
-    /// A sampler of this process under the name `process`, such as `worker-0`. `nvml` is NVML's
-    /// library when the system's loader does not find it; without NVML there are no GPUs.
+    /// A sampler of this process under the name `process`, such as `worker-0`. `nvml` is the path
+    /// of NVML's library, for systems whose loader does not find it; without NVML, no GPUs are
+    /// sampled.
     #[must_use]
     pub fn new(process: &str, nvml: Option<&Path>) -> Self {
         let host = System::host_name().ok().filter(|name| !name.is_empty());
@@ -84,13 +85,13 @@ impl HostSampler {
         self.gpus.devices()
     }
 
-    /// Why there is no NVML, if there is none.
+    /// Why NVML is not available, if it is not.
     #[must_use]
     pub fn nvml_problem(&self) -> Option<&str> {
         self.gpus.problem()
     }
 
-    /// Measures and records.
+    /// Takes a sample and records it in `stats`.
     pub fn sample(&mut self, stats: &mut LocalStats) {
         let handles = self.handles.get_or_insert_with(|| {
             let (process, host) = ([self.process.as_str()], [self.host.as_str()]);
@@ -115,7 +116,7 @@ impl HostSampler {
         stats.set(handles.host_memory, system.total_memory() as f64);
         stats.set(handles.host_memory_used, system.used_memory() as f64);
         self.samples += 1;
-        // Usage is of the time between two samples.
+        // CPU usage is measured between two samples.
         if self.samples > 1 {
             let usage = f64::from(system.global_cpu_usage()) / 100.0;
             stats.set(handles.host_cpu, usage.clamp(0.0, 1.0));
@@ -141,15 +142,15 @@ pub struct HostThread {
 }
 
 impl HostThread {
-    /// Starts sampling into `stats`, as [`HostSampler::new`] says. When the operating system gives
-    /// no thread, nothing is sampled: a server does not stop for that.
+    /// Starts sampling into `stats`; see [`HostSampler::new`]. If the operating system refuses a
+    /// thread, nothing is sampled: a server does not fail over that.
     #[must_use]
     pub fn start(process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let (process, stopped) = (process.to_owned(), stop.clone());
         let thread = std::thread::Builder::new().name("host-stats".into()).spawn(move || {
             let mut sampler = HostSampler::new(&process, nvml.as_deref());
-            // Into cells of its own first: asking NVML may take its time.
+            // Recorded into separate cells first: NVML queries may be slow.
             let mut own = LocalStats::new();
             while !stopped.load(Ordering::Relaxed) {
                 sampler.sample(&mut own);

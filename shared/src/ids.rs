@@ -1,8 +1,8 @@
-//! Newtypes for everything that is identified across processes.
+//! Newtypes for everything identified across processes.
 //!
-//! All are plain integers on the wire. None is ever reused within a cluster's life, except
-//! [`BlockId`], [`HostBlockId`] and [`ReplicaId`], which name places rather than things: what happens in a replica
-//! has an [`Epoch`].
+//! All are plain integers on the wire. None is reused within a cluster's life, except [`BlockId`],
+//! [`HostBlockId`] and [`ReplicaId`], which name places rather than things: for a replica, the
+//! [`Epoch`] tells its formations apart.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};

@@ -1,16 +1,17 @@
-//! What every Tutti process speaks: identifiers, time, sampling parameters, the protocol between
+//! What every Tutti process shares: identifiers, time, sampling parameters, the protocol between
 //! coordinator and workers, its wire form, remote actors, membership and metrics.
 //!
 //! Map:
-//! - [`ids`]: newtypes for everything that is identified across processes
+//! - [`ids`]: newtypes for everything identified across processes
 //! - [`clock`]: time as a value, so that pure cores can be simulated
 //! - [`sampling`]: the sampling parameters of one sequence
-//! - [`protocol`]: the messages on a coordinator-worker link
-//! - [`wire`]: how those messages become bytes
-//! - [`host`]: what a process and its host use, GPUs included
+//! - [`protocol`]: the messages between the coordinator and its workers and front ends
+//! - [`wire`]: how those messages become bytes: codec, frames, authentication
+//! - [`actor`]: links between processes, liveness, named actors, supervision
+//! - [`host`]: CPU, memory and GPU use of a process and its host
 //! - [`log`]: the last lines of a process's log
-//! - [`model_config`]: what every role reads alike in a model's `config.json`
-//! - [`membership`]: who is in the cluster, by etcd
+//! - [`model_config`]: the parts of a model's `config.json` that every role reads
+//! - [`membership`]: who is in the cluster and who leads, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
 //! This crate names no other crate of the workspace and contains no `unsafe`.

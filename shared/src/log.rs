@@ -1,8 +1,10 @@
-//! The last lines of a process's log: bounded in lines and bytes, numbered, so that they can be
-//! sent on piece by piece and read after the process is gone.
+//! The last lines of a process's log: bounded in lines and bytes, and numbered, so that they can be
+//! forwarded in batches and read after the process is gone.
 //!
-//! Lines are numbered from 0 in the order they were written. Whoever receives pieces may see one
-//! twice or miss some: numbers tell, and what is missing is counted, not hidden.
+//! Lines are numbered from 0 in the order they were written. A receiver may see a batch twice or
+//! miss one: the numbers tell, and missing lines are counted, not hidden.
+//!
+//! - [`queue`]: log text on its way to a reader that may stall
 pub mod queue;
 
 use std::collections::VecDeque;
@@ -13,12 +15,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::actor::{ActorMessage, NamedActor};
 
-/// Longest line kept; what is longer is cut, and says so.
+/// Longest line kept, in bytes; a longer line is cut and marked with ` [cut]`.
 pub const LINE_MAX: usize = 2 << 10;
-/// What a cut line ends with.
+/// The end of a cut line.
 const CUT: &str = " [cut]";
 
-/// How much is kept.
+/// Bounds of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogLimits {
     /// Most lines.
@@ -28,25 +30,25 @@ pub struct LogLimits {
 }
 
 impl LogLimits {
-    /// What a process keeps of itself.
+    /// What a process keeps of its own log.
     pub const OWN: Self = Self { lines: 1000, bytes: 256 << 10 };
-    /// What is sent at once, and what a coordinator keeps of each process.
+    /// The most per batch, and what a coordinator keeps of each process.
     pub const SENT: Self = Self { lines: 200, bytes: 32 << 10 };
 }
 
-/// Lines of a log that follow one another.
+/// Consecutive lines of a log.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogLines {
-    /// The first one's number.
+    /// The number of the first line.
     pub first: u64,
-    /// The lines, without their ends.
+    /// The lines, without line ends.
     pub lines: Vec<String>,
 }
 
 /// Asks a process's log actor for its last lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogQuery {
-    /// How many at most.
+    /// Most lines to return.
     pub lines: u32,
 }
 
@@ -54,12 +56,12 @@ impl ActorMessage for LogQuery {
     type Reply = LogLines;
 }
 
-/// The log actor of a process: asked for lines that have not been sent yet.
+/// The log actor of a process: answers with lines that have not been forwarded yet.
 #[derive(Debug)]
 pub struct LogActor(pub SharedLog);
 
 impl LogActor {
-    /// Its name in the process of node `node`.
+    /// Its name in the process of `node`.
     #[must_use]
     pub fn name(node: &str) -> String {
         format!("log:{node}")
@@ -83,7 +85,7 @@ pub struct LogRing {
     bytes: usize,
     /// The next line's number.
     next: u64,
-    /// Lines that came over the bound of a piece or were lost on the way: never kept here.
+    /// Lines that did not fit into a batch or were lost on the way, so never stored here.
     missing: u64,
 }
 
@@ -94,7 +96,7 @@ impl LogRing {
         Self { limits, lines: VecDeque::new(), bytes: 0, next: 0, missing: 0 }
     }
 
-    /// Adds a line; the oldest ones go when there are too many.
+    /// Appends a line; drops the oldest ones over the bounds.
     pub fn push(&mut self, line: &str) {
         let line = if line.len() > LINE_MAX {
             let end = (0..=LINE_MAX).rev().find(|at| line.is_char_boundary(*at)).unwrap_or(0);
@@ -111,8 +113,7 @@ impl LogRing {
         }
     }
 
-    /// Takes a piece of another ring. Lines that are here already change nothing; those that are
-    /// missing between are counted.
+    /// Appends a batch from another ring. Ignores lines that are already here; counts missing ones.
     pub fn append(&mut self, piece: &LogLines) {
         if piece.first > self.next {
             self.missing += piece.first - self.next;
@@ -124,7 +125,7 @@ impl LogRing {
         }
     }
 
-    /// The newest lines from number `from` on that keep within `limits`.
+    /// The newest lines numbered `from` or later that fit `limits`.
     #[must_use]
     pub fn since(&self, from: u64, limits: LogLimits) -> LogLines {
         let mut bytes = 0;
@@ -149,25 +150,25 @@ impl LogRing {
         self.lines.iter().skip(skipped).cloned().collect()
     }
 
-    /// Lines there are.
+    /// Number of lines kept.
     #[must_use]
     pub fn len(&self) -> usize {
         self.lines.len()
     }
 
-    /// Whether there are none.
+    /// Whether no line is kept.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.lines.is_empty()
     }
 
-    /// Lines written so far, kept or not: the next one's number.
+    /// Number of lines written so far, kept or not; also the next line's number.
     #[must_use]
     pub fn next(&self) -> u64 {
         self.next
     }
 
-    /// Lines that never arrived here.
+    /// Number of lines that never arrived here.
     #[must_use]
     pub fn missing(&self) -> u64 {
         self.missing
@@ -191,14 +192,13 @@ impl SharedLog {
         Self(Arc::new(Mutex::new(LogRing::new(limits))))
     }
 
-    /// Looks at the lines.
+    /// Locks the log.
     pub fn ring(&self) -> MutexGuard<'_, LogRing> {
-        // A panic elsewhere leaves whole lines behind.
+        // A panic elsewhere leaves only whole lines behind.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Something that text can be written to; lines are added as they are complete, the rest when
-    /// it is dropped.
+    /// A writer into the log: adds each line when it is complete, and the rest when dropped.
     #[must_use]
     pub fn writer(&self) -> LogWriter {
         LogWriter { log: self.clone(), partial: Vec::new() }
@@ -223,7 +223,7 @@ impl LogWriter {
 impl io::Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            // What is behind the bound is cut anyway: a line without end takes no memory.
+            // The part beyond the bound will be cut anyway: an endless line takes no memory.
             let room = (LINE_MAX + 4).saturating_sub(self.partial.len());
             self.partial.extend_from_slice(&part[..part.len().min(room)]);
             if part.ends_with(b"\n") {
@@ -246,8 +246,8 @@ impl Drop for LogWriter {
     }
 }
 
-/// The text without colours: escape sequences (`ESC [ ... letter`) and other control characters
-/// would act on the terminal of whoever reads them.
+/// Removes terminal colours: escape sequences (`ESC [ ... letter`) and other control characters
+/// would act on the reader's terminal.
 fn without_escapes(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
@@ -308,8 +308,8 @@ mod tests {
     }
 
     proptest! {
-        /// Pieces sent now and then, some twice, some lost: what arrives is in order and without
-        /// repetition, and kept + missing + dropped is what was written.
+        /// Batches sent now and then, some twice, some lost: lines arrive in order and without
+        /// repetition, and kept + missing + dropped = written.
         #[test]
         fn pieces_arrive_once_and_in_order(
             steps in proptest::collection::vec((0usize..20, any::<bool>(), any::<bool>()), 1..30),

@@ -1,5 +1,5 @@
-//! PURE: what every role reads alike in a model folder's `config.json`: the text model's part, where
-//! the model does more than text, and how long sequences may be.
+//! PURE: the parts of a model folder's `config.json` that every role reads alike: the text model of
+//! a multimodal model, and the maximum sequence length.
 use serde_json::Value;
 
 mod gemma3;
@@ -7,14 +7,14 @@ mod gemma3;
 /// Gemma 3's text model.
 pub const GEMMA3: &str = "Gemma3ForCausalLM";
 
-/// Models that hold a text model, which their `text_config` describes: the architecture, the
+/// Multimodal architectures with a text model in their `text_config`: the architecture, the
 /// `model_type` of its `text_config`, and the text model's own architecture.
 const WRAPPERS: [(&str, &str, &str); 2] = [
     ("Gemma3ForConditionalGeneration", "gemma3_text", GEMMA3),
     ("Mistral3ForConditionalGeneration", "mistral", "MistralForCausalLM"),
 ];
 
-/// Said outside of `text_config` as a rule, and meant for the text model.
+/// Keys usually found outside `text_config` that apply to the text model.
 const OUTER: [&str; 6] = [
     "quantization_config",
     "dtype",
@@ -24,26 +24,26 @@ const OUTER: [&str; 6] = [
     "bos_token_id",
 ];
 
-/// Longest sequences of a model.
+/// Sequence lengths of a model, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Positions {
-    /// That it was made for, at most.
+    /// The longest it supports.
     pub most: u32,
-    /// Unless somebody asks for more: a model that computes short sequences worse when it is to
-    /// serve long ones serves short ones.
+    /// The default: shorter than `most` for a model that handles short sequences worse once it is
+    /// set up for long ones.
     pub usual: u32,
 }
 
-/// The architectures that [`text_model`] takes apart.
+/// The multimodal architectures that [`text_model`] unwraps.
 pub fn wrappers() -> impl Iterator<Item = &'static str> {
     WRAPPERS.iter().map(|(wrapper, ..)| *wrapper)
 }
 
-/// The configuration of a text model as if it were alone: of one that is part of a model that does
-/// more, or the configuration itself; with what its file leaves to the architecture.
+/// The configuration of the text model alone: the `text_config` of a multimodal model, or `config`
+/// itself; completed with the architecture's defaults.
 ///
 /// # Errors
-/// One sentence, where `text_config` is missing or of a kind that is not known.
+/// One sentence when `text_config` is missing or of an unknown type.
 pub fn text_model(config: Value) -> Result<Value, String> {
     let mut text = taken_out(config)?;
     if text["architectures"][0] == GEMMA3 {
@@ -77,19 +77,20 @@ fn taken_out(mut config: Value) -> Result<Value, String> {
     Ok(text)
 }
 
-/// How a model's rotary embedding is scaled, in either dialect: the table, and the type in it.
+/// How a model's rotary embedding (RoPE) is scaled, in either dialect of `config.json`: the table,
+/// and its type.
 #[must_use]
 pub fn rope_scaling(config: &Value) -> Option<(&Value, &str)> {
     let tables = ["rope_parameters", "rope_scaling"].map(|key| &config[key]);
     let table = tables.into_iter().find(|table| table.is_object())?;
-    // Both keys are there where an old configuration was saved again.
+    // A configuration that was re-saved by newer software has both keys.
     let kind = table["rope_type"].as_str().or(table["type"].as_str()).unwrap_or("default");
-    // What longrope was called first, by Phi-3 alone.
+    // The first names of longrope, used by Phi-3 only.
     let is_long = kind == "su" || (kind == "yarn" && !table["long_factor"].is_null());
     Some((table, if is_long { "longrope" } else { kind }))
 }
 
-/// The context that a model was trained on before its rotary embedding was stretched, where it says.
+/// The context length that a model was trained on before its RoPE was stretched, if given.
 #[must_use]
 pub fn original_positions(config: &Value) -> Option<f64> {
     let own = rope_scaling(config)
@@ -97,7 +98,7 @@ pub fn original_positions(config: &Value) -> Option<f64> {
     own.as_f64().or_else(|| config["original_max_position_embeddings"].as_f64())
 }
 
-/// How long sequences may be.
+/// The supported and the default sequence length.
 ///
 /// # Errors
 /// One sentence naming the key and the bounds.
@@ -107,7 +108,7 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
     let all = Positions { most: said, usual: said };
     let Some((table, kind)) = rope_scaling(config) else { return Ok(all) };
-    // Whoever adds the older table to a file in the newer dialect means it, and would not be heard.
+    // Who adds the older table to a file in the newer dialect means it, but it would be ignored.
     let kinds = ["rope_parameters", "rope_scaling"].map(|key| {
         let table = &config[key];
         table["rope_type"].as_str().or(table["type"].as_str())
@@ -122,7 +123,7 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);
     Ok(match (kind, table["factor"].as_f64()) {
-        // What is said may be the length before or after it was stretched.
+        // `max_position_embeddings` may be the length before or after stretching.
         ("yarn", Some(factor)) => {
             let most = f64::from(original) * factor;
             if !(1.0..=f64::from(u32::MAX)).contains(&most) {
@@ -135,7 +136,7 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
             Positions { most: most as u32, usual: most as u32 }
         }
         ("longrope", _) => Positions { most: said, usual: said.min(original) },
-        // Up to there it is as good as none.
+        // Up to the original length, dynamic scaling does nothing.
         ("dynamic", _) => Positions { most: said.min(original), usual: said.min(original) },
         _ => all,
     })
@@ -177,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_files_of_gemma_3_leave_out_is_said() {
-        // As published of 4B, but for the vision tower.
+        // As published for 4B, without the vision tower.
         let config = json!({"architectures": ["Gemma3ForConditionalGeneration"],
             "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config": {
                 "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
@@ -200,14 +201,14 @@ mod tests {
         let llama = json!({"rope_type": "llama3", "factor": 8.0,
             "original_max_position_embeddings": 8192});
         assert_eq!(of(131_072, llama), Ok((131_072, 131_072)));
-        // Qwen2.5's documents say so, Qwen3's with 40960; either is before.
+        // Qwen2.5's documentation says so, Qwen3's with 40960; both are lengths before stretching.
         let yarn = json!({"type": "yarn", "factor": 4.0,
             "original_max_position_embeddings": 32768});
         assert_eq!(of(32768, yarn.clone()), Ok((131_072, 131_072)));
         assert_eq!(of(40960, yarn.clone()), Ok((131_072, 131_072)));
         assert_eq!(of(131_072, yarn.clone()), Ok((131_072, 131_072)), "or after");
         assert_eq!(of(512, json!({"rope_type": "yarn", "factor": 1.5})), Ok((768, 768)));
-        // Both dialects have to say the same.
+        // Both dialects must agree.
         let mut both = json!({"max_position_embeddings": 64, "rope_scaling": yarn,
             "rope_parameters": {"rope_type": "default"}});
         let error = bounds(both.clone()).unwrap_err();

@@ -1,11 +1,20 @@
 //! The messages on the links between the coordinator and its workers and front ends.
 //!
-//! These types are the wire format: changing one means raising [`PROTOCOL_VERSION`]. Nothing else
-//! in the workspace is serialised between processes.
+//! These types are the wire format: a change to one requires raising [`PROTOCOL_VERSION`]. Nothing
+//! else in the workspace is serialised between processes.
 //!
-//! Order of a worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch
-//! [`Form`] -> [`GroupId`] (ranks on GPUs) -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] -> ([`StepPlan`] ->
-//! [`StepMasks`] (where some entry is masked) -> [`StepResult`])* until [`ToWorker::Abort`], a new [`Form`], or the end of the link.
+//! - [`actors`]: messages between named actors
+//! - [`control`]: forming and ending replicas
+//! - [`frontend`]: requests and their events
+//! - [`guide`]: structured output, as a front end asks for it
+//! - [`lora`]: LoRA adapters
+//! - [`mask`]: the tokens that structured output allows
+//! - [`step`]: step plans and results
+//!
+//! A worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch [`Form`] ->
+//! [`GroupId`] (ranks on GPUs) -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] ->
+//! ([`StepPlan`] -> [`StepMasks`] (if any entry is masked) -> [`StepResult`])* until
+//! [`ToWorker::Abort`], a new [`Form`], or the end of the link.
 pub mod actors;
 pub mod control;
 pub mod frontend;
@@ -38,10 +47,10 @@ use crate::ids::Epoch;
 use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
-/// Raised with every change of a type in this module; both sides must agree exactly.
+/// Raised with every change to a type in this module; both sides must agree exactly.
 pub const PROTOCOL_VERSION: u16 = 13;
 
-/// Everything a coordinator says to a worker after the handshake.
+/// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToWorker {
     /// Join a replica: build the collective, load the shard.
@@ -50,9 +59,10 @@ pub enum ToWorker {
     Start(Start),
     /// Run one step. Plans of one epoch arrive in order of their step ids.
     Step(StepPlan),
-    /// Leave the collective of this epoch at once, wherever the executor is in it; keep the weights.
+    /// Leave this epoch's collective at once, whatever the executor is doing in it; keep the
+    /// weights.
     Abort {
-        /// The epoch to leave; others are not disturbed.
+        /// The epoch to leave; other epochs are not affected.
         epoch: Epoch,
     },
     /// Finish and exit with code 0.
@@ -60,13 +70,13 @@ pub enum ToWorker {
         /// Why, for the worker's log.
         reason: String,
     },
-    /// What rank 0 made for the other ranks' GPUs to find its own by.
+    /// NCCL's unique id, made by rank 0, for the other ranks to join its communicator.
     GroupId(GroupId),
-    /// Which tokens may be sampled in a step whose plan has masked entries: behind that plan.
+    /// The tokens that may be sampled in a step with masked entries; follows that step's plan.
     Masks(StepMasks),
 }
 
-/// Everything a worker says to the coordinator after the handshake.
+/// All messages from a worker to the coordinator after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromWorker {
     /// Weights are being loaded.
@@ -77,22 +87,22 @@ pub enum FromWorker {
     FormFailed(FormFailed),
     /// The KV cache is allocated.
     Started(Started),
-    /// One step's outcome.
+    /// The outcome of one step.
     Step(StepResult),
     /// A step could not be run; the epoch is broken.
     StepFailed(StepFailed),
-    /// Cumulative stats, sent on a timer while idle (they ride on `Step` otherwise).
+    /// Cumulative stats, sent on a timer while idle (otherwise they are part of `Step`).
     Stats(WorkerStats),
-    /// New lines of its log, once a second when there are any, and at its end.
+    /// New lines of the worker's log, sent once a second if there are any, and at its end.
     Logs(LogLines),
-    /// The worker ends.
+    /// The worker is about to exit.
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
-        /// It cannot go on; else it leaves on purpose, which counts as no failure.
+        /// True when it cannot go on; false when it leaves on purpose, which is no failure.
         failed: bool,
     },
-    /// Rank 0 of an epoch that is being formed: for the other ranks alone.
+    /// NCCL's unique id, from rank 0 of an epoch that is being formed, for its other ranks only.
     GroupId(GroupId),
 }
 

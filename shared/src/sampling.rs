@@ -1,34 +1,35 @@
-//! The sampling parameters of one sequence, as they travel to the workers.
+//! The sampling parameters of one sequence, as sent to the workers.
 //!
-//! They are validated where they enter (HTTP `Limits`); workers check again only what would make
-//! them index out of bounds.
+//! They are validated where they enter (HTTP `Limits`); workers re-check only what could make them
+//! index out of bounds.
 use serde::{Deserialize, Serialize};
 
-/// Most alternatives that log-probabilities are reported of.
+/// Most alternatives whose log-probabilities are reported.
 pub const LOGPROBS_MAX: u32 = 128;
 /// Most entries of `logit_bias`.
 pub const LOGIT_BIAS_MAX: usize = 1024;
-/// Most tokens that end a sequence, and so most of `suppress_until_min`.
+/// Most tokens that may end a sequence, hence the most entries of `suppress_until_min`.
 pub const SUPPRESSED_MAX: usize = 256;
 
 /// How the next token of one sequence is chosen. Field names and meanings are vLLM's.
 ///
-/// Randomness is counter-based (Philox4x32-10): the key is `seed`, the counter is the token's
-/// position in the sequence's output, the draw and `choice`. So the same request gives the same
-/// tokens alone, in a batch, after a preemption or on another replica.
+/// Randomness is counter-based (Philox4x32-10): the key is `seed`; the counter holds the token's
+/// position in the output, the draw and `choice`. So the same request gives the same tokens alone,
+/// in a batch, after a preemption or on another replica.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SamplingParams {
     /// Softmax temperature; 0 means greedy. In 0..=2.
     pub temperature: f32,
-    /// Nucleus: the smallest set of tokens whose probability reaches this. In (0, 1]; 1 is off.
+    /// Nucleus sampling: keep the smallest set of tokens whose probability reaches this. In (0, 1];
+    /// 1 is off.
     pub top_p: f32,
-    /// Only the k most likely tokens; 0 is off.
+    /// Keep only the k most likely tokens; 0 is off.
     pub top_k: u32,
     /// Drops tokens less likely than `min_p` times the most likely one. In [0, 1]; 0 is off.
     pub min_p: f32,
-    /// Key of the random numbers; drawn at admission when the client names none.
+    /// Key of the random numbers; drawn at admission when the client gives none.
     pub seed: u64,
-    /// Which of the request's `n` choices this is; part of the counter.
+    /// Index among the request's `n` choices; part of the counter.
     pub choice: u32,
     /// Subtracted once from the logits of tokens already generated. In -2..=2; 0 is off.
     pub presence_penalty: f32,
@@ -38,31 +39,31 @@ pub struct SamplingParams {
     pub repetition_penalty: f32,
     /// Added to the logits of these token ids before anything else. At most 1,024 entries.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Tokens that cannot be chosen before `min_tokens` tokens exist (end tokens).
+    /// Tokens (end tokens) that cannot be chosen until `min_tokens` tokens are generated.
     pub suppress_until_min: Vec<u32>,
-    /// See `suppress_until_min`.
+    /// Fewest output tokens; see `suppress_until_min`.
     pub min_tokens: u32,
-    /// Report the chosen token's log-probability and those of this many most likely tokens.
+    /// Report the log-probabilities of the chosen token and of this many most likely tokens.
     pub logprobs: Option<u32>,
-    /// Report the same for every prompt token (OpenAI's `echo` with `logprobs`).
+    /// Report the same for every prompt token (`prompt_logprobs`; OpenAI's `echo` with `logprobs`).
     pub prompt_logprobs: Option<u32>,
-    /// Report an embedding of the prompt, made in this way. Of sequences that are to get no token.
+    /// Report an embedding of the prompt, pooled this way; for sequences that generate no token.
     pub pooling: Option<Pooling>,
 }
 
-/// How one vector is made of those that the model's last norm gives for the tokens of a prompt.
+/// How the final norm's vectors of a prompt's tokens are pooled into one embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pooling {
-    /// The last token's.
+    /// The vector of the last token.
     Last,
-    /// The first token's.
+    /// The vector of the first token.
     First,
-    /// Their mean.
+    /// The mean over all tokens.
     Mean,
 }
 
 impl Pooling {
-    /// Whether all tokens have to be computed: then nothing that a KV cache has of them is of use.
+    /// Whether pooling needs the vectors of all tokens, so that cached prefixes are of no use.
     #[must_use]
     pub fn needs_all(self) -> bool {
         self != Self::Last
@@ -98,11 +99,11 @@ impl SamplingParams {
         Self { temperature: 0.0, ..Self::default() }
     }
 
-    /// Whether a rank can compute with them, for a vocabulary of so many tokens. What a client may
-    /// ask for is narrower, and checked where requests enter.
+    /// Checks that a rank can compute with these parameters and a vocabulary of `vocab` tokens. The
+    /// limits for clients are narrower and checked where requests enter.
     ///
     /// # Errors
-    /// The field, its value and the bound, in one sentence.
+    /// One sentence naming the field, its value and the bound.
     pub fn check(&self, vocab: u32) -> Result<(), String> {
         let floats = [
             ("temperature", self.temperature, self.temperature >= 0.0),

@@ -1,9 +1,9 @@
-//! The form messages have between processes.
+//! The wire form of messages between processes.
 //!
-//! - [`codec`]: values to bytes and back, with limits; the only place that names bincode
-//! - [`bytes`]: PURE: bytes in messages, taken whole
-//! - [`auth`]: PURE: proof of the cluster's secret, MACs of frames
-//! - [`frame`]: PURE: bytes on a stream to checked frames and back
+//! - [`codec`]: values to bytes and back, bounded; the only place that names bincode
+//! - [`bytes`]: PURE: byte fields, encoded in one piece
+//! - [`auth`]: PURE: proof of the cluster secret, MACs of frames
+//! - [`frame`]: PURE: the byte stream to checked frames and back
 //!
 //! `docs/protocol.md` is the specification.
 pub mod auth;

@@ -1,7 +1,7 @@
 //! Named actors across real processes: messages, full mailboxes, deadlines, failures, deaths.
 //!
 //! Programs that embed a worker run in threads of this test; the coordinator between them is a
-//! process of its own, and what they say goes over real links.
+//! separate process, and their messages travel over real links.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
@@ -26,12 +26,12 @@ use crate::etcd::Meeting;
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
-/// For a reply, on a busy machine.
+/// Time limit for a reply, on a busy machine.
 const REPLY: Duration = Duration::from_secs(10);
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A program with a worker in it, on a thread of its own.
+/// A program that embeds a worker, on a thread of its own.
 struct Program {
     actors: ActorRuntime,
     stop: Option<oneshot::Sender<String>>,
@@ -96,7 +96,7 @@ impl ActorMessage for Sum {
     type Reply = u64;
 }
 
-/// Adds up what it gets.
+/// Sums the numbers it receives.
 struct Adder {
     total: u64,
 }
@@ -135,7 +135,7 @@ async fn two_programs(fleet: &Fleet) -> (Program, Program) {
     (a, b)
 }
 
-/// Asks until the actor is known everywhere.
+/// Asks until the actor is known everywhere; returns its total.
 async fn total(actors: &ActorRuntime, name: &str) -> u64 {
     let addr = actors.addr::<Sum>(name);
     let began = Instant::now();
@@ -176,13 +176,13 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     for n in 1..=10 {
         assert_eq!(addr.ask(&Sum::Add(n), REPLY).await, Ok(n * (n + 1) / 2));
     }
-    // Told in order, one link each way: the ask comes after them.
+    // Tells are delivered in order, one link each way: the ask comes after them.
     for _ in 0..3 {
         addr.tell(&Sum::Add(100)).unwrap();
     }
     assert_eq!(addr.ask(&Sum::Add(0), REPLY).await, Ok(355));
     assert_eq!(addr.deliver(&Sum::Add(1), REPLY).await, Ok(()));
-    // Nobody of that name; a type it does not take; a deadline.
+    // A name without an actor, a message of the wrong type, a deadline.
     let nobody = b.actors.addr::<Sum>("nobody");
     let error = nobody.ask(&Sum::Add(1), REPLY).await.unwrap_err();
     assert_eq!(error, AskError::NoSuchActor("nobody".to_owned()));
@@ -193,7 +193,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     let late = addr.ask(&Sum::Sleep(3000), Duration::from_millis(100)).await.unwrap_err();
     assert!(matches!(late, AskError::Deadline(100)), "{late}");
     assert!(began.elapsed() < Duration::from_millis(2500), "{:?}", began.elapsed());
-    // It sleeps still: its mailbox fills up, and each further sender is told at once.
+    // It is still sleeping: its mailbox fills up, and each further sender gets an error at once.
     let mut full = 0;
     for _ in 0..20 {
         match addr.deliver(&Sum::Add(0), REPLY).await {
@@ -204,7 +204,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     }
     assert_eq!(full, 16, "4 fit");
     assert_eq!(made.load(Ordering::Relaxed), 1, "none of this is a failure");
-    // All of it is counted.
+    // All of these are counted.
     let client = fleet.client().unwrap();
     let refused =
         |reason: &'static str| ("tutti_actor_messages_refused_total", [("reason", reason)]);
@@ -256,7 +256,7 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
     assert_eq!(addr.ask(&Sum::Add(2), PATIENCE).await, Ok(2));
     let error = addr.ask(&Sum::Panic, PATIENCE).await.unwrap_err();
     assert!(matches!(error, AskError::Failed(_)), "{error}");
-    // The third time in a row is once too often: whoever watches is told, and it is dead.
+    // The third failure in a row is one too many: watchers are told, and the actor is dead.
     let reason = tokio::time::timeout(PATIENCE, watch).await.unwrap().unwrap();
     assert!(reason.contains("on purpose") && reason.contains("3 times in a row"), "{reason}");
     assert_eq!(made.load(Ordering::Relaxed), 3);
@@ -267,7 +267,8 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
     assert!(dead(&status), "{status}");
     let (ok, table) = operate(fleet.coordinator.base(), &["status"]);
     assert!(ok && table.contains("fragile") && table.contains("2/2"), "{table}");
-    // Restarts are counted where the actor is, states by the coordinator, each at its own time.
+    // The actor's process counts restarts, the coordinator counts states; each reports at its own
+    // time.
     let counted = |s: &testkit::scrape::Scrape| {
         let dead = s.sum("tutti_actors", &[("state", "dead")]);
         (s.sum("tutti_actor_restarts_total", &[]), dead)
@@ -283,7 +284,7 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
     let (mut a, b) = two_programs(&fleet).await;
     adder(&a.actors, ActorSpec::new("mortal", "adder"));
     total(&b.actors, "mortal").await;
-    // The name is taken, everywhere.
+    // The name is taken in every process.
     let none = || Adder { total: 0 };
     assert!(a.actors.spawn(ActorSpec::new("mortal", "adder"), none).is_err());
     let watches = [b.actors.watch("mortal"), b.actors.watch("worker/program-a")];
@@ -304,7 +305,7 @@ async fn a_process_that_ends_takes_its_actors_along_and_nobody_waits_for_them() 
         assert!(!reason.is_empty());
     }
     assert!(began.elapsed() < PATIENCE, "{:?}", began.elapsed());
-    // Who asks later is told, who watches too.
+    // Later asks and watches are told, too.
     let addr = b.actors.addr::<Sum>("mortal");
     let error = addr.ask(&Sum::Add(1), REPLY).await.unwrap_err();
     assert_eq!(error, AskError::NoSuchActor("mortal".to_owned()));
@@ -352,10 +353,10 @@ async fn a_watched_actor_lives_on_under_the_next_coordinator() {
         total(&b.actors, name).await;
     }
     let mut watches = ["sum", "worker/program-a"].map(|name| b.actors.watch(name));
-    // They are known to be there before the coordinator dies.
+    // Both are known before the coordinator dies.
     tokio::time::sleep(Duration::from_millis(500)).await;
     LocalCluster::signal(first.pid(), "KILL").unwrap();
-    // Asked while nobody leads, or while the next one has met nobody.
+    // Watched while there is no leader, or while the next one knows nobody yet.
     let mut late = b.actors.watch("other");
     let client = second.client().unwrap();
     let began = Instant::now();
@@ -384,8 +385,8 @@ async fn an_application_that_says_too_much_breaks_no_link() {
     let watches = ["worker/program-a", "worker/program-b"].map(|name| a.actors.watch(name));
     let client = fleet.client().unwrap();
     let coordinator = fleet.coordinator.pid();
-    // As fast as it can, while the coordinator stands still now and then: what is said meanwhile
-    // comes all at once.
+    // Sends as fast as it can while the coordinator is frozen now and then: what was sent meanwhile
+    // arrives all at once.
     let flood = {
         let addr = b.actors.addr::<Sum>("sum");
         std::thread::spawn(move || {
@@ -410,7 +411,7 @@ async fn an_application_that_says_too_much_breaks_no_link() {
     }
     let said = tokio::task::spawn_blocking(|| flood.join().unwrap()).await.unwrap();
     assert!(said > 20_000, "{said} messages are no flood");
-    // Everybody is there still; what was said last is on its way yet.
+    // Everybody is still there; the last messages are still on their way.
     let (addr, began) = (b.actors.addr::<Sum>("sum"), Instant::now());
     while let Err(error) = addr.ask(&Sum::Add(0), PATIENCE).await {
         assert!(matches!(error, AskError::MailboxFull(_)), "{error}");
@@ -438,7 +439,7 @@ async fn the_cluster_s_own_actors_have_names_and_states() {
     let status = status_until(&client, supervised).await;
     assert!(supervised(&status), "{status}");
     assert!(actor(&status, "replica/0")["epoch"].as_u64().unwrap() >= 1);
-    // The log actors of the workers are actors too.
+    // The workers' log actors are listed, too.
     assert_eq!(actor(&status, "log:local-0")["kind"], "log");
     let rank = status["replicas"][0]["ranks"][0].as_u64().unwrap();
     let nodes = status["nodes"].as_array().unwrap();

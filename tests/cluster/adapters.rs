@@ -1,5 +1,5 @@
-//! LoRA adapters served beside the demo model: chosen by name on every endpoint, alone as among others,
-//! also when a worker dies and at front ends of their own.
+//! LoRA adapters beside the demo model: chosen by name on every endpoint; same results alone and in
+//! a batch, also when a worker dies and through separate front ends.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ fn ask(model: &str, seed: u32, max_tokens: u32) -> Value {
 
 const MODELS: [&str; 3] = ["demo", "whole", "heads"];
 
-/// Every model's answers, one after the other.
+/// The answers of the model and its adapters, one request at a time.
 async fn alone(client: &Client) -> BTreeMap<(&'static str, u32), Value> {
     let mut answers = BTreeMap::new();
     for model in MODELS {
@@ -80,7 +80,7 @@ async fn adapters_are_models_of_their_own_on_every_endpoint() {
         let texts: Vec<&Value> = MODELS.iter().map(|model| &wanted[&(*model, seed)]).collect();
         assert!(texts[0] != texts[1] && texts[1] != texts[2] && texts[0] != texts[2]);
     }
-    // All at once, each twice: the same as alone, though their prompts are the same.
+    // All at once, each twice: the same answers as alone, even though the prompts are equal.
     let mut running = Vec::new();
     for (model, seed) in wanted.keys().copied().chain(wanted.keys().copied()) {
         let client = client.clone();
@@ -119,7 +119,7 @@ async fn adapters_are_models_of_their_own_on_every_endpoint() {
     let scrape = client.scrape().await.unwrap();
     check_invariants(&scrape);
     for model in &MODELS[1..] {
-        // Nothing runs any more, and the series is there.
+        // Nothing is running any more, but the series exists.
         let labels = [("adapter", *model)];
         let found = scrape.samples().iter().filter(|sample| {
             sample.name == "tutti_lora_requests"

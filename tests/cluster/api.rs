@@ -1,5 +1,5 @@
-//! What operators choose of the HTTP API, with real processes: keys, templates, the access log, and
-//! who is taken for an operator.
+//! Options of the HTTP API, with real processes: keys, templates, the access log, and who counts as
+//! an operator.
 use serde_json::{Value, json};
 use std::io::{Read as _, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
@@ -20,7 +20,7 @@ async fn get(base: &str, path: &str, headers: &[(&str, &str)]) -> (u16, Value) {
     (response.status().as_u16(), response.json().await.unwrap_or_default())
 }
 
-/// Runs `tutti ARGS` to its end; exit code and what it said.
+/// Runs `tutti ARGS` to its end; returns the exit code and the output.
 fn run(args: &[&str]) -> (Option<i32>, String) {
     let output =
         Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
@@ -166,7 +166,7 @@ async fn who_is_no_operator_is_told_so_before_a_word_is_read() {
             let address = address.clone();
             move || {
                 let mut stream = std::net::TcpStream::connect(address).unwrap();
-                // Below the time that a body may take: of this one nothing ever comes.
+                // Shorter than the time limit for a body: this body never arrives.
                 stream.set_read_timeout(Some(Duration::from_secs(8))).unwrap();
                 stream.write_all(head.as_bytes()).unwrap();
                 let mut status = [0; 12];
@@ -176,7 +176,7 @@ async fn who_is_no_operator_is_told_so_before_a_word_is_read() {
         let status = answer.await.unwrap().unwrap();
         assert_eq!(&status, b"HTTP/1.1 401", "{path}");
     }
-    // Who is one is heard, and told what is wrong.
+    // An operator is let in, and told what is wrong.
     let operator = ["--cluster-secret-file", secret, "--server", coordinator.base()];
     let (code, said) = run(&[&["scale", "--replicas", "2"][..], &operator].concat());
     assert_eq!(code, Some(0), "{said}");

@@ -15,8 +15,8 @@ async fn parts_started_by_hand_serve_the_same_text_over_tcp() {
     let workers: Vec<LocalCluster> = ["one", "two"]
         .iter()
         .map(|node| {
-            // Workers may be there before the coordinator: they dial until it answers. A host id
-            // of their own makes them connect over TCP, as on two machines.
+            // Workers may start before the coordinator: they dial until it answers. Different host
+            // ids make them connect over TCP, as on two machines.
             LocalCluster::spawn(&[
                 "worker",
                 "--coordinator",

@@ -1,4 +1,4 @@
-//! What operators told a coordinator while it ran, and the next leader's knowing of it.
+//! Operators' commands to a running coordinator: the next leader knows them.
 use serde_json::json;
 use testkit::client::Client;
 use testkit::local_cluster::LocalCluster;
@@ -48,7 +48,8 @@ async fn what_operators_said_outlives_the_leader() {
     assert_eq!(told["max_replicas"], json!(1));
     assert_eq!(told["commands"], json!({"count": 2, "scaled": true, "stored": true}));
 
-    // Without etcd it is in force, and said not to be stored; it is when etcd is back.
+    // Without etcd the command is in force, but reported as not stored; it is stored when etcd is
+    // back.
     meeting.etcd.kill();
     let connected = |s: &Scrape| sum(s, "tutti_membership_connected");
     leader.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
@@ -62,7 +63,7 @@ async fn what_operators_said_outlives_the_leader() {
         (status(&leader).await["commands"]["stored"] == json!(true)).then_some(())
     })
     .await;
-    // Handed over in order; then as the coordinator was started.
+    // After an orderly handover; then with the options that the coordinator was started with.
     let third = meeting.coordinator_of("1", &three).await;
     LocalCluster::signal(second.pid(), "TERM").unwrap();
     let leader = third.client().unwrap();

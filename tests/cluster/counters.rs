@@ -1,4 +1,4 @@
-//! `/metrics` equals what the client itself counted, exactly.
+//! `/metrics` equals exactly what the client counted.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use testkit::scrape::Scrape;
 
 use crate::{STORY, greedy, up};
 
-/// What a client knows it sent and got.
+/// What a client knows that it sent and received.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     requests: f64,
@@ -46,11 +46,11 @@ impl Counted {
     }
 }
 
-/// Invariants of every single scrape, whatever is going on.
+/// Invariants of every single scrape, at any time.
 pub(crate) fn check_invariants(scrape: &Scrape) {
     let sum = |name: &str| scrape.sum(name, &[]);
     let in_flight = sum("tutti_requests_in_flight");
-    // Zero where nothing is ever swapped: the series is not there.
+    // Zero where swapping is disabled: the series does not exist.
     let swapped = scrape.sum("tutti_requests_swapped", &[]);
     assert_eq!(sum("tutti_requests_running") + sum("tutti_requests_waiting") + swapped, in_flight);
     assert_eq!(
@@ -194,7 +194,7 @@ async fn refused_and_aborted_requests_are_counted_exactly() {
         assert_eq!(scrape.sum("tutti_http_requests_total", &labels), *count, "{status}");
     }
 
-    // Streams whose client leaves in the middle.
+    // Streams whose clients disconnect midway.
     let before = scrape;
     for i in 0..5 {
         let mut body = greedy(STORY, 900);
@@ -210,7 +210,7 @@ async fn refused_and_aborted_requests_are_counted_exactly() {
         let scrape = client.scrape_until(Duration::from_secs(10), aborts).await.unwrap();
         assert!(aborts(&scrape), "abort {i}");
         check_invariants(&scrape);
-        // Nothing runs now: no step comes to correct what the cancellation did not.
+        // Nothing is running: no later step could correct what the cancellation missed.
         assert_eq!(scrape.sum("tutti_requests_in_flight", &[]), 0.0);
         assert_eq!(scrape.sum("tutti_requests_running", &[]), 0.0);
         assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0);

@@ -1,4 +1,4 @@
-//! What is left of a worker that is gone: why it ended, and its last lines.
+//! What remains of a dead worker: why it ended, and its last log lines.
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use testkit::local_cluster::LocalCluster;
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
-/// Asks until `wanted` holds, for a while; what was answered last.
+/// Asks until `wanted` holds, for a while; returns the last answer.
 pub(crate) async fn ask_until(
     client: &Client,
     path: &str,
@@ -36,7 +36,7 @@ fn has_line(list: &Value, part: &str) -> bool {
 async fn a_killed_worker_of_tutti_up_leaves_its_signal_and_its_lines() {
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1", "--threads", "1"]).await;
     let client = cluster.client().unwrap();
-    // Its lines are sent on while it lives.
+    // Log lines are forwarded while the worker lives.
     let logs = "/admin/logs?node=local-0";
     let live = ask_until(&client, logs, |logs| has_line(&logs["lines"], "joined")).await;
     assert!(has_line(&live["lines"], "joined") && live["alive"] == true, "{live}");
@@ -50,7 +50,7 @@ async fn a_killed_worker_of_tutti_up_leaves_its_signal_and_its_lines() {
     let reason = dead["reason"].as_str().unwrap();
     assert!(reason.contains("closed") || reason.contains("reset"), "{dead}");
     assert!(dead["lines"].as_u64().unwrap() >= 1 && dead["last_line"].is_string(), "{dead}");
-    // The one that runs now has the name; the other is found by its id, or as the previous.
+    // The running worker has the name; the dead one is found by its id, or as the previous one.
     let back = |logs: &Value| logs["alive"] == true && logs["pid"] != json!(victim);
     let now = ask_until(&client, logs, back).await;
     assert!(back(&now), "{now}");
@@ -62,7 +62,7 @@ async fn a_killed_worker_of_tutti_up_leaves_its_signal_and_its_lines() {
             "{gone}"
         );
     }
-    // The same by the operator's commands.
+    // The same through the operator's commands.
     let server = cluster.base();
     let (ok, table) = operate(server, &["status", "--dead"]);
     assert!(ok && table.contains("SIGKILL") && table.contains("last line:"), "{table}");

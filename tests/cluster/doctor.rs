@@ -1,4 +1,4 @@
-//! `tutti doctor`: what it finds, what it says to do, and that it changes nothing.
+//! `tutti doctor`: its findings, its remedies, and that it changes nothing.
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
@@ -12,7 +12,7 @@ use testkit::fleet::{Fleet, free_port};
 use testkit::local_cluster::tutti_binary;
 use testkit::models::{demo, repository};
 
-/// Runs `tutti doctor --json ARGS`; exit code and findings.
+/// Runs `tutti doctor --json ARGS`; returns the exit code and the findings.
 fn doctor(args: &[&str]) -> (Option<i32>, Value) {
     let output = Command::new(tutti_binary())
         .args(["doctor", "--json"])
@@ -27,7 +27,7 @@ fn doctor(args: &[&str]) -> (Option<i32>, Value) {
     (output.status.code(), found)
 }
 
-/// Level, finding and remedy of one check.
+/// The level, finding and remedy of one check.
 fn finding(found: &Value, check: &str) -> (String, String, String) {
     let all = found["checks"].as_array().unwrap();
     let one = all.iter().find(|one| one["check"] == check);
@@ -36,7 +36,7 @@ fn finding(found: &Value, check: &str) -> (String, String, String) {
     (text("level"), text("found"), text("fix"))
 }
 
-/// Small enough for any machine that tests run on.
+/// Small enough for any machine that runs the tests.
 const SMALL: [&str; 4] = ["--kv-cache-memory", "1MiB", "--tensor-parallel", "1"];
 
 fn ports() -> [String; 4] {
@@ -117,7 +117,7 @@ fn what_is_wrong_here_is_named_with_its_remedy() {
     let (_, found) = doctor(&lora);
     let (level, said, _) = finding(&found, "adapters");
     assert!(level == "ok" && said.starts_with("1 adapter(s), "), "{said}");
-    // 3 ranks do not divide the demo model; the possible degrees are named.
+    // 3 ranks do not divide the demo model; the finding names the possible degrees.
     let (_, found) = doctor(&["--tensor-parallel", "3"]);
     let (level, said, _) = finding(&found, "model");
     assert!(level == "fail" && said.contains("possible degrees"), "{said}");
@@ -133,7 +133,7 @@ async fn a_coordinator_is_asked_and_notices_no_new_member() {
         file.to_str().unwrap().to_owned()
     };
     let (right, wrong) = (file("right", b'r'), file("wrong", b'w'));
-    // No workers: with a secret none of the test's own could join.
+    // No workers join: with a secret, none of the test's own could.
     let address = format!("127.0.0.1:{}", free_port());
     let listen = format!("127.0.0.1:{}", free_port());
     let server = format!("http://{listen}");
@@ -161,7 +161,7 @@ async fn a_coordinator_is_asked_and_notices_no_new_member() {
     let (level, said, fix) = finding(&found, "coordinator");
     assert!(level == "fail" && said.contains("this cluster has a secret"), "{found}");
     assert!(fix.contains("--cluster-secret-file"), "{fix}");
-    // The wrong port, and none at all.
+    // The wrong port, then no server at all.
     let (_, found) = doctor(&["--coordinator", &listen, "--server", &server]);
     assert_eq!(finding(&found, "coordinator").0, "fail", "{found}");
     let (_, found) = doctor(&["--coordinator", "127.0.0.1:1"]);

@@ -1,4 +1,4 @@
-//! Processes that are told to end (SIGTERM, Ctrl-C) finish what they do first.
+//! Processes told to end (SIGTERM, Ctrl-C) finish their requests first.
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -8,7 +8,7 @@ use testkit::local_cluster::LocalCluster;
 
 use crate::{STORY, greedy, text, up};
 
-/// A request that runs for a while: `n` choices of so many tokens.
+/// A request that runs for a while: `n` choices of `tokens` tokens.
 fn long(n: u32, tokens: u32) -> Value {
     let mut body = greedy(STORY, tokens);
     body["n"] = json!(n);
@@ -36,7 +36,7 @@ async fn rest(mut response: reqwest::Response) -> String {
     String::from_utf8(all).unwrap()
 }
 
-/// What a server that is ending answers, by a connection that is new.
+/// Asserts that a server that is ending rejects requests on new connections.
 async fn refuses(base: &str) {
     let client = Client::new(base).unwrap();
     let began = Instant::now();
@@ -84,14 +84,14 @@ async fn a_server_that_is_told_to_end_finishes_what_runs() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_does_not_finish_in_time_ends_with_an_error() {
-    // As time runs out, and by a second signal.
+    // Ended by the timeout, and by a second signal.
     for (timeout, twice) in [("1", false), ("600", true)] {
         let mut cluster = up(&["--drain-timeout", timeout]).await;
         let client = cluster.client().unwrap();
         let body = long(8, 900);
         let streams = [begun(&client, body.clone()).await, begun(&client, body.clone()).await];
         let workers = cluster.worker_pids();
-        // Nothing moves, so nothing can finish.
+        // Nothing advances, so nothing can finish.
         LocalCluster::signal(workers[0], "STOP").unwrap();
         let told = Instant::now();
         LocalCluster::signal(cluster.pid(), "TERM").unwrap();

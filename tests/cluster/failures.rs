@@ -7,7 +7,7 @@ use testkit::models::demo;
 
 use crate::{STORY, greedy, text, up};
 
-/// Shared memory objects of ours that exist now.
+/// The shared memory objects of ours that exist now.
 fn shared_memory_objects() -> Vec<String> {
     let entries =
         std::fs::read_dir("/dev/shm").map(Iterator::collect::<Vec<_>>).unwrap_or_default();
@@ -109,8 +109,8 @@ async fn workers_do_not_outlive_a_killed_coordinator() {
 
 #[test]
 fn no_shared_memory_is_left_behind_once_ranks_are_connected() {
-    // Other tests of this binary may be forming a replica right now: an object may exist for a
-    // moment, but none may stay.
+    // Other tests of this binary may be forming a replica: an object may exist for a moment, but
+    // none may stay.
     let seen = shared_memory_objects();
     std::thread::sleep(Duration::from_secs(2));
     let still: Vec<_> =

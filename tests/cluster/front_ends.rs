@@ -1,5 +1,5 @@
-//! Front ends of their own processes: any number of them serve one cluster, and no total depends on
-//! how many there are.
+//! Front ends in processes of their own: any number of them serves one cluster, and no total
+//! depends on their number.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ fn request(i: u32) -> Value {
     body
 }
 
-/// What a client gets of a request, without what differs from answer to answer.
+/// The reply to a request, without what differs from reply to reply.
 async fn ask(client: &Client, i: u32) -> Value {
     let mut body = request(i);
     if i.is_multiple_of(2) {
@@ -43,7 +43,7 @@ async fn ask(client: &Client, i: u32) -> Value {
     }
     body["stream"] = json!(true);
     let events = client.stream("/v1/completions", &body).await.unwrap().events;
-    // Choices run side by side: their pieces come in any order.
+    // Choices run in parallel: their pieces arrive in any order.
     let mut texts = BTreeMap::<u64, (String, Value)>::new();
     for event in &events {
         for choice in event["choices"].as_array().unwrap() {
@@ -57,9 +57,9 @@ async fn ask(client: &Client, i: u32) -> Value {
     json!(texts.into_values().collect::<Vec<_>>())
 }
 
-/// Every counter and histogram that a workload fixes, by series. What depends on time (buckets and
-/// sums of seconds) is reduced to its count; what time itself makes (idle steps of ranks, scrapes,
-/// polling, processor time) is left out, and what has a series for each process.
+/// All counters and histograms that a workload determines, by series. Time-dependent ones (buckets
+/// and sums of seconds) are reduced to their counts; what depends only on time (idle steps of
+/// ranks, scrapes, polling, CPU time), and what has a series per process, is left out.
 pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<String, f64> {
     let grows = |name: &str| {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|s| name.strip_suffix(s));
@@ -88,8 +88,8 @@ pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<St
     fixed
 }
 
-/// Runs the workload over `frontends` front ends: one request at a time, then all at once. Returns
-/// the answers and the totals after each.
+/// Runs the workload over `frontends` front ends: first one request at a time, then all at once.
+/// Returns the answers, and the totals after each run.
 async fn workload(frontends: u32) -> (Vec<Value>, [BTreeMap<String, f64>; 2]) {
     let fleet = Fleet::start(&["--tensor-parallel", "1"], 1, frontends).await.unwrap();
     let clients = fleet.frontend_clients().unwrap();
@@ -157,7 +157,7 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     for golden in text_goldens() {
         let prompt = golden.text.clone().unwrap();
         if prompt.is_empty() {
-            // The API refuses it: that is tested, and counted, below.
+            // The API rejects it; that is tested, and counted, below.
             continue;
         }
         let reply = client.post("/v1/completions", &greedy(prompt.clone(), 24)).await.unwrap();
@@ -176,7 +176,7 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     let of_the_cluster: Vec<_> =
         names.iter().filter(|name| !name.starts_with("tutti_frontend_")).collect();
     assert!(of_the_cluster.iter().all(|name| name.starts_with("process_")), "{of_the_cluster:?}");
-    // The coordinator has the same under other names: who scrapes both counts nothing twice.
+    // The coordinator has the same figures under other names: scraping both counts nothing twice.
     let route = [("route", "/v1/completions")];
     let part = own.sum("tutti_frontend_http_requests_total", &route);
     let all = |s: &Scrape| s.sum("tutti_http_requests_total", &route);
@@ -190,14 +190,14 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     let scrape = fleet.client().unwrap().scrape_until(PATIENCE, |s| rejected(s) == 1.0).await;
     let scrape = scrape.unwrap();
     assert_eq!(rejected(&scrape), 1.0, "counted where it was refused");
-    // The same is reported again, and changes nothing.
+    // Repeated reports change nothing.
     let reported = |s: &Scrape| s.sum("tutti_frontend_last_report_timestamp_seconds", &[]);
     let later = |s: &Scrape| reported(s) > reported(&scrape);
     let scrape = fleet.client().unwrap().scrape_until(PATIENCE, later).await.unwrap();
     assert_eq!(rejected(&scrape), 1.0, "once");
 }
 
-/// Streams that do not end by themselves while the test looks: `count` of them, begun.
+/// `count` streams that have begun, and do not end by themselves while the test looks.
 async fn long_streams(client: &Client, count: u32) -> Vec<reqwest::Response> {
     let mut streams = Vec::new();
     for i in 0..count {
@@ -211,7 +211,7 @@ async fn long_streams(client: &Client, count: u32) -> Vec<reqwest::Response> {
     streams
 }
 
-/// Reads a stream to its end; the finish reasons it told and whether it broke off.
+/// Reads a stream to its end; returns its finish reasons, and whether it broke off.
 async fn read(response: reqwest::Response) -> (Vec<String>, bool) {
     let mut bytes = response.bytes_stream();
     let mut all = Vec::new();
@@ -234,7 +234,7 @@ async fn read(response: reqwest::Response) -> (Vec<String>, bool) {
     (reasons, broken || !page.contains("data: [DONE]"))
 }
 
-/// Slots of the front ends that are linked.
+/// The slots of linked front ends.
 fn slots(scrape: &Scrape) -> Vec<String> {
     let is_up = |sample: &&Sample| sample.name == "tutti_frontend_up" && sample.value == 1.0;
     let up = scrape.samples().iter().filter(is_up);
@@ -274,10 +274,10 @@ async fn killing_a_front_end_and_a_worker_leaves_exact_totals() {
             }
         })
     };
-    // Killed while they run: one front end with its four streams, one worker with its share of all.
+    // Killed while running: one front end with its four streams, one worker with its share of all.
     LocalCluster::signal(fleet.frontends[1].pid(), "KILL").unwrap();
     LocalCluster::signal(fleet.workers[0].pid(), "KILL").unwrap();
-    // Nobody starts the worker again: its share goes on at the other replica.
+    // The worker is not restarted: its share continues on the other replica.
     let mut ended = (0.0, 0.0);
     for (frontend, streams) in streams.into_iter().enumerate() {
         for stream in streams {
@@ -307,12 +307,12 @@ async fn killing_a_front_end_and_a_worker_leaves_exact_totals() {
     let known = scrape.samples().iter().filter(|sample| sample.name == "tutti_frontend_up");
     assert_eq!(known.count(), 3, "the one that was killed is missed");
     assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0, "nothing leaked");
-    // The same front end again takes its old slot, and its totals go on.
+    // The same front end gets its old slot again, and its totals continue.
     let mut again = fleet.spawn_frontend("frontend-1").unwrap();
     again.wait_ready().await.unwrap();
     let back = |s: &Scrape| s.sum("tutti_frontend_up", &[]) == 3.0;
     let scrape = coordinator.scrape_until(PATIENCE, back).await.unwrap();
-    // Slots go by the order of joining: whichever it had, it has it again.
+    // Slots are assigned in the order of joining: whichever slot it had, it has it again.
     assert!(slots(&scrape) == ["1", "2", "3"] && slots(&scrape) != left);
     assert_eq!(scrape.sum("tutti_reports_refused_total", &[]), 0.0);
 }
@@ -323,8 +323,8 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     let coordinator = fleet.client().unwrap();
     let frontend = fleet.frontends[0].client().unwrap();
     frontend.post("/v1/completions", &greedy(STORY, 5)).await.unwrap();
-    // Frozen for longer than a link may be silent, then on again: its totals go on from where they
-    // were, and none of its reports is refused.
+    // Frozen for longer than a link may be silent, then resumed: its totals continue, and none of
+    // its reports is rejected.
     LocalCluster::signal(fleet.frontends[0].pid(), "STOP").unwrap();
     let gone = |s: &Scrape| s.sum("tutti_frontend_up", &[]) == 0.0;
     assert!(gone(&coordinator.scrape_until(PATIENCE, gone).await.unwrap()));
@@ -337,7 +337,7 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     assert!(answered(&scrape) && scrape.sum("tutti_frontend_up", &[]) == 1.0);
     assert_eq!(scrape.sum("tutti_reports_refused_total", &[]), 0.0);
 
-    // Without a coordinator: what runs ends with an error, what comes gets 503.
+    // Without a coordinator: running requests end with an error, new ones get a 503.
     let streams = long_streams(&frontend, 1).await;
     LocalCluster::signal(fleet.coordinator.pid(), "KILL").unwrap();
     for stream in streams {

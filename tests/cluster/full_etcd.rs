@@ -23,21 +23,22 @@ async fn an_idle_cluster_writes_next_to_nothing() {
     let both = |s: &testkit::scrape::Scrape| s.sum("tutti_replica_up", &[]) == 2.0;
     client.scrape_until(PATIENCE, both).await.unwrap();
     assert!(serves(&client).await);
-    // Until what happened is written.
+    // Until the changes are written.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let (before, began) = (meeting.etcd.revision().await.unwrap(), Instant::now());
     let idle = Duration::from_secs(20);
     while began.elapsed() < idle {
-        // Probes and scrapes are no news.
+        // Probes and scrapes cause no writes.
         assert_eq!(client.get("/ready").await.unwrap().status, 200);
         let scrape = client.scrape().await.unwrap();
         assert!(age(&scrape) < 10.0, "the totals look as if nobody wrote them: {}", age(&scrape));
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     let written = meeting.etcd.revision().await.unwrap() - before;
-    // A piece and a head, twice in 20 s: each of 12 intervals. Without that they were 40.
+    // A piece and a head every 12 intervals, so twice in 20 s. At every interval it would be 40
+    // writes.
     assert!(written <= 6, "{written} writes in {idle:?}");
-    // What happens is there an interval later, as ever.
+    // A change is written one interval later, as usual.
     let accepted = |s: &testkit::scrape::Scrape| s.sum("tutti_requests_accepted_total", &[]);
     let was = accepted(&client.scrape().await.unwrap());
     assert!(serves(&client).await);
@@ -61,7 +62,7 @@ async fn a_full_etcd_is_named_with_its_remedy() {
     let _worker = spawn(&["worker", "--node", "before", "--threads", "1"]).unwrap();
     leader.wait_ready().await.unwrap();
     let client = leader.client().unwrap();
-    // Somebody fills it.
+    // Someone else fills it.
     let mut filler = EtcdClient::connect([&endpoint], None).await.unwrap();
     let value = vec![7u8; 1 << 20];
     let full = async {
@@ -73,7 +74,7 @@ async fn a_full_etcd_is_named_with_its_remedy() {
     };
     tokio::time::timeout(PATIENCE, full).await.expect("it is full");
 
-    // The cluster goes on, and says what is wrong, in every role.
+    // The cluster keeps serving, and every role reports the problem.
     assert!(serves(&client).await);
     until("the leader says so", async || leader.log().contains("etcdctl defrag").then_some(()))
         .await;
@@ -84,7 +85,7 @@ async fn a_full_etcd_is_named_with_its_remedy() {
     for (role, process) in [("worker", &worker), ("standby", &standby), ("front end", &frontend)] {
         until(role, async || process.log().contains("etcdctl defrag").then_some(())).await;
     }
-    // Once, not at every attempt.
+    // Logged once, not at every attempt.
     tokio::time::sleep(Duration::from_secs(3)).await;
     assert_eq!(worker.log().matches("nobody can join or take over").count(), 1, "{}", worker.log());
     let doctor = Command::new(tutti_binary())
@@ -97,7 +98,7 @@ async fn a_full_etcd_is_named_with_its_remedy() {
         said.lines().find(|line| line.contains("NOSPACE")).unwrap_or_else(|| panic!("{said}"));
     assert!(line.starts_with("fail") && line.contains("etcdctl alarm disarm"), "{line}");
 
-    // Mended as the message says, all join.
+    // After the remedy in the message, everyone can join.
     let all = etcd_client::DeleteOptions::new().with_prefix();
     let deleted = filler.delete("/other/", Some(all)).await.unwrap();
     let revision = deleted.header().unwrap().revision();

@@ -2,32 +2,32 @@
 //!
 //! - [`actors`]: named actors across processes
 //! - [`adapters`]: LoRA adapters as models of their own
-//! - [`api`]: what operators choose of the HTTP API
+//! - [`api`]: options of the HTTP API
 //! - [`serving`]: completions and chat against golden values, streaming, concurrency, disconnects
-//! - [`commands`]: what operators said outlives the coordinator that they said it to
-//! - [`counters`]: `/metrics` equals what the client itself counted
-//! - [`dead_ranks`]: what is left of workers that are gone
+//! - [`commands`]: operators' commands outlive the coordinator that received them
+//! - [`counters`]: `/metrics` equals what the client counted
+//! - [`dead_ranks`]: what remains of dead workers
 //! - [`doctor`]: what a host needs to become a node
-//! - [`draining`]: processes that are told to end finish what they do
-//! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
+//! - [`draining`]: processes told to end finish their requests first
+//! - [`etcd`]: several coordinators, one of which leads, and discovery through etcd
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
-//! - [`full_etcd`]: what etcd has to keep, and what happens when it is full
+//! - [`full_etcd`]: what etcd stores, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes
-//! - [`pages`]: `/metrics` of every role as it runs
-//! - [`placing`]: which workers go together
+//! - [`pages`]: `/metrics` of every role of a running cluster
+//! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others
-//! - [`prefixes`]: prompts that begin alike
+//! - [`prefixes`]: prompts with common prefixes
 //! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
-//! - [`resharding`]: the degree follows the members
+//! - [`resharding`]: the tensor-parallel degree follows the members
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
-//! - [`speculation`]: drafted tokens change how many steps a text takes and nothing else
+//! - [`speculation`]: drafted tokens change the number of steps and nothing else
 //! - [`stalled`]: processes whose output nobody reads
-//! - [`strangers`]: connections that say nothing
-//! - [`structured`]: JSON, patterns and grammars of a real model, also when a worker dies
-//! - [`swapping`]: requests that are put back to host memory
-//! - [`tls`]: HTTPS, its files and who asks by it
+//! - [`strangers`]: connections that stay silent
+//! - [`structured`]: structured output of a real model, also when a worker dies
+//! - [`swapping`]: requests swapped to host memory
+//! - [`tls`]: HTTPS, its files, and its clients
 //! - [`by_hand`]: a coordinator and workers started one by one
 //! - [`openai_client`]: the `openai` Python package
 #![allow(
@@ -91,7 +91,7 @@ fn text(body: &Value) -> &str {
     body["choices"][0]["text"].as_str().unwrap_or("<no text>")
 }
 
-/// The demo model's goldens that are plain text.
+/// The demo model's goldens with plain text prompts.
 fn text_goldens() -> Vec<Golden> {
     goldens(&demo()).into_iter().filter(|golden| golden.text.is_some()).collect()
 }

@@ -1,5 +1,5 @@
-//! `/metrics` of every role as it runs: what Prometheus's own linter says of it, and that no two
-//! pages have the same series once `instance` is taken away.
+//! `/metrics` of every role of a running cluster: what Prometheus's linter reports, and that no two
+//! pages share a series once `instance` is removed.
 use std::collections::BTreeSet;
 
 use testkit::client::Client;
@@ -11,7 +11,7 @@ use crate::scraping::curl;
 
 const OPEN_METRICS: &str = "accept: application/openmetrics-text; version=1.0.0";
 
-/// What is wrong with a page's families, by the rules of both text formats.
+/// Violations of either text format in a page's families.
 fn problems(page: &str) -> Vec<String> {
     let mut problems = Vec::new();
     let (mut seen, mut family) = (BTreeSet::new(), String::new());
@@ -26,7 +26,7 @@ fn problems(page: &str) -> Vec<String> {
             }
             (Some("#"), ..) => {}
             _ => {
-                // Of counters OpenMetrics names the family without its `_total`.
+                // OpenMetrics names a counter's family without its `_total`.
                 if !line.starts_with(&family) {
                     problems.push(format!("not among its family {family}: {line}"));
                 }
@@ -41,14 +41,14 @@ fn problems(page: &str) -> Vec<String> {
     problems
 }
 
-/// The names of a page's families that do not keep the `instance` they were scraped from.
+/// The names of a page's families that do not keep the scraped `instance`.
 fn cluster_wide(page: &str) -> BTreeSet<String> {
     let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     let own = |name: &str| name.starts_with("process_") || name.starts_with("tutti_membership_");
     names.filter(|name| !own(name)).map(str::to_owned).collect()
 }
 
-/// The page, after looking at it in both formats.
+/// Returns the page after checking it in both formats.
 fn checked(role: &str, of: &LocalCluster) -> String {
     let url = format!("{}/metrics", of.base());
     let page = curl(&[], &url).1;
@@ -57,7 +57,7 @@ fn checked(role: &str, of: &LocalCluster) -> String {
         let problems = problems(text);
         assert!(problems.is_empty(), "{role}: {problems:#?}");
     }
-    // Names of other servers are theirs.
+    // The names of other servers follow those servers' rules.
     let ours = page.lines().filter(|line| !line.contains("vllm:") && !line.contains("aphrodite:"));
     if let Some(said) =
         check_metrics(&ours.map(|line| format!("{line}\n")).collect::<String>()).unwrap()
@@ -81,7 +81,7 @@ async fn every_role_s_page_is_right_and_no_two_have_the_same_series() {
         scrape.has("tutti_membership_members", &[]).then_some(())
     })
     .await;
-    // With what only a leader with etcd has, and what comes of requests.
+    // Includes series that only a leader with etcd has, and those of requests.
     let client = leader.client().unwrap();
     assert!(crate::etcd::serves(&client).await);
     let all = |s: &testkit::scrape::Scrape| {
@@ -98,7 +98,7 @@ async fn every_role_s_page_is_right_and_no_two_have_the_same_series() {
             assert!(both.is_empty(), "{role} and {other} both have {both:?}");
         }
     }
-    // The checks can fail.
+    // These checks can fail.
     let (_, page) = &pages[0];
     let twice = format!("{page}# HELP tutti_actors Again.\n# TYPE tutti_actors gauge\n");
     assert_eq!(problems(&twice).len(), 2);

@@ -1,11 +1,12 @@
-//! Which workers go together: labels, resources, spares, as options of real processes.
+//! Which workers form a replica: labels, resources and spares, as options of real processes.
 use serde_json::Value;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 
 use crate::scaling::operate;
 
-/// A coordinator with `args`, and workers on hosts of their own, each with options of its own.
+/// A coordinator with `args`, and one worker per entry of `workers`, on different hosts, with its
+/// options.
 async fn cluster(args: &[&str], workers: &[&[&str]]) -> (LocalCluster, Vec<LocalCluster>) {
     let address = format!("127.0.0.1:{}", free_port());
     let mut all = vec!["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &address];
@@ -38,7 +39,7 @@ async fn status(server: &str, wanted: impl Fn(&Value) -> bool) -> Value {
     last
 }
 
-/// The node names of each replica's ranks, all sorted.
+/// The node names of each replica's ranks, sorted.
 fn groups(status: &Value) -> Vec<Vec<String>> {
     let nodes = status["nodes"].as_array().unwrap();
     let name = |slot: &Value| {
@@ -69,7 +70,7 @@ fn spares(status: &Value) -> Vec<&str> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_are_of_one_rack_and_have_what_they_need() {
-    // Whoever comes first waits for nobody: only two are near each other and able.
+    // The first workers do not wait for others: only two are near each other and able.
     let args = ["--tensor-parallel", "2", "--placement-labels", "rack"];
     let args = [&args[..], &["--rank-resources", "slot=1", "--replicas", "1"]].concat();
     let workers: [&[&str]; 4] = [

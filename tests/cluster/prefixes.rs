@@ -1,4 +1,4 @@
-//! Prompts that begin alike are computed once, and nobody can tell by the answer.
+//! Common prefixes of prompts are computed once, without any effect on the answers.
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::scrape::Scrape;
@@ -6,7 +6,7 @@ use testkit::scrape::Scrape;
 use crate::counters::check_invariants;
 use crate::{STORY, greedy, up};
 
-/// Requests whose prompts begin alike for some 80 tokens, and whatever else may depend on a cache:
+/// Requests whose prompts share about 80 tokens, with everything that may depend on a cache:
 /// log-probabilities of the prompt, several choices, seeds.
 fn requests() -> Vec<Value> {
     let long = format!(
@@ -64,10 +64,10 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
     assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), prompt_tokens);
     assert_eq!(scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]), cached);
-    // All but the first, and the one that wants to know of the prompt's own tokens.
+    // All but the first request, and the one that asks for the prompt's own log-probabilities.
     assert!(cached > 0.6 * prompt_tokens, "{cached} of {prompt_tokens}");
 
-    // Another salt begins from nothing; the same one does not.
+    // A different salt shares nothing; the same salt does.
     let hits = |scrape: &Scrape| scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]);
     let (salted, _) = answers(&client, Some("a")).await;
     assert_eq!(salted, expected);
@@ -77,7 +77,7 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     assert_eq!(again, expected);
     assert!(hits(&client.scrape().await.unwrap()) > 3.0 * cached);
 
-    // The client is told.
+    // The client is told the number of cached tokens.
     let mut body = greedy(STORY.repeat(8), 4);
     body["cache_salt"] = json!("usage");
     for known in [false, true] {

@@ -1,4 +1,4 @@
-//! Urgent requests go before others, whichever front end they come by.
+//! Urgent requests go first, whichever front end they arrive at.
 use std::time::Duration;
 
 use serde_json::json;
@@ -34,8 +34,8 @@ async fn the_urgent_go_first_whichever_front_end_they_come_by() {
         assert_eq!(sum(&scrape), wanted, "{name}");
     };
     let queued = async |wanted: f64| until("tutti_requests_waiting", wanted).await;
-    // Most urgent, and long: the others are queued meanwhile. Those are long enough for a client to
-    // tell the ends of two apart.
+    // Most urgent, and long: the others queue meanwhile. They are long enough for a client to tell
+    // which of two ends first.
     let first = ask(&client, -9, 8, 900);
     until("tutti_requests_running", 1.0).await;
     let patient = ask(&client, 4, 1, 300);

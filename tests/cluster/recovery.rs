@@ -1,7 +1,7 @@
 //! How long clients wait when something breaks: real processes under a steady load of streams.
 //!
-//! The usual run breaks each thing once or twice, with generous bounds. The figures of
-//! docs/benchmarks.md are those of the long run, which is ignored otherwise; the command is there.
+//! The normal run breaks each thing once or twice, with generous bounds. The figures of
+//! docs/benchmarks.md come from the long run, which is otherwise ignored; the command is there.
 #![allow(clippy::print_stdout, reason = "prints the figures, and why it skips")]
 use std::time::{Duration, Instant};
 
@@ -13,15 +13,15 @@ use testkit::load::{Load, Seen};
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
 
-/// Tokens of a request.
+/// Tokens per request.
 const TOKENS: u32 = 96;
-/// How long everything may take to be whole again.
+/// Time limit for everything to recover.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Between two failures.
+/// Pause between two failures.
 const CALM: Duration = Duration::from_secs(4);
 
-/// What breaks, and what clients may notice.
+/// The limits on what clients may notice.
 struct Bounds {
     runs: usize,
     killed: Duration,
@@ -33,7 +33,7 @@ const SHORT: Bounds =
 const LONG: Bounds =
     Bounds { runs: 20, killed: Duration::from_secs(3), frozen: Duration::from_secs(6) };
 
-/// The pauses of a case's runs, the longest of each.
+/// Prints the pauses of a case's runs, the longest of each.
 fn report(case: &str, seen: &Seen, mut pauses: Vec<Duration>, bound: Duration) {
     assert!(seen.failures.is_empty(), "{case}: {:?}", seen.failures);
     pauses.sort_unstable();
@@ -56,7 +56,7 @@ fn head() {
     println!("| --- | ---: | ---: | ---: | ---: | ---: | ---: |");
 }
 
-/// Waits until so many workers and replicas are up and the load goes on.
+/// Waits until this many workers and replicas are up and the load continues.
 async fn whole(client: &Client, workers: f64, replicas: f64) {
     let up = |s: &Scrape| {
         s.sum("tutti_worker_up", &[]) == workers && s.sum("tutti_replica_up", &[]) == replicas
@@ -66,7 +66,7 @@ async fn whole(client: &Client, workers: f64, replicas: f64) {
     tokio::time::sleep(Duration::from_millis(300)).await;
 }
 
-/// The process that is a rank, by its place in `fleet.workers`.
+/// The index in `fleet.workers` of the process that is a rank.
 async fn a_rank(client: &Client, run: usize) -> usize {
     let status = client.get("/admin/status").await.unwrap().body;
     let nodes = status["nodes"].as_array().unwrap();
@@ -78,7 +78,7 @@ async fn a_rank(client: &Client, run: usize) -> usize {
     ranks[run % ranks.len()].trim_start_matches("worker-").parse().unwrap()
 }
 
-/// Kills, or freezes and thaws, a rank per run.
+/// In each run kills a rank, or freezes and thaws it.
 async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
     let max = replicas.to_string();
     let mut fleet = Fleet::start(&["--replicas", &max], 4, 0).await.unwrap();
@@ -102,7 +102,7 @@ async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
         whole(&client, 4.0, f64::from(replicas)).await;
         moments.push((broken, Instant::now()));
         if run + 1 < runs {
-            // Failures in a row are answered more and more slowly.
+            // Repeated failures are answered more and more slowly.
             tokio::time::sleep(CALM).await;
         }
     }
@@ -116,7 +116,7 @@ async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
     assert!(scrape.sum("tutti_failovers_total", &[]) >= runs as f64, "something broke");
 }
 
-/// Cuts the network of a host with a replica's workers, and mends it.
+/// Cuts the network of a host with a replica's workers, then restores it.
 async fn cut_links(bounds: &Bounds, runs: usize) {
     let hosts = match Hosts::new(2) {
         Ok(hosts) => hosts,
@@ -136,7 +136,7 @@ async fn cut_links(bounds: &Bounds, runs: usize) {
         let args = [&["worker", "--coordinator", &cluster][..], &name].concat();
         workers.push(LocalCluster::spawn_in(&hosts.prefix(host), &args).unwrap());
         if index == 1 {
-            // The first replica is this host's alone.
+            // The first replica is on this host alone.
             coordinator.wait_ready().await.unwrap();
         }
     }
@@ -197,7 +197,7 @@ impl Meeting {
     }
 }
 
-/// Kills or stops members of etcd, one after the other, under load.
+/// Kills or freezes members of etcd in turn, under load.
 async fn etcd_members(lasts: Duration, members: usize) {
     let Some(mut meeting) = Meeting::new(members).await else { return };
     let mut coordinator = meeting.coordinator().await;
@@ -218,7 +218,7 @@ async fn etcd_members(lasts: Duration, members: usize) {
         tokio::time::sleep(lasts).await;
         LocalCluster::signal(meeting.etcd[0].pid(), "CONT").unwrap();
     } else {
-        // A follower, then whoever leads.
+        // A follower first, then the leader.
         for leads in [false, true] {
             let mut chosen = None;
             for (index, member) in meeting.etcd.iter().enumerate() {
@@ -229,7 +229,7 @@ async fn etcd_members(lasts: Duration, members: usize) {
             let chosen = chosen.expect("etcd has a leader and followers");
             meeting.etcd[chosen].kill();
             tokio::time::sleep(lasts).await;
-            // Nobody has left, and who comes now can join.
+            // Nobody has left, and new processes can join.
             let late = meeting.frontend().await;
             assert_eq!(late.client().unwrap().get("/ready").await.unwrap().status, 200);
             meeting.etcd[chosen].restart().await.unwrap();
@@ -249,7 +249,7 @@ async fn etcd_members(lasts: Duration, members: usize) {
     report(&case, &seen, pauses, Duration::from_secs(5));
 }
 
-/// Kills the coordinator that leads; how long until the next one serves.
+/// Kills the leading coordinator; measures the time until the next one serves.
 async fn coordinators(runs: usize, bound: Duration) {
     let Some(meeting) = Meeting::new(1).await else { return };
     let mut leader = meeting.coordinator().await;
@@ -295,7 +295,7 @@ async fn members_of_etcd_may_die() {
     etcd_members(Duration::from_secs(3), 3).await;
 }
 
-/// Runs of each case of the long run.
+/// Number of runs per case in the long run.
 fn runs() -> usize {
     let runs = std::env::var("TUTTI_RECOVERY_RUNS").ok().and_then(|it| it.parse().ok());
     runs.unwrap_or(LONG.runs)

@@ -1,4 +1,4 @@
-//! The tensor-parallel degree follows the members, without a restart, and the same requests go on.
+//! The tensor-parallel degree follows the members without a restart, and running requests continue.
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use crate::{STORY, greedy, text};
 
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A long sampled request: any difference in its numbers would soon show in its text.
+/// A long sampled request: any numerical difference would soon show in its text.
 fn long(seed: u32) -> Value {
     let mut body = greedy(STORY, 800);
     body["temperature"] = json!(0.9);
@@ -26,7 +26,7 @@ fn degree(scrape: &Scrape) -> Option<String> {
     serving.and_then(|sample| sample.labels.get("tensor_parallel").cloned())
 }
 
-/// Starts requests, waits until they are under way, disturbs, and returns their texts.
+/// Starts requests, waits until they are running, calls `disturb`, and returns their texts.
 async fn disturbed(client: &Client, disturb: impl FnOnce()) -> Vec<String> {
     let before = client.scrape().await.unwrap().sum("tutti_generation_tokens_total", &[]);
     let tasks: Vec<_> = (0..3)
@@ -82,6 +82,6 @@ async fn four_ranks_become_two_and_four_again_under_the_same_requests() {
     check_invariants(&scrape);
     assert_eq!(scrape.sum("tutti_generation_tokens_total", &[]), 9.0 * 800.0, "each once");
     assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 9.0);
-    // When ranks died; going back to four was planned.
+    // After ranks died; going back to four ranks was planned.
     assert!(scrape.sum("tutti_requests_replayed_total", &[]) >= 3.0);
 }

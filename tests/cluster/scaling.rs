@@ -1,4 +1,4 @@
-//! Scaling up and down, draining, and what operators see of it; no request fails by any of it.
+//! Scaling up and down, draining, and what operators see; no request fails.
 use std::process::Command;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::{STORY, greedy, text, up};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Runs an operator's command against a server; success and what it said.
+/// Runs an operator's command against a server; returns success and the output.
 pub(crate) fn operate(server: &str, args: &[&str]) -> (bool, String) {
     let output =
         Command::new(tutti_binary()).args(args).args(["--server", server]).output().unwrap();
@@ -33,7 +33,7 @@ fn nodes(status: &Value) -> Vec<String> {
     names
 }
 
-/// Sends requests until told to stop; every one must succeed with the text that is expected.
+/// Sends requests until told to stop; each must succeed with the expected text.
 fn load(client: &Client) -> (tokio::sync::watch::Sender<bool>, Vec<tokio::task::JoinHandle<u32>>) {
     let (stop, stopped) = tokio::sync::watch::channel(false);
     let tasks = (0..4)
@@ -84,7 +84,7 @@ async fn no_request_fails_by_scaling_or_draining() {
         .filter(|n| n["state"] == "spare")
         .count();
     assert_eq!(spare, 2);
-    // The one that serves leaves: a spare takes its place.
+    // The serving worker leaves: a spare takes its place.
     let serves = |status: &Value| {
         let all = status["nodes"].as_array().unwrap().clone();
         let alive = all.iter().find(|node| node["state"] == "alive");
@@ -110,7 +110,7 @@ async fn no_request_fails_by_scaling_or_draining() {
     let (ok, said) = operate(server, &["scale", "--replicas", "0"]);
     assert!(ok, "{said}");
     serving(2.0).await;
-    // However slow the machine: so many that all of this happened under them.
+    // Enough requests to cover all of this, however slow the machine is.
     let enough = |s: &Scrape| s.sum("tutti_request_success_total", &[]) > 20.0;
     client.scrape_until(PATIENCE, enough).await.unwrap();
     stop.send(true).unwrap();
@@ -140,7 +140,7 @@ async fn operators_are_told_what_is_wrong() {
     assert!(ok && table.contains("serving") && table.contains("local-1"), "{table}");
     let (ok, said) = operate("http://127.0.0.1:1", &["status"]);
     assert!(!ok && said.contains("127.0.0.1:1"), "{said}");
-    // Front ends have no operator's side, and strangers of other hosts none at all.
+    // Front ends have no operator API, and other hosts have no access without the secret.
     let client = cluster.client().unwrap();
     let bad = client.post("/admin/scale", &json!({"wrokers": 2})).await.unwrap();
     assert_eq!(bad.status, 400, "{}", bad.body);

@@ -1,5 +1,5 @@
-//! What operators see of a running cluster: formats, a listener for scrapers, other servers' names,
-//! the log line, JSON lines, metrics of applications.
+//! What operators see of a running cluster: formats, a listener for scrapers, other servers' metric
+//! names, the log line, JSON logs, metrics of applications.
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::{STORY, greedy, up};
 
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// GETs with curl, which asks and decodes as scrapers do; head and body.
+/// GETs with curl, which negotiates and decodes as scrapers do; returns head and body.
 pub(crate) fn curl(args: &[&str], url: &str) -> (String, String) {
     let output = Command::new("curl").args(["-s", "-D", "-"]).args(args).arg(url).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -60,7 +60,7 @@ async fn a_scraper_gets_the_format_it_asks_for() {
         assert!(scrape.has("vllm:num_requests_waiting", &[("engine", "0")]));
         assert!(scrape.sum("process_resident_memory_bytes", &[]) > 1e6);
     }
-    // Nothing else is at the listener for scrapers.
+    // The listener for scrapers serves nothing else.
     let status = |path: &str| curl(&[], &format!("http://{listen}{path}")).0;
     assert!(status("/v1/models").contains("404"));
 }
@@ -98,7 +98,7 @@ async fn statistics_are_logged_as_asked() {
     assert!(busy["generation_tokens_per_second"].as_f64().unwrap() > 0.0, "{busy}");
     assert!(busy["time_to_first_token_seconds"].as_f64().unwrap() > 0.0, "{busy}");
     assert!(busy["time"].as_f64().unwrap() > 1.7e9, "{busy}");
-    // Rates fall to zero by the timer, without another step; the deprecated gauges with them.
+    // Rates fall to zero by the timer, without another step, and so do the deprecated gauges.
     let idle = |s: &Scrape| {
         s.has("tutti_generation_throughput_tokens_per_second", &[])
             && s.sum("tutti_generation_throughput_tokens_per_second", &[]) == 0.0
@@ -148,7 +148,7 @@ async fn what_an_application_counts_anywhere_is_on_the_same_page() {
         let seconds = metrics.histogram("rag_seconds", "Time.", &[0.1, 1.0], &[]).unwrap();
         seconds.observe(0.5, &[]).unwrap();
     }
-    // The last one means something else by a name of the others.
+    // The last process uses the others' metric name with a different meaning.
     let odd = processes[2].gauge("rag_queue", "Queue.", &["a"], GaugeMerge::Max).unwrap();
     let first = processes[0].gauge("rag_queue", "Queue.", &["b"], GaugeMerge::Max).unwrap();
     first.set(1.0, &["x"]).unwrap();

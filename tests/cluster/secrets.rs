@@ -1,5 +1,5 @@
-//! The cluster's secret: who has it joins, who has not is told so and ends, and no address that
-//! other hosts reach is opened without one.
+//! The cluster secret: who has it can join, who lacks it is told so and exits, and without a secret
+//! no address is opened that other hosts can reach.
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,7 +17,7 @@ fn secret_file(folder: &Path, name: &str, content: &[u8], mode: u32) -> PathBuf 
     file
 }
 
-/// Runs `tutti ARGS` to its end; exit code and what it said.
+/// Runs `tutti ARGS` to its end; returns the exit code and the output.
 fn run(args: &[&str]) -> (Option<i32>, String) {
     let output =
         Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
@@ -79,7 +79,7 @@ async fn only_who_knows_the_secret_joins() {
     assert!(refused >= 3.0, "{refused} handshakes refused");
     assert_eq!(scrape.sum("tutti_handshakes_refused_total", &[]), refused);
 
-    // A coordinator without a secret tells a worker that has one.
+    // A coordinator without a secret tells so to a worker that has one.
     let open = format!("127.0.0.1:{}", free_port());
     let mut plain = spawn(&["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &open]);
     for _ in 0..200 {

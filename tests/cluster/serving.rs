@@ -196,7 +196,7 @@ async fn disconnects_return_kv_use_to_zero() {
         let scrape = client.scrape_until(Duration::from_secs(10), busy).await.unwrap();
         assert!(busy(&scrape), "requests must be running before they are dropped");
         for task in open {
-            // A stream's response is held by the finished task; a plain one is still waiting.
+            // A stream's response is held by the finished task; a plain request is still waiting.
             task.abort();
             drop(task.await);
         }

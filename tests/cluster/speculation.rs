@@ -1,4 +1,4 @@
-//! Speculative decoding: the same answers in fewer steps, also when a worker dies, and counted exactly.
+//! Speculative decoding: the same answers in fewer steps, also when a worker dies, counted exactly.
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use crate::{STORY, greedy, up};
 const CONFIG: &str =
     r#"{"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2}"#;
 
-/// Requests of whose answers much is repeated, and of others.
+/// Requests with repetitive answers, and others.
 fn requests() -> Vec<Value> {
     let again = format!("{} {STORY}", STORY.repeat(4));
     let mut requests = Vec::new();
@@ -31,14 +31,14 @@ fn requests() -> Vec<Value> {
         body["echo"] = json!(true);
         requests.push(body);
     }
-    // Going on for long, the model goes round in circles.
+    // In a long text the model repeats itself.
     let mut body = greedy(STORY, 600);
     body["ignore_eos"] = json!(true);
     requests.push(body);
     requests
 }
 
-/// All answers, asked for one by one or all at a time, and how many tokens they have.
+/// All answers, requested one by one or all at once, with their total prompt and completion tokens.
 async fn answers(client: &Client, at_once: bool) -> (Vec<Value>, f64, f64) {
     let mut tasks = Vec::new();
     let mut replies = Vec::new();

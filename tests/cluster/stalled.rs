@@ -1,4 +1,4 @@
-//! Whoever reads a process's output may stall: the process goes on.
+//! Whoever reads a process's output may stall: the process keeps running.
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ async fn a_full_pipe_that_nobody_reads_stops_nothing() {
     let client = Client::new(&base).unwrap();
     let dropped = |s: &Scrape| s.sum("tutti_log_lines_dropped_total", &[]);
     let began = Instant::now();
-    // The pipe takes 64 KiB, the queue a MiB.
+    // The pipe holds 64 KiB, the queue 1 MiB.
     loop {
         for _ in 0..50 {
             assert_eq!(client.get("/v1/models").await.unwrap().status, 200);
@@ -56,11 +56,11 @@ async fn a_full_pipe_that_nobody_reads_stops_nothing() {
         }
         assert!(began.elapsed() < PATIENCE, "no line is dropped: the pipe is not full");
     }
-    // The worker's log goes the same way.
+    // The worker's log goes through the same pipe.
     let reply = client.post("/v1/completions", &greedy(STORY, 8)).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
 
-    // It ends, although its last lines cannot be written.
+    // The process ends although its last lines cannot be written.
     LocalCluster::signal(tutti.0.id(), "TERM").unwrap();
     let told = Instant::now();
     while tutti.0.try_wait().unwrap().is_none() {

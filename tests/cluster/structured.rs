@@ -1,4 +1,4 @@
-//! Structured output of a real model: whatever it would say, it says what was asked for.
+//! Structured output of a real model: whatever it would say, it says what the schema allows.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ fn schema() -> Value {
     })
 }
 
-/// What the schema says, said again.
+/// Checks the schema's rules independently.
 fn assert_valid(text: &str) {
     let value: Value = serde_json::from_str(text).unwrap_or_else(|e| panic!("{e}: {text}"));
     assert_eq!(value.as_object().unwrap().len(), 4, "{text}");
@@ -68,7 +68,7 @@ async fn json_is_what_its_schema_says_for_every_seed_and_choice_and_in_streams()
         let whole = texts(&reply);
         assert!(whole.len() == 2 && whole[0] != whole[1], "{whole:?}");
         whole.iter().for_each(|text| assert_valid(text));
-        // The same in pieces.
+        // The same as a stream.
         body["stream"] = json!(true);
         let mut streamed = BTreeMap::<u64, String>::new();
         for event in client.stream("/v1/completions", &body).await.unwrap().events {
@@ -79,7 +79,7 @@ async fn json_is_what_its_schema_says_for_every_seed_and_choice_and_in_streams()
         }
         assert_eq!(streamed.into_values().collect::<Vec<_>>(), whole);
     }
-    // Guided and unguided requests of one batch do not change each other.
+    // Guided and unguided requests in one batch do not affect each other.
     let alone = post(&client, &completion(9)).await;
     let free = json!({"prompt": STORY, "max_tokens": 200, "seed": 3, "ignore_eos": true});
     let free_alone = post(&client, &free).await;
@@ -153,7 +153,7 @@ async fn front_ends_of_their_own_give_the_same_and_refuse_the_same() {
     bad["response_format"]["json_schema"]["schema"]["type"] = json!("thing");
     let (mut said, mut refused) = (Vec::new(), Vec::new());
     for client in &clients {
-        // Twice: made anew, and made before.
+        // Twice: compiled, then taken from the cache.
         for _ in 0..2 {
             let reply = post(client, &completion(6)).await;
             texts(&reply).into_iter().for_each(assert_valid);

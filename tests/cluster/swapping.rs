@@ -1,5 +1,5 @@
-//! Requests that are put back to host memory, in real processes under more load than the KV cache
-//! holds, also when a worker dies meanwhile.
+//! Requests swapped to host memory, in real processes with more load than the KV cache holds, also
+//! when a worker dies meanwhile.
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -38,7 +38,7 @@ fn ask_all(client: &Client, bodies: &[Value]) -> Vec<JoinHandle<String>> {
     bodies.iter().map(ask).collect()
 }
 
-/// What holds within each scrape.
+/// Checks what must hold in each scrape.
 fn check(scrape: &Scrape) {
     let sum = |name: &str| scrape.sum(name, &[]);
     let (running, waiting) = (sum("tutti_requests_running"), sum("tutti_requests_waiting"));
@@ -54,7 +54,7 @@ fn check(scrape: &Scrape) {
     assert_eq!(sum("tutti_iteration_tokens_sum"), tokens);
 }
 
-/// Scrapes until requests are in host memory.
+/// Scrapes until some requests are in host memory.
 async fn until_swapped(client: &Client) {
     let began = Instant::now();
     loop {
@@ -70,7 +70,7 @@ async fn until_swapped(client: &Client) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn texts_stay_the_same_and_every_scrape_adds_up() {
-    // A block of a rank takes 16 KiB in bf16: 64 of them, and 160 in host memory.
+    // A block takes 16 KiB per rank in bf16: 64 blocks, and 160 in host memory.
     let sizes = ["--max-model-len", "512", "--kv-cache-memory", "1MiB", "--swap-space", "2560KiB"];
     let cluster = up(&sizes).await;
     let client = cluster.client().unwrap();
@@ -96,7 +96,7 @@ async fn texts_stay_the_same_and_every_scrape_adds_up() {
     assert_eq!(after.sum("tutti_tokens_recomputed_total", &[]), 0.0, "host memory was enough");
     assert_eq!(after.sum("tutti_host_kv_cache_used_blocks", &[]), 0.0);
 
-    // What is in host memory dies with its rank.
+    // The contents of host memory die with the rank.
     let together = ask_all(&client, &bodies);
     until_swapped(&client).await;
     LocalCluster::signal(cluster.worker_pids()[1], "KILL").unwrap();

@@ -1,4 +1,4 @@
-//! HTTPS with real processes: coordinators, front ends and what operators ask them with.
+//! HTTPS with real processes: coordinators, front ends, and the operators' commands.
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -8,10 +8,10 @@ use testkit::fleet::free_port;
 use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::models::repository;
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Runs a program to its end: exit code, and what it said.
+/// Runs a program to its end; returns the exit code and the output.
 fn run(program: &mut Command) -> (Option<i32>, String) {
     let output = program.current_dir(repository()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned()
@@ -46,7 +46,7 @@ async fn coordinators_front_ends_and_operators_speak_https() {
     let (certificate, key) = (text(certificate), text(key));
     let (cluster, alone) =
         (format!("127.0.0.1:{}", free_port()), format!("127.0.0.1:{}", free_port()));
-    // Of a file as of the command line.
+    // From a configuration file, with the same effect as the command line.
     let config = folder.path().join("tutti.toml");
     let lines = format!("tls-certificate = '{certificate}'\ntls-key = '{key}'\n");
     std::fs::write(&config, lines).unwrap();
@@ -87,7 +87,7 @@ async fn coordinators_front_ends_and_operators_speak_https() {
     let (code, page) = curl(&["--cacert", &ca, &format!("https://{alone}/metrics")]);
     assert!(code == Some(0) && page.contains("tutti_"), "{page}");
 
-    // Operators: by the authority that signed, and not without it, whose absence is said.
+    // Operators need the signing authority; without it the error says so.
     let server = coordinator.base();
     let (code, said) = tutti(&["status", "--json", "--server", server, "--tls-ca", &ca]);
     assert_eq!(code, Some(0), "{said}");
@@ -116,7 +116,7 @@ async fn coordinators_front_ends_and_operators_speak_https() {
             assert!(code == Some(0) && said.contains("checks passed"), "{said}");
         }
     }
-    // What strangers do at the door is not for the log of those who run the server.
+    // Failed handshakes of strangers do not fill the server's log.
     let log = coordinator.log();
     assert!(!log.contains("ERROR") && !log.contains("WARN"), "{log}");
 }

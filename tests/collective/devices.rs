@@ -1,5 +1,5 @@
-//! Ranks that exchange data on their devices, on stand-ins for NVIDIA's driver and NCCL: what a rank
-//! that does not come, an abort and a deadline do, and that a rank goes on afterwards.
+//! Ranks that exchange data on their devices, with stand-ins for NVIDIA's driver and NCCL: the
+//! effect of a missing rank, an abort and a deadline, and that a rank works again afterwards.
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -15,7 +15,7 @@ use testkit::fake_cuda::{FakeCuda, fake_cuda_of, fake_nccl};
 use testkit::relay::SharedRelay;
 
 const LONG: Duration = Duration::from_secs(30);
-/// What an abort may take: generous, since many tests share the machine.
+/// Time limit for an abort: generous, since many tests share the machine.
 const SOON: Duration = Duration::from_secs(5);
 
 fn options(rank: u32) -> CudaOptions {
@@ -38,7 +38,7 @@ fn options(rank: u32) -> CudaOptions {
 
 type Work = Box<dyn FnOnce(&mut CudaBackend) + Send>;
 
-/// Ranks on threads of their own, each with its backend, that do what they are told.
+/// Ranks on threads of their own, each with its backend, that carry out commands.
 struct Ranks {
     work: Vec<Sender<Work>>,
     threads: Vec<JoinHandle<()>>,
@@ -51,7 +51,7 @@ impl Ranks {
         for (rank, collective) in (0..count).zip(group) {
             let (sender, receiver): (Sender<Work>, Receiver<Work>) = channel();
             work.push(sender);
-            // Here, since it may have to compile the stand-in: no rank is waited for meanwhile.
+            // Here, since it may have to compile the stand-in, and no rank is waited for meanwhile.
             let options = options(rank);
             threads.push(std::thread::spawn(move || {
                 let mut backend = CudaBackend::new(options, collective).unwrap();
@@ -63,7 +63,7 @@ impl Ranks {
         Self { work, threads }
     }
 
-    /// Has a rank do something; its answer comes when it is done.
+    /// Sends a command to a rank; its answer arrives when it is done.
     fn tell<T: Send + 'static>(
         &self,
         rank: usize,
@@ -75,7 +75,7 @@ impl Ranks {
         answer
     }
 
-    /// Has all ranks join a new group.
+    /// Makes all ranks join a new group.
     fn join(&self, timeout: Duration) -> Vec<Arc<AbortAll>> {
         let collectives = local_group(self.work.len(), LONG).unwrap();
         let relay = SharedRelay::default();
@@ -171,7 +171,7 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
-/// Of few rows, which steps of other sizes sum, too, the order of the sum is the ranks'.
+/// For few rows, which steps of other sizes sum, too, the sum has the order of the ranks.
 #[test]
 fn four_ranks_are_added_as_a_tree() {
     let ranks = Ranks::new(4);
@@ -189,7 +189,7 @@ fn four_ranks_are_added_as_a_tree() {
     }
 }
 
-/// The stream of a rank waits for one that never comes; the coordinator's word frees it.
+/// A rank's stream waits for one that never arrives; the coordinator's abort frees it.
 #[test]
 fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     let ranks = Ranks::new(2);
@@ -201,17 +201,17 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     handles[0].abort();
     let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
     assert!(aborted(&error), "{error}");
-    // Usually some ten milliseconds.
+    // Usually about ten milliseconds.
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     handles[1].abort();
-    // Memory and context are as good as before.
+    // Memory and context still work.
     for _ in 0..3 {
         ranks.join(LONG);
         all_sum(&ranks);
     }
 }
 
-/// Who does not come in time is not waited for, whatever the coordinator says.
+/// A rank that does not arrive in time is not waited for, whatever the coordinator says.
 #[test]
 fn a_deadline_ends_the_wait_and_the_next_group_works() {
     let ranks = Ranks::new(2);
@@ -228,7 +228,7 @@ fn a_deadline_ends_the_wait_and_the_next_group_works() {
     all_sum(&ranks);
 }
 
-/// Rank 1 has the others' word of what it can do and then does not connect.
+/// Rank 1 knows the other ranks' capabilities, and then does not connect.
 #[test]
 fn ranks_that_do_not_connect_are_given_up() {
     let ranks = Ranks::new(2);
@@ -237,7 +237,7 @@ fn ranks_that_do_not_connect_are_given_up() {
     let short = Duration::from_millis(300);
     let relay = SharedRelay::default();
     let joins = ranks.tell(0, move |backend| join(backend, first, relay, short).map(|_| ()));
-    // What a rank on another GPU would say.
+    // The announcement of a rank on another GPU.
     let says = Capability {
         wish: Exchange::Nccl,
         gpu: [7; 16],

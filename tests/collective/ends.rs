@@ -1,4 +1,4 @@
-//! Every way a group can end.
+//! All the ways in which a group can end.
 use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
 use std::sync::Barrier;
@@ -36,7 +36,7 @@ fn an_abort_frees_every_rank_and_lasts() {
 fn a_rank_that_never_comes_is_named_within_the_deadline() {
     for kind in KINDS {
         let timeout = Duration::from_millis(400);
-        // The rank that never comes stays until the others have given it up.
+        // The missing rank stays until the others have given up.
         let given_up = Barrier::new(3);
         run(kind, 3, timeout, |rank, mut collective| {
             if rank == 1 {
@@ -51,7 +51,7 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
             assert!(waited < Duration::from_secs(10), "{kind:?}: {error}");
             match error {
                 CollectiveError::TimedOut { rank, .. } => assert_eq!(rank, 1, "{kind:?}"),
-                // The other rank ran out of time first and said so.
+                // The other rank timed out first, and said so.
                 CollectiveError::Aborted | CollectiveError::LinkLost { .. } => {}
                 other => panic!("{kind:?}: {other}"),
             }
@@ -108,7 +108,7 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
             shared_memory(&named, &|| false).unwrap_err().to_string().contains("letters, digits")
         );
     }
-    // Groups of other tests of this binary come and go; ours are gone.
+    // Groups of other tests of this binary come and go; ours must be gone.
     let began = Instant::now();
     while objects() > 0 && began.elapsed() < Duration::from_secs(5) {
         std::thread::sleep(Duration::from_millis(10));
@@ -138,7 +138,8 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
         (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
     for token in [7, 8] {
-        // One speaks something else, one is of a group that is over; both are in the backlog.
+        // One connection speaks another protocol, one belongs to an ended group; both are in the
+        // backlog.
         let mut stranger = TcpStream::connect(ranks[0]).unwrap();
         stranger.write_all(b"GET / HTTP/1.1\r\nhost: somewhere\r\n\r\n").unwrap();
         let mut stale = TcpStream::connect(ranks[0]).unwrap();

@@ -1,4 +1,4 @@
-//! Groups of every kind, one thread a rank.
+//! Groups of every kind, one thread per rank.
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use kernels::collective::{
     Collective, SharedMemoryOptions, TcpOptions, local_group, shared_memory, tcp,
 };
 
-/// A way to exchange data.
+/// A transport.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Threads,
@@ -17,14 +17,14 @@ pub(crate) enum Kind {
 
 pub(crate) const KINDS: [Kind; 3] = [Kind::Threads, Kind::SharedMemory, Kind::Tcp];
 
-/// A name for a shared memory object that no other test has.
+/// A shared memory name that no other test uses.
 pub(crate) fn unique_name() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let next = NEXT.fetch_add(1, Ordering::Relaxed);
     format!("tutti-test-{}-{next}", std::process::id())
 }
 
-/// Connects a group and runs `work` on every rank; returns what each gave, in rank order.
+/// Connects a group and runs `work` on every rank; returns the results in the order of ranks.
 pub(crate) fn run<R: Send>(
     kind: Kind,
     ranks: u32,

@@ -7,7 +7,7 @@ use crate::groups::{KINDS, Kind, run};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Numbers for which the order of a sum matters.
+/// Numbers for which the order of summation matters.
 fn data(rank: u32, len: usize, salt: u64) -> Vec<f32> {
     let mut state = salt ^ (u64::from(rank) << 32) | 1;
     (0..len)
@@ -19,7 +19,7 @@ fn data(rank: u32, len: usize, salt: u64) -> Vec<f32> {
         .collect()
 }
 
-/// A binary tree over the ranks in order: the largest whole subtree, then the rest likewise.
+/// A binary tree over the ranks in order: the largest complete subtree, then the rest likewise.
 fn sum(ranks: std::ops::Range<u32>, len: usize, salt: u64) -> Vec<f32> {
     let count = ranks.end - ranks.start;
     if count == 1 {

@@ -1,4 +1,4 @@
-//! Every bad request gets a 4xx that names the field, quickly, and disturbs nobody.
+//! Every bad request quickly gets a 4xx that names the field, and affects no other request.
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use crate::rig::Rig;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-/// What is made of a body may be many times as large, whatever field it is in.
+/// The size of what is made from a body may be many times the body's, in any field.
 #[tokio::test]
 async fn a_body_has_so_many_values() {
     let rig = Rig::saying("x");
@@ -129,7 +129,7 @@ async fn prompts_and_messages_are_checked() {
     assert_eq!(rig.client.post(CHAT, &tools).await.unwrap().body["error"]["param"], "tools");
 }
 
-/// Sends raw bytes; returns the status and the whole answer.
+/// Sends raw bytes; returns the status and the complete answer.
 fn raw(rig: &Rig, request: &[u8]) -> (u16, String) {
     let mut stream = TcpStream::connect(rig.address).unwrap();
     stream.set_read_timeout(Some(Duration::from_secs(15))).unwrap();
@@ -170,7 +170,7 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
-    // Many prompts, of which none is too long: more than a token's share for each of a model's length.
+    // Many prompts, none of them too long: together more bytes than a single prompt may have.
     let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
     assert!(many.len() > 1 << 20);
     let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", many.as_bytes()));
@@ -201,7 +201,7 @@ fn a_body_that_never_comes_ends_in_bounded_time() {
     assert!(began.elapsed() < Duration::from_secs(13), "{:?}", began.elapsed());
 }
 
-/// Any JSON, with fields that mean something more often than not.
+/// Arbitrary JSON, mostly with known fields.
 fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
@@ -270,7 +270,7 @@ async fn what_every_choice_keeps_of_a_prompt_is_bounded() {
     let rig = Rig::saying("x");
     let prompt = vec![300; 500];
     let ask = |n: u32, logprobs: u32| json!({"prompt": prompt, "n": n, "logprobs": logprobs, "echo": true, "max_tokens": 1});
-    // 500 tokens of 128 choices with 20 alternatives each and their own.
+    // 500 tokens in 128 choices, each with 20 alternatives besides its own token.
     let refused = rig.client.post("/v1/completions", &ask(128, 20)).await.unwrap();
     assert_eq!((refused.status, &refused.body["error"]["param"]), (400, &json!("logprobs")));
     let message = refused.body["error"]["message"].as_str().unwrap();

@@ -1,14 +1,14 @@
-//! What templates are given of a chat request.
+//! The input that templates get from a chat request.
 use serde_json::{Value, json};
 
 use crate::rig::Rig;
 
 const CHAT: &str = "/v1/chat/completions";
-/// Shows all that it is given.
+/// A template that shows its whole input.
 const SHOWS: &str = "{{ messages | tojson }}|{{ tools | tojson }}|{{ documents | tojson }}|\
     {{ add_generation_prompt }}|{{ style | default('none') }}|{{ reasoning_effort | default('none') }}";
 
-/// The text of the last prompt that the engine saw.
+/// The text of the last prompt that the engine received.
 async fn prompt(rig: &Rig, request: &Value) -> String {
     let reply = rig.client.post(CHAT, request).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
@@ -73,7 +73,7 @@ async fn a_final_message_can_be_gone_on_with() {
     assert!(!rig.seen.lock().unwrap().requests[1].goes_on, "an answer begins a text");
 }
 
-/// What agents send back of what models wrote does not end their conversation.
+/// Imperfect histories, as agents send back what models wrote, do not end a conversation.
 #[tokio::test]
 async fn histories_may_be_imperfect() {
     let rig = Rig::with_template(SHOWS);

@@ -1,4 +1,4 @@
-//! `/v1/embeddings`: shapes, bounds, what reaches the engine.
+//! `/v1/embeddings`: shapes, bounds, the engine's input.
 use coordinator::engine::EngineError;
 use coordinator::text::model::TextModel;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ async fn ask(rig: &Rig, body: &Value) -> Value {
     reply.body
 }
 
-/// What the rig's engine makes of these tokens, of length 1.
+/// The embedding that the rig's engine returns for these tokens, normalised to length 1.
 fn vector(tokens: &[u32], dimensions: usize) -> Vec<f64> {
     let all = [f64::from(tokens[0]), tokens.len() as f64, 0.0, -1.0];
     let length = all[..dimensions].iter().map(|x| x * x).sum::<f64>().sqrt();
@@ -112,7 +112,7 @@ async fn base64_has_the_same_numbers_and_fewer_dimensions_are_the_first() {
     let answer = ask(&rig, &body).await;
     let expected: Vec<u8> =
         vector(&[5, 6], 4).iter().flat_map(|value| (*value as f32).to_le_bytes()).collect();
-    // By hand: a library that both sides share proves nothing.
+    // Decoded by hand: a library used by both sides would prove nothing.
     let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
     let mut text = String::new();
     for three in expected.chunks(3) {

@@ -1,4 +1,4 @@
-//! No field that would change the answer is ignored, and what is supported does what vLLM's does.
+//! No field that would change the answer is ignored, and supported fields behave as in vLLM.
 use std::collections::BTreeSet;
 
 use coordinator::http::refused::{self, Endpoint};
@@ -18,7 +18,7 @@ fn body(path: &str) -> Value {
     }
 }
 
-/// Field, a value that asks for something, a value that asks for nothing.
+/// (field, a value that asks for something, a value that asks for nothing)
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
         ("bad_words", json!(["a"]), json!([])),
@@ -91,7 +91,8 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
             ("parallel_tool_calls", json!(true)),
-            // Of chat: the template does not read the one, and nothing is told apart by the other.
+            // Chat fields: the template does not read the first, and the second has nothing to
+            // separate.
             ("reasoning_effort", json!("low")),
             ("include_reasoning", json!(false)),
         ] {
@@ -118,7 +119,7 @@ async fn a_stop_token_can_be_part_of_the_text() {
     let rig = Rig::saying("One. Two.<|end|>Three.");
     let token = |text: &str| *rig.text.encode(text, false).unwrap().last().unwrap();
     let (dot, end) = (token("One."), token("<|end|>"));
-    // The model's own end token is no text, whoever names it.
+    // The model's own end token is never text, whoever names it.
     for (tokens, include, expected) in [
         (json!([dot]), true, "One."),
         (json!([dot]), false, "One"),
@@ -179,7 +180,7 @@ async fn a_prompt_that_is_too_long_can_lose_its_beginning() {
         let seen = rig.seen.lock().unwrap();
         assert_eq!(seen.requests.last().unwrap().prompt, whole[whole.len() - tokens..]);
     }
-    // A conversation that names no bound keeps a quarter of the model's length for its answer.
+    // A conversation without a bound keeps a quarter of the model's length for its answer.
     let messages = json!([{"role": "user", "content": long}]);
     let request = json!({"messages": messages, "truncate_prompt_tokens": -1});
     let reply = rig.client.post(CHAT, &request).await.unwrap();
@@ -234,7 +235,7 @@ fn the_documentation_lists_what_is_refused() {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();
         let missing: Vec<_> = refused.iter().filter(|it| !all.contains(*it)).collect();
-        // Responses refuse some of chat's fields under their old names, as that row says.
+        // The Responses API refuses some chat fields under their old names, as that row says.
         let others = listed("chat");
         for name in missing {
             let known = own.contains(name) || (of == "responses" && others.contains(name));

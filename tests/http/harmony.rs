@@ -1,4 +1,5 @@
-//! gpt-oss' format: replies are messages with channels, marked by special tokens that no text shows.
+//! The harmony format of gpt-oss: replies are messages with channels, marked by special tokens that
+//! never show in text.
 use std::path::Path;
 
 use coordinator::http::options::ApiOptions;
@@ -18,7 +19,7 @@ const CALL: &str = "<|channel|>analysis<|message|>Need it.<|end|><|start|>assist
 const ANSWER: &str = "<|channel|>analysis<|message|>Simple.<|end|><|start|>assistant<|channel|>final\
     <|message|>2 + 2 = 4 \u{1f98a}<|return|>never";
 
-/// The demo model's text side, with the special tokens and a chat template of harmony.
+/// The demo model's text side, with harmony's special tokens and chat template.
 fn model(has_tokens: bool) -> TextModel {
     let read = |file: &Path| std::fs::read_to_string(file).unwrap();
     let parse = |file: &str| serde_json::from_str::<Value>(&read(&demo().join(file))).unwrap();
@@ -62,7 +63,7 @@ async fn ask(rig: &Rig, more: &Value) -> Value {
     reply.body["choices"][0].clone()
 }
 
-/// What a stream's deltas add up to, by choice: text, its names, and how many events had some.
+/// The deltas of a stream joined per choice: text, fields, and the number of events that had any.
 async fn streamed(rig: &Rig, more: &Value) -> Vec<(Value, usize)> {
     let mut body = body(more);
     body["stream"] = json!(true);
@@ -140,7 +141,7 @@ async fn a_chat_has_reasoning_content_and_calls_whole_and_streamed() {
     );
     assert!(events > 4, "arguments come as they are written: {events}");
     assert_eq!(said["finish_reason"], "tool_calls");
-    // No calls are looked for: what they say is the answer's.
+    // Calls are not looked for: their text belongs to the answer.
     for more in [json!({"tools": null}), json!({"tool_choice": "none"})] {
         let choice = ask(&rig, &more).await;
         assert_eq!(choice["message"]["content"], "I look.\n{\"city\": \"Rome\"}");
@@ -163,7 +164,7 @@ async fn bounds_and_stop_strings_cut_anywhere_and_no_mark_is_shown() {
                 "{whole:?}"
             );
         }
-        // A character that is cut is one of its own.
+        // A character that was cut becomes a replacement character.
         let content = content.trim_end_matches('\u{fffd}').to_owned();
         assert!(whole.0.starts_with(&content) && whole.1.starts_with(&reasoning), "{choice}");
         assert!(!choice.to_string().contains("<|"), "{choice}");
@@ -179,12 +180,12 @@ async fn bounds_and_stop_strings_cut_anywhere_and_no_mark_is_shown() {
             (&json!("stop"), &json!(stop))
         );
     }
-    // Text and tokens that nothing is marked by.
+    // Text and tokens that mark nothing.
     rig.script(|script| script.text = "plain <|reserved|>text".to_owned());
     for more in [json!({}), json!({"skip_special_tokens": false})] {
         assert_eq!(ask(&rig, &more).await["message"]["content"], "plain text");
     }
-    // Completions say what the model says.
+    // Completions return the model's raw text.
     rig.script(|script| script.text = ANSWER.to_owned());
     for (skip, expected) in [
         (true, "analysisSimple.assistantfinal2 + 2 = 4 \u{1f98a}"),
@@ -215,7 +216,7 @@ async fn responses_have_an_item_for_each_message() {
         reply.body["usage"]["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap();
     assert!((2..10).contains(&thought), "{thought}");
     assert!(prompt(&rig).contains("Reasoning: high\n"), "{}", prompt(&rig));
-    // What was said goes on as it was.
+    // A continued conversation repeats the earlier turns unchanged.
     let mut input = vec![json!({"role": "user", "content": "x"})];
     input.extend(items.iter().cloned());
     let id = &items[2]["call_id"];
@@ -271,7 +272,7 @@ async fn conversations_are_told_as_the_template_wants_them() {
     let request = json!({"input": "x", "reasoning": {"effort": "none"}});
     let reply = rig.client.post(RESPONSES, &request).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("reasoning.effort")));
-    // The model goes on within the answer.
+    // The model continues within the answer.
     rig.script(|script| script.text = " a time<|return|>".to_owned());
     let open =
         json!([{"role": "user", "content": "x"}, {"role": "assistant", "content": "Once upon"}]);
@@ -312,7 +313,8 @@ async fn what_the_output_must_be_is_of_its_last_message() {
             "{grammar}"
         );
     }
-    // What is of the whole output is of the whole answer, which the prompt begins.
+    // A constraint on the whole output applies to the whole answer, whose beginning is in the
+    // prompt.
     rig.script(|script| script.text = "no<|return|>".to_owned());
     for more in [json!({"guided_grammar": "start: \"no\""}), json!({"allowed_token_ids": [5, 6]})] {
         let mut more = more;
@@ -327,7 +329,8 @@ async fn what_the_output_must_be_is_of_its_last_message() {
     }
 }
 
-/// Without tokens of their own marks are text; an operator may say so of any model, or deny it.
+/// Without special tokens the marks are text; an operator may select or disable the format for any
+/// model.
 #[tokio::test]
 async fn the_form_is_told_by_the_template_or_an_operator() {
     let plain = Rig::of(

@@ -1,19 +1,19 @@
-//! The API against a scripted engine: shapes, bounds, streams, disconnects. No model is computed:
-//! the engine gives the tokens it is told to.
+//! The API with a scripted engine: shapes, bounds, streams, disconnects. No model is computed: the
+//! engine returns the tokens it is told to.
 //!
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
-//! - [`fields`]: no field is ignored that would change the answer
-//! - [`conversations`]: what templates are given of a chat request
+//! - [`fields`]: no field that would change the answer is ignored
+//! - [`conversations`]: the input that templates get from a chat request
 //! - [`harmony`]: gpt-oss' format, in which replies are messages
 //! - [`responses`]: `/v1/responses`, its items and events
-//! - [`options`]: API keys, origins, limits that an operator chooses
-//! - [`structured`]: fields that say what the output must be
+//! - [`options`]: API keys, origins, operators' limits
+//! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`
-//! - [`tools`]: calls of tools and reasoning, told from the text
+//! - [`tools`]: tool calls and reasoning, parsed from the text
 //! - [`streams`]: Server-Sent Events, stop strings, failures, disconnects
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 

@@ -1,4 +1,4 @@
-//! What an operator may choose: API keys, origins, limits; and the routes of probes.
+//! Operators' options: API keys, origins, limits; and the routes of probes.
 use coordinator::http::keys::ApiKeys;
 use coordinator::http::options::ApiOptions;
 use reqwest::{Method, Response};

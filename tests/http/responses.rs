@@ -54,7 +54,7 @@ async fn events(rig: &Rig, body: &Value) -> Vec<Value> {
     streamed.events
 }
 
-/// A response without what two of them never share.
+/// A response without the fields that always differ.
 fn comparable(response: &Value) -> Value {
     let mut response = response.clone();
     for item in response["output"].as_array_mut().unwrap() {
@@ -155,7 +155,7 @@ async fn the_bound_of_the_output_is_a_bound() {
     let told = events(&rig, &json!({"input": "Hello", "max_output_tokens": 3})).await;
     assert_eq!(told.last().unwrap()["type"], "response.incomplete");
     assert_eq!(comparable(&told.last().unwrap()["response"]), comparable(&answer));
-    // Beyond what the model's length leaves, it is that.
+    // Limited to what the model's length leaves.
     let answer = ask(&rig, &json!({"input": "Hello", "max_output_tokens": 1_000_000})).await;
     assert_eq!(answer["max_output_tokens"], 1_000_000);
     let seen = rig.seen.lock().unwrap();
@@ -227,7 +227,7 @@ async fn items_come_in_the_order_in_which_they_were_said_whole_and_streamed() {
         (&told[0]["response"]["output"], &told[0]["response"]["usage"]),
         (&json!([]), &Value::Null)
     );
-    // What deltas add up to is what is done, and what the last event has.
+    // The deltas add up to the completed item, and to the output in the last event.
     let last = &told.last().unwrap()["response"]["output"];
     for (index, item) in last.as_array().unwrap().iter().enumerate() {
         let of = |kind: &str| {

@@ -27,15 +27,15 @@ use tokio::sync::mpsc;
 /// What the engine does with every request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Script {
-    /// The text it generates; each choice gets it whole, unless it is cut by a bound.
+    /// The generated text; each choice gets all of it, unless a bound cuts it.
     pub(crate) text: String,
     /// Refuse at once.
     pub(crate) refuse: Option<EngineError>,
-    /// Refuse every third request behind so many, for its queue is full.
+    /// Refuse every third request after this many, as if the queue were full.
     pub(crate) full_behind: Option<usize>,
-    /// Fail after so many tokens.
+    /// Fail after this many tokens.
     pub(crate) fail_after: Option<usize>,
-    /// Give one token and then nothing more.
+    /// Generate one token, then nothing more.
     pub(crate) hang: bool,
 }
 
@@ -43,10 +43,10 @@ pub(crate) struct Script {
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) requests: Vec<GenerateRequest>,
-    /// Where their events went.
+    /// The senders of their events.
     pub(crate) events: Vec<EventSender>,
     pub(crate) cancelled: usize,
-    /// Requests, and those of them refused for a full queue.
+    /// Number of requests, and how many of them were refused for a full queue.
     pub(crate) asked: (usize, usize),
 }
 
@@ -71,13 +71,13 @@ impl Rig {
         Self::of(Script { text: "x".to_owned(), ..Script::default() }, text)
     }
 
-    /// A rig of which an operator chose something.
+    /// A rig with an operator's options.
     pub(crate) fn with_api(api: &ApiOptions) -> Self {
         let script = Script { text: "a b c d e f g h".to_owned(), ..Script::default() };
         Self::chosen(script, TextModel::load(&demo()).unwrap(), api)
     }
 
-    /// A rig that follows priorities.
+    /// A rig with priority scheduling.
     pub(crate) fn with_priorities() -> Self {
         let script = Script { text: "a b".to_owned(), ..Script::default() };
         Self::built(script, TextModel::load(&demo()).unwrap(), &ApiOptions::default(), true, &[])
@@ -196,7 +196,7 @@ async fn run_engine(
                     continue;
                 }
                 {
-                    // Whoever has the answer finds the request.
+                    // Recorded before answering: a test that has the answer finds the request.
                     let mut seen = seen.lock().unwrap();
                     generate(&script, &model, &mut request, &events);
                     seen.requests.push(*request);
@@ -227,7 +227,7 @@ fn generate(
             let _ = events.send(EngineEvent::Failed(EngineError::Corrupted));
             return;
         }
-        // A vector that tells its prompt.
+        // An embedding that identifies its prompt.
         let first = request.prompt[0] as f32;
         let vector = vec![first, request.prompt.len() as f32, 0.0, -1.0];
         let _ = events.send(EngineEvent::Embedding(vector));

@@ -69,7 +69,7 @@ async fn completion_logprobs_line_up_with_the_text() {
     let text: Vec<char> = "HelloHi é!".chars().collect();
     for (token, offset) in tokens.iter().zip(logprobs["text_offset"].as_array().unwrap()) {
         let (token, offset) = (token.as_str().unwrap(), offset.as_u64().unwrap() as usize);
-        // The tokenizer's own beginning is no text, and a token may end within a character.
+        // The tokenizer's beginning token has no text, and a token may end within a character.
         if token == "<|bos|>" {
             assert_eq!(offset, 0);
         } else if !token.contains('\u{fffd}') {
@@ -78,7 +78,7 @@ async fn completion_logprobs_line_up_with_the_text() {
     }
 }
 
-/// As Llama 2's and Mistral's tokenizers have it: a space that a text begins with is left out.
+/// As with the tokenizers of Llama 2 and Mistral, whose decoders drop a leading space.
 #[tokio::test]
 async fn a_completion_keeps_the_space_between_prompt_and_text() {
     let rig = Rig::of(Script { text: "and left".to_owned(), ..Script::default() }, stripping());
@@ -98,11 +98,11 @@ async fn a_completion_keeps_the_space_between_prompt_and_text() {
     let logprobs = &echoed["logprobs"];
     let (tokens, offsets) = (&logprobs["tokens"], &logprobs["text_offset"]);
     assert_eq!(tokens, &json!([" The", " owl", " and", " left"]));
-    // What is generated stands in the text where its offset says.
+    // Generated text is in the whole text at the reported offset.
     assert_eq!((&offsets[2], &offsets[3]), (&json!(7), &json!(11)));
     let stopped = ask(json!({"stop": " and l"})).await;
     assert_eq!((&stopped["text"], &stopped["finish_reason"]), (&json!(""), &json!("stop")));
-    // Behind other text it may begin with a space, and must where nothing else is left.
+    // After other text it may begin with a space, and must if nothing else is allowed.
     assert_eq!(ask(json!({"guided_choice": [" and left"]})).await["text"], " and left");
 
     let text = "and left".to_owned();
@@ -123,7 +123,7 @@ async fn a_completion_keeps_the_space_between_prompt_and_text() {
     }
 }
 
-/// A model folder with such a tokenizer, and a few words.
+/// A model folder with such a tokenizer and a few words.
 fn stripping() -> TextModel {
     let words = ["<s>", "</s>", "\u{2581}The", "\u{2581}owl", "\u{2581}and", "\u{2581}left"];
     let vocabulary: Map<String, Value> =
@@ -260,12 +260,12 @@ async fn adapters_are_models_that_requests_name() {
         let body = json!({"model": model, "prompt": "x"});
         assert_eq!(rig.client.post("/tokenize", &body).await.unwrap().status, 200);
     }
-    // Another name of the model: answers say the first.
+    // An alias of the model: answers use the first name.
     let body = json!({"model": "org/demo", "prompt": "x"});
     let reply = rig.client.post("/v1/completions", &body).await.unwrap();
     assert_eq!((reply.status, &reply.body["model"]), (200, &json!("demo")));
     assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
-    // None named: the model alone.
+    // Without a name: the base model.
     rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
     assert_eq!(rig.seen.lock().unwrap().requests.pop().unwrap().adapter, 0);
     let missing = json!({"model": "sq", "prompt": "x"});

@@ -29,7 +29,7 @@ async fn a_completion_stream_gives_the_same_text_in_whole_characters() {
     let (id, created) = (&streamed.events[0]["id"], &streamed.events[0]["created"]);
     assert!(created.as_u64().is_some_and(|seconds| seconds > 1_700_000_000), "{created}");
     for event in &streamed.events {
-        // As in OpenAI's API: when the request was taken, in all events alike.
+        // As in OpenAI's API: the time when the request was accepted, the same in all events.
         assert_eq!((&event["id"], &event["created"]), (id, created));
     }
     for event in pieces {
@@ -62,7 +62,7 @@ async fn a_chat_stream_begins_with_the_role_and_ends_with_the_reason() {
     assert_eq!(last["finish_reason"].as_str(), Some("length"));
 }
 
-/// An event of its own would be one more token to those who measure the time between them.
+/// A separate event would count as one more token for those who measure inter-token latency.
 #[tokio::test]
 async fn the_end_comes_with_the_last_token() {
     let rig = Rig::saying("a b c");
@@ -76,7 +76,7 @@ async fn the_end_comes_with_the_last_token() {
             body["logprobs"] = json!(1);
         }
         let mut together = 0;
-        // Where it is there already: a reader may be faster than the engine says both.
+        // Only if it is there already: a reader may be faster than the engine reports both.
         for _ in 0..20 {
             let events = rig.client.stream(path, &body).await.unwrap().events;
             let last = &events.last().unwrap()["choices"][0];
@@ -126,14 +126,14 @@ async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
         if path == "/v1/chat/completions" {
             assert_eq!(pieces[0]["usage"]["completion_tokens"], 0, "nothing was said yet");
         }
-        // As at vLLM, the last one's usage is the switch of both.
+        // As in vLLM, the last event's usage switches both on.
         body["stream_options"] = json!({"continuous_usage_stats": true});
         let events = rig.client.stream(path, &body).await.unwrap().events;
         assert!(events.iter().all(|event| event.get("usage").is_none()));
     }
 }
 
-/// What `vllm bench serve` does with a stream: it strips each read, then takes events that end with an
+/// Reads a stream as `vllm bench serve` does: strips each read, then takes events that end with an
 /// empty line, and the rest as soon as it is JSON.
 #[derive(Default)]
 struct StrippingReader {
@@ -161,7 +161,7 @@ impl StrippingReader {
     }
 }
 
-/// Silence is filled with something that no client takes for a part of an event.
+/// Silence is filled with comments that no client takes for a part of an event.
 #[tokio::test]
 async fn a_stream_that_is_silent_for_a_while_is_read_by_those_who_strip_what_they_read() {
     let rig = Rig::new(Script { text: "a b".to_owned(), hang: true, ..Script::default() });
@@ -174,7 +174,7 @@ async fn a_stream_that_is_silent_for_a_while_is_read_by_those_who_strip_what_the
     while let Some(read) = response.chunk().await.unwrap() {
         reader.read(&read);
         all.extend_from_slice(&read);
-        // The first token, and what fills the silence behind it.
+        // The first token, then the filler after it.
         if !is_told && all.ends_with(b"\n\n\n") {
             is_told = true;
             let events = rig.seen.lock().unwrap().events[0].clone();
@@ -216,7 +216,7 @@ async fn what_a_request_named_and_ended_a_choice_is_said() {
     let (dot, end) = (token("Bye."), token("<|end|>"));
     assert!(rig.text.end_tokens.contains(&end));
     let cases = [
-        // The model's own end, also where the request names it too; a bound.
+        // The model's own end token, also where the request names it, too; a bound.
         (json!({}), Value::Null),
         (json!({"stop": "absent", "stop_token_ids": [end]}), Value::Null),
         (json!({"max_tokens": 1}), Value::Null),
@@ -331,19 +331,19 @@ async fn prompts_of_one_request_share_a_stream_each_whole() {
     }
 }
 
-/// The sum of the series of the page with these labels.
+/// The sum of the page's series with these labels.
 async fn sum(rig: &Rig, name: &str, labels: &[(&str, &str)]) -> f64 {
     let page = rig.client.get("/metrics").await.unwrap().body;
     Scrape::parse(page.as_str().unwrap()).unwrap().sum(name, labels)
 }
 
-/// Requests for completions that were counted with this status.
+/// Number of completion requests counted with this status.
 async fn counted(rig: &Rig, status: &str) -> f64 {
     let labels = [("route", "/v1/completions"), ("status", status)];
     sum(rig, "tutti_http_requests_total", &labels).await
 }
 
-/// Waits until nothing but the scrape itself is being answered.
+/// Waits until only the scrape itself is being answered.
 async fn idle(rig: &Rig) {
     while sum(rig, "tutti_http_requests_in_flight", &[]).await > 1.0 {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -383,10 +383,10 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     assert_eq!(invalid, 1.0);
 }
 
-/// A client that asks for long text in many choices, and has a small buffer of its own: else its
-/// system takes megabytes for it.
+/// A client that requests long text in many choices and has a small receive buffer; otherwise its
+/// kernel would buffer megabytes.
 async fn long_stream(rig: &Rig) -> TcpStream {
-    // Options of the server's are those of connections that come behind them.
+    // The server applies its socket options to connections that come later.
     assert_eq!(rig.client.get("/live").await.unwrap().status, 200);
     let body = json!({
         "prompt": "x", "max_tokens": 800, "n": 64, "stream": true, "logprobs": 1,
@@ -409,13 +409,13 @@ fn long_text() -> String {
     "good night and left. ".repeat(200)
 }
 
-/// That is how the engine knows a client that has stopped reading from one that reads slowly.
+/// This is how the engine tells a client that has stopped reading from one that reads slowly.
 #[tokio::test]
 async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is_taken() {
     let rig = Rig::saying(&long_text());
     let mut client = long_stream(&rig).await;
     let waiting = || rig.seen.lock().unwrap().events.first().map_or(0, EventSender::waiting);
-    // All that buffers hold is in them when nothing changes for a while.
+    // The buffers are full when nothing changes for a while.
     let (mut last, mut same) = (usize::MAX, 0);
     while same < 10 {
         tokio::time::sleep(Duration::from_millis(200)).await;
@@ -424,7 +424,7 @@ async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is
         last = now;
     }
     assert!(last > 20_000, "{last} of some 50,000 events wait");
-    // With every so many bytes that are read some are taken: buffers do not hide it.
+    // The server takes more as the client reads: buffers do not hide that.
     let mut buffer = vec![0; 16 << 10];
     for _ in 0..10 {
         let (before, mut read) = (waiting(), 0);

@@ -1,4 +1,4 @@
-//! Fields that say what the output must be: what they may say, and what becomes of it.
+//! Structured output fields: their valid values, and their effects.
 use serde_json::{Map, Value, json};
 use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 

@@ -1,5 +1,5 @@
-//! HTTPS against `curl`, whose TLS is not ours: who trusts whom, certificates that change, and what
-//! strangers at the door cost.
+//! HTTPS against `curl`, whose TLS implementation differs from ours: who trusts whom, certificates
+//! that change, and the cost of strangers.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,10 +13,10 @@ use testkit::certificates::{Certificates, openssl};
 
 use crate::rig::Rig;
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A folder with an authority and what it signed; none where there is no `openssl`.
+/// A folder with an authority and the certificates it signed; `None` without `openssl`.
 struct Authority {
     folder: tempfile::TempDir,
     made: Certificates,
@@ -60,7 +60,7 @@ fn curl(rig: &Rig, authority: &Path, path: &str, args: &[&str]) -> (i32, String)
     (output.status.code().unwrap(), String::from_utf8(output.stdout).unwrap())
 }
 
-/// Waits until `curl` ends with this code.
+/// Repeats `curl` until it exits with this code.
 fn until(rig: &Rig, authority: &Path, args: &[&str], code: i32) {
     let began = Instant::now();
     loop {
@@ -74,7 +74,7 @@ fn until(rig: &Rig, authority: &Path, args: &[&str], code: i32) {
 }
 
 const OK: i32 = 0;
-/// curl's codes for a peer that it does not trust, and for a handshake that fails.
+/// curl's exit codes for an untrusted peer and for a failed handshake.
 const UNTRUSTED: i32 = 60;
 const BODY: &str = r#"{"prompt": "x", "max_tokens": 4, "stream": true}"#;
 const POST: [&str; 4] = ["--header", "content-type: application/json", "--data", BODY];
@@ -88,15 +88,15 @@ fn completions_are_streamed_over_tls() {
         let (code, text) = curl(&rig, &ca, "/v1/completions", &[&POST[..], version].concat());
         assert_eq!(code, OK, "{version:?}");
         assert!(text.starts_with("data: {") && text.ends_with("data: [DONE]\n\n"), "{text}");
-        // The end comes with the last token, or in an event of its own if it comes later.
+        // The end comes with the last token, or in a separate event if it comes later.
         let events = text.matches("\"text\"").count();
         assert!((4..=5).contains(&events), "an event for each token: {text}");
-        // HTTP/2 is not offered: the limits are those of HTTP/1.1's connections.
+        // HTTP/2 is not offered: the limits are per HTTP/1.1 connection.
         let write = ["--output", "/dev/null", "--write-out", "%{http_version}"];
         let asked = [version, &write].concat();
         assert_eq!(curl(&rig, &ca, "/health", &asked), (OK, "1.1".to_owned()), "{version:?}");
     }
-    // By name as by address; nothing older.
+    // By name and by address; no older TLS version.
     let name = format!("localhost:{}:127.0.0.1", rig.address.port());
     let output = Command::new("curl")
         .args(["--silent", "--fail", "--noproxy", "*", "--resolve", &name, "--cacert"])
@@ -132,7 +132,7 @@ async fn a_client_that_leaves_cancels_its_request() {
 fn open_handshake(rig: &Rig, index: u32) -> TcpStream {
     let mut stream = TcpStream::connect(rig.address).unwrap();
     if index.is_multiple_of(2) {
-        // The head of a record that never comes whole.
+        // The head of a TLS record that never arrives completely.
         stream.write_all(&[0x16, 3, 1, 1, 0, 1]).unwrap();
     }
     stream
@@ -144,16 +144,15 @@ fn strangers_do_no_harm() {
     let rig = serve(authority.files());
     let ca = authority.made.authority();
     assert_eq!(curl(&rig, &other.made.authority(), "/health", &[]).0, UNTRUSTED);
-    // HTTP without TLS: no answer that a client could take for one of HTTP, and the end.
+    // HTTP without TLS: no answer that a client could take for HTTP, then the connection closes.
     let mut plain = TcpStream::connect(rig.address).unwrap();
     plain.set_read_timeout(Some(PATIENCE)).unwrap();
     plain.write_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
     let mut answer = Vec::new();
     let _ = plain.read_to_end(&mut answer);
     assert!(!answer.starts_with(b"HTTP"), "{}", String::from_utf8_lossy(&answer));
-    // More handshakes that do not go on than actix has at a time unless told otherwise (256): who
-    // comes after them is answered while they last. On a busy machine their deadline may be over
-    // before.
+    // More stalled handshakes than actix allows at a time by default (256): later clients are still
+    // answered meanwhile. On a busy machine the deadline of the handshakes may pass before.
     let in_time = (0..5).any(|_| {
         let mut silent: Vec<_> = (0..300).map(|index| open_handshake(&rig, index)).collect();
         assert_eq!(curl(&rig, &ca, "/health", &[]).0, OK);
@@ -165,7 +164,7 @@ fn strangers_do_no_harm() {
         for mut stream in silent {
             stream.set_nonblocking(false).unwrap();
             stream.set_read_timeout(Some(PATIENCE)).unwrap();
-            // Hung up on at the deadline: a time-out here would be an error.
+            // The server hangs up at the deadline: a time-out here would be an error.
             let end = stream.read_to_end(&mut Vec::new());
             let kind = end.err().map(|error| error.kind());
             assert!(kind.is_none_or(|kind| kind == ErrorKind::ConnectionReset), "{kind:?}");
@@ -189,20 +188,20 @@ fn files_that_change_are_used_and_bad_ones_are_not() {
     std::fs::copy(&certificate, &files.certificate).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     until(&rig, &old, &[], OK);
-    // The key too, by a rename as most tools do it.
+    // Then the key, by a rename, as most tools do it.
     let beside = authority.path("new.key");
     std::fs::copy(&key, &beside).unwrap();
     std::fs::rename(&beside, &files.key).unwrap();
     until(&rig, &new, &[], OK);
     assert_eq!(curl(&rig, &old, "/health", &[]).0, UNTRUSTED);
-    // One that is no certificate, and none at all.
+    // An invalid certificate, then none at all.
     std::fs::write(&files.certificate, "no certificate").unwrap();
     std::thread::sleep(Duration::from_millis(500));
     until(&rig, &new, &[], OK);
     std::fs::remove_file(&files.certificate).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     until(&rig, &new, &[], OK);
-    // And good ones again.
+    // Then valid ones again.
     std::fs::write(&files.certificate, &first.0).unwrap();
     std::fs::write(&files.key, &first.1).unwrap();
     until(&rig, &old, &[], OK);
@@ -231,7 +230,7 @@ fn clients_show_certificates_where_they_have_to() {
         assert_ne!(ask(&[]), OK, "{version:?}");
         assert_ne!(ask(&foreign), OK, "{version:?}");
     }
-    // The authorities may change too.
+    // The trusted authorities may change, too.
     std::fs::copy(other.made.authority(), &trusted).unwrap();
     until(&rig, &ca, &foreign, OK);
     assert_ne!(curl(&rig, &ca, "/health", &own).0, OK);

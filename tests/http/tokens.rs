@@ -86,7 +86,7 @@ async fn large_texts_are_all_answered_and_hold_up_nobody() {
         let reply = reply.await.unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body["error"]);
     }
-    // A prompt that cannot fit is refused without being turned into tokens.
+    // A prompt that cannot fit is refused without being tokenized.
     let longest = rig.text.bytes_per_token.expect("the demo model's tokenizer leaves no byte out");
     assert!(longest * (rig.text.max_positions as usize) < text.len());
     let began = Instant::now();

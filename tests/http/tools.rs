@@ -1,4 +1,4 @@
-//! Calls of tools and reasoning, told from the text that a model writes.
+//! Tool calls and reasoning, parsed from the model's text.
 use coordinator::http::options::ApiOptions;
 use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
@@ -37,7 +37,7 @@ async fn ask(rig: &Rig, more: &Value) -> Value {
     reply.body["choices"][0].clone()
 }
 
-/// The message that a stream's deltas add up to, with its reason to finish.
+/// The message that a stream's deltas add up to, its finish reason, and the number of events.
 async fn streamed(rig: &Rig, more: &Value) -> (Value, Value, usize) {
     let mut body = request(more);
     body["stream"] = json!(true);
@@ -139,7 +139,7 @@ async fn a_message_of_calls_alone_has_no_content_and_each_choice_its_own_calls()
 async fn where_calls_are_not_asked_for_they_are_text() {
     let rig = rig(CALLS, Some(CallFormat::Hermes), false);
     let text = CALLS.strip_suffix("<|end|>").unwrap();
-    // The whole reply is what a client's own grammar says.
+    // A client's own grammar applies to the whole reply.
     let format = json!({"guided_grammar": "start: \"a\""});
     for more in
         [json!({"tool_choice": "none"}), json!({"tools": null}), json!({"tools": []}), format]
@@ -151,7 +151,7 @@ async fn where_calls_are_not_asked_for_they_are_text() {
         );
         assert!(choice["message"].get("tool_calls").is_none());
     }
-    // A reply that is cut short is that before anything else.
+    // A reply that is cut short has that finish reason before any other.
     let cut = ask(&rig, &json!({"max_tokens": 30})).await;
     assert_eq!(cut["finish_reason"], "length");
     let name = cut["message"]["tool_calls"][0]["function"]["name"].as_str();
@@ -163,7 +163,7 @@ async fn the_template_tells_how_calls_are_written() {
     let rig = Rig::with_template("{{ tools }} <tool_call>{\"name\": ..}</tool_call>");
     rig.script(|script| script.text = CALLS.to_owned());
     assert_eq!(ask(&rig, &json!({})).await["finish_reason"], "tool_calls");
-    // That of the demo model does not.
+    // The demo model's template does not tell.
     let unknown = Rig::saying(CALLS);
     let reply = unknown.client.post(CHAT, &request(&json!({}))).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tools")));
@@ -181,7 +181,7 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
             other => panic!("{other:?}"),
         }
     };
-    // How this model writes calls nobody knows; it is held to one form.
+    // The model's call format is unknown; a forced call uses a fixed one.
     let choice = ask(&rig, &json!({"tool_choice": "required"})).await;
     assert_eq!(choice["finish_reason"], "tool_calls");
     assert_eq!(functions(&choice["message"]).as_array().unwrap().len(), 2);
@@ -246,7 +246,7 @@ async fn reasoning_is_told_from_the_answer_where_an_operator_says_so() {
         hidden["message"],
         json!({"role": "assistant", "content": "Blue.", "refusal": null})
     );
-    // What the output must be is what comes behind the reasoning.
+    // A constraint on the output applies to what follows the reasoning.
     let format = json!({"tools": null, "response_format": {"type": "json_object"}});
     ask(&rig, &format).await;
     let spec = rig.seen.lock().unwrap().requests.last().unwrap().guide_spec.clone();
@@ -265,12 +265,12 @@ async fn special_tokens_are_text_where_that_is_asked_for() {
         let choice = ask(&rig, &json!({"tools": null, "skip_special_tokens": skip})).await;
         assert_eq!(choice["message"]["content"], expected);
     }
-    // Where they are text, they can be stopped at.
+    // Where marks are text, stop strings can match them.
     let stop = json!({"tools": null, "skip_special_tokens": false, "stop": ["<|us"]});
     assert_eq!(ask(&rig, &stop).await["message"]["content"], "a ");
 }
 
-/// Agents ask for a form of the final answer in every turn, and offer tools in every turn.
+/// Agents ask for a format of the final answer in every turn, and offer tools in every turn.
 #[tokio::test]
 async fn an_answer_may_have_a_form_beside_tools() {
     let rig = rig(&CALLS[8..], Some(CallFormat::Hermes), false);
@@ -287,7 +287,7 @@ async fn an_answer_may_have_a_form_beside_tools() {
     let choice = ask(&rig, &format).await;
     assert_eq!(choice["message"]["content"], "{\"done\": true}");
     assert_eq!(choice["finish_reason"], "stop");
-    // Calls that must be made are no answer yet.
+    // Forced calls are not an answer yet.
     rig.script(|script| script.text = CALLS[8..].to_owned());
     let mut required = format.clone();
     required["tool_choice"] = json!("required");
@@ -300,7 +300,7 @@ async fn an_answer_may_have_a_form_beside_tools() {
     assert!(matches!(spec(&rig).as_deref(), Some(GuideSpec::Json { .. })));
 }
 
-/// What is of the whole output has no reasoning before it.
+/// A constraint on the whole output allows no reasoning before it.
 #[tokio::test]
 async fn a_clients_own_grammar_is_of_the_whole_output() {
     let rig = rig("no<|end|>", None, true);
@@ -309,7 +309,7 @@ async fn a_clients_own_grammar_is_of_the_whole_output() {
     assert_eq!(choice["message"], json!({"role": "assistant", "content": "no", "refusal": null}));
 }
 
-/// A tool's schema costs no more than any other.
+/// A tool's schema has the same bounds as any other.
 #[tokio::test]
 async fn schemas_of_tools_have_bounds_too() {
     let rig = Rig::saying(&CALLS[8..]);

@@ -5,7 +5,7 @@
 //! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
 //! - `modules`: PURE: a layer's matrices, and where checkpoints have them
-//! - [`lora`]: adapters beside the model
+//! - [`lora`]: LoRA adapters beside the model
 //! - [`experts`]: mixtures of experts: their configuration, their tensors
 //! - [`quantization`]: quantised checkpoints
 //! - [`rope`]: PURE: rotary frequencies and their scalings
@@ -25,7 +25,7 @@ pub mod weights;
 
 use std::path::{Path, PathBuf};
 
-/// A model folder cannot be used. One sentence each: which file, what in it, why.
+/// Why a model folder cannot be used. One sentence each: which file, what in it, why.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// A file is missing or cannot be read.
@@ -36,7 +36,7 @@ pub enum ModelError {
         /// What is wrong with it.
         message: String,
     },
-    /// A tensor is missing or not as the configuration says.
+    /// A tensor is missing, or does not match the configuration.
     #[error("{}: tensor {tensor}: {message}", file.display())]
     Tensor {
         /// The file, or the folder when no file has it.
@@ -46,18 +46,18 @@ pub enum ModelError {
         /// What is wrong with it.
         message: String,
     },
-    /// The model cannot be divided as asked.
+    /// The model cannot be divided among that many ranks.
     #[error("tensor-parallel degree {degree}: {message}")]
     Degree {
-        /// The degree asked for.
+        /// The tensor-parallel degree asked for.
         degree: u32,
-        /// What does not divide, and which degrees would do.
+        /// What does not divide, and which degrees are possible.
         message: String,
     },
     /// The device has too little memory.
     #[error("{0}")]
     Fit(String),
-    /// The device has no products of the precision asked for.
+    /// The device does not support matrix products in the precision asked for.
     #[error("{0}")]
     Dtype(String),
     /// The device failed.
@@ -70,7 +70,7 @@ impl ModelError {
         Self::File { file: file.to_owned(), message: message.into() }
     }
 
-    /// Whether trying again with the same folder and degree cannot help.
+    /// Whether another attempt with the same folder and degree is pointless.
     #[must_use]
     pub fn is_permanent(&self) -> bool {
         !matches!(self, Self::Kernel(error) if !matches!(error, kernels::KernelError::Unsupported(_)))

@@ -1,5 +1,5 @@
-//! A front end's link to the coordinator: requests out, events in, stats on a timer; dials again
-//! for ever.
+//! A front end's link to the coordinator: requests out, events in, stats on a timer. When the link
+//! ends it dials again, without end.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -29,12 +29,12 @@ use crate::http::gate::Gate;
 use crate::http::state::{Readiness, ReadinessCheck};
 use crate::metrics::FrontendStats;
 
-/// How long the last words to clients may take.
+/// Time limit for the last messages, to clients and to the coordinator.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// Frames of events taken from the link and not handed to their requests yet.
+/// Most frames of events received from the link and not yet delivered to their requests.
 const INCOMING_MAX: usize = 1024;
 
-/// A request that the coordinator has.
+/// A request that the coordinator is working on.
 #[derive(Debug)]
 struct Live {
     events: EventSender,
@@ -42,7 +42,7 @@ struct Live {
     choices_left: usize,
 }
 
-/// See the module's documentation.
+/// The front end's side of the link; see the module's documentation.
 #[derive(Debug)]
 pub(super) struct Uplink {
     options: FrontendOptions,
@@ -55,25 +55,25 @@ pub(super) struct Uplink {
     process: SharedStats,
     gate: Gate,
     live: HashMap<RequestId, Live>,
-    /// Requests whose clients are gone, which the coordinator has not been told.
+    /// Requests whose clients are gone and whose cancellation has not been sent yet.
     gone: Vec<RequestId>,
-    /// The link, as named actors know it.
+    /// The link's number in the actor runtime.
     peer: Option<PeerId>,
-    /// Attempts to dial.
+    /// Number of dialling attempts.
     dialled: u64,
 }
 
 /// How serving over one link ended.
 enum Served {
-    /// The link is gone, for this reason.
+    /// The link ended, for this reason.
     Lost(String),
-    /// It was told to stop.
+    /// This process was told to stop.
     Stopped,
 }
 
 impl Uplink {
-    /// The link of the front end that `options` ask for; its HTTP side sends `commands` and counts
-    /// in `stats`.
+    /// The link of a front end with these `options`. The HTTP side sends `commands` and counts in
+    /// `stats`.
     pub(super) fn new(
         options: FrontendOptions,
         hello: FrontendHello,
@@ -101,18 +101,18 @@ impl Uplink {
         }
     }
 
-    /// Its HTTP side's requests pass this gate.
+    /// Sets the gate that the HTTP side's requests pass.
     pub(super) fn behind(self, gate: Gate) -> Self {
         Self { gate, ..self }
     }
 
-    /// Answers whether requests can be served now.
+    /// A check whether requests can be served now.
     pub(super) fn readiness(&self) -> ReadinessCheck {
         let readiness = self.readiness.clone();
         Arc::new(move || readiness.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
-    /// Serves until it is told to stop (`None`) or cannot go on.
+    /// Serves until told to stop (`None`), or until it cannot go on (the error).
     pub(super) async fn run(
         mut self,
         mut to: Destination,
@@ -162,7 +162,7 @@ impl Uplink {
             let peer = actors.peer_up("the coordinator", link.clone());
             self.peer = Some(peer);
             move |event| match event {
-                // At once: what actors say to each other waits for no request's events.
+                // Handled at once: messages between actors do not queue behind events.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
                     actors.frame(peer, &frame.body)
                 }
@@ -175,7 +175,8 @@ impl Uplink {
         let mut address = self.options.coordinator.clone();
         let superseded = address.other(Some(to));
         tokio::pin!(superseded);
-        // What the link has no room for yet: nothing more is sent, and everything else goes on.
+        // The message that the link has no room for yet. Until it is sent, no other is made, but
+        // everything else goes on.
         let mut held: Option<Encoded> = None;
         loop {
             if held.is_none()
@@ -199,7 +200,7 @@ impl Uplink {
                     Some(LinkEvent::Closed { reason }) => {
                         return Served::Lost(reason.to_string());
                     }
-                    // The sink could not even say that it closed: this side was too slow.
+                    // The channel was too full even for `Closed`: this side was too slow.
                     None => return Served::Lost("events came faster than they were taken".into()),
                 },
                 now = &mut superseded => {
@@ -208,7 +209,7 @@ impl Uplink {
                 sent = send(&link, held.as_ref()), if held.is_some() => {
                     held = None;
                     match sent {
-                        // How it ended is among the events.
+                        // A closed link also reports its end as an event.
                         Ok(()) | Err(SendError::Closed) => continue,
                         Err(error) => return Served::Lost(error.to_string()),
                     }
@@ -220,7 +221,7 @@ impl Uplink {
                 }
                 _ = &mut *stop => {
                     self.end_all(&EngineError::ShuttingDown);
-                    // So that the last report counts their ends, too.
+                    // So that the last report counts how these requests ended.
                     self.gate.empty_within(LAST_WORDS).await;
                     let reason = "the front end stops".to_owned();
                     let last = [self.report(), Some(FromFrontend::Goodbye { reason })];
@@ -241,7 +242,7 @@ impl Uplink {
         }
     }
 
-    /// Dials until the coordinator answers; requests are refused meanwhile.
+    /// Dials until the coordinator answers; rejects requests meanwhile.
     async fn dial(
         &mut self,
         mut to: Destination,
@@ -254,7 +255,7 @@ impl Uplink {
             let (last, hello) = (to.clone(), self.hello.clone());
             let secret = self.options.secret.clone();
             let attempt = async move {
-                // Another one that leads is dialled at once.
+                // If another coordinator leads, dial it at once.
                 let other = tokio::time::timeout(pause, address.other(Some(&last))).await;
                 let to = other.unwrap_or(last);
                 let joined = tokio::select! {
@@ -273,7 +274,7 @@ impl Uplink {
                 }
             };
             if dialled != to {
-                // One that has just begun to lead may not listen yet, but will in a moment.
+                // A new leader may not listen yet, but will in a moment.
                 wait = REDIAL_MIN;
             }
             to = dialled;
@@ -286,7 +287,7 @@ impl Uplink {
         }
     }
 
-    /// What the coordinator is told of a command.
+    /// The message to the coordinator for a command.
     fn message(&mut self, command: EngineCommand) -> Option<FromFrontend> {
         Some(match command {
             EngineCommand::Submit { request, events } => {
@@ -330,7 +331,7 @@ impl Uplink {
     }
 
     fn deliver(&mut self, id: RequestId, event: EngineEvent) {
-        // Events of a request that was cancelled meanwhile may still be on their way.
+        // Events of a request that has since been cancelled may still arrive.
         let Some(live) = self.live.get_mut(&id) else { return };
         match event {
             EngineEvent::Failed(_) => live.choices_left = 0,
@@ -340,7 +341,8 @@ impl Uplink {
             | EngineEvent::Embedding(_) => {}
         }
         let done = live.choices_left == 0;
-        // A client that left cancels its request by itself, if there was room for that.
+        // The HTTP side cancels the request of a client that left, but only if the command queue
+        // had room.
         let is_gone = live.events.send(event).is_err();
         live.reading.sent();
         if done || is_gone {
@@ -351,7 +353,7 @@ impl Uplink {
         }
     }
 
-    /// Finds requests whose clients are gone and get no events for now, or have long stopped reading.
+    /// Finds requests whose clients are gone while no events arrive, or have long stopped reading.
     fn find_gone(&mut self) {
         let now = self.clock.now();
         let gone = |(id, live): (&RequestId, &mut Live)| {
@@ -370,7 +372,7 @@ impl Uplink {
         *readiness = Readiness { ready, message };
     }
 
-    /// The coordinator's side of every request is gone with the link.
+    /// With the link, the coordinator has dropped its side of every request.
     fn fail_all(&mut self, reason: &str) {
         let message = format!("the link to the coordinator ended: {reason}");
         self.set_readiness(false, message.clone());
@@ -393,7 +395,7 @@ impl Uplink {
     }
 }
 
-/// Sends what is held back as soon as there is room.
+/// Sends the held message as soon as the link has room.
 async fn send(link: &PeerAddr<FromFrontend>, held: Option<&Encoded>) -> Result<(), SendError> {
     match held {
         Some(message) => link.tell_encoded_when_room(message).await,
@@ -401,7 +403,7 @@ async fn send(link: &PeerAddr<FromFrontend>, held: Option<&Encoded>) -> Result<(
     }
 }
 
-/// The request as it travels; `None` for one without choices, which there is none of.
+/// The request in wire form; `None` for one without choices, which does not occur.
 fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
     let n = u32::try_from(request.sampling.len()).ok()?;
     let waited = now.saturating_sub(request.arrived);

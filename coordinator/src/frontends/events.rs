@@ -1,4 +1,4 @@
-//! What happens to a front end's requests, on its way there.
+//! Events of a front end's requests, on their way to it.
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -13,14 +13,14 @@ use crate::engine::{EngineError, Gone};
 use crate::http::gate::Visit;
 use crate::http::state::ReadinessCheck;
 
-/// A frame of events is sent when it has about so many bytes.
+/// Approximate size, in bytes, at which a frame of events is sent.
 const GATHER_BYTES: usize = 1 << 20;
-/// Log-probabilities of a prompt travel in pieces of so many tokens.
+/// Tokens per piece, in which log-probabilities of a prompt are sent.
 pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
-/// How often readiness is looked at.
+/// Interval at which readiness is checked.
 const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Whether a link is up.
+/// Whether a link is open, for all who use it.
 #[derive(Debug)]
 pub(super) struct Open {
     is_open: AtomicBool,
@@ -41,11 +41,11 @@ impl Open {
         self.over.notify_waiters();
     }
 
-    /// Resolves when the link is over.
+    /// Resolves when the link ends.
     async fn closed(&self) {
         let over = self.over.notified();
         tokio::pin!(over);
-        // From here on no end is missed.
+        // From here on, no notification is missed.
         over.as_mut().enable();
         if self.is_open() {
             over.await;
@@ -53,7 +53,7 @@ impl Open {
     }
 }
 
-/// Where the events of one link's requests go, and which of them the engine has.
+/// The queue for the events of one link's requests, and the requests that the engine has.
 #[derive(Clone, Debug)]
 pub(super) struct LinkRequests {
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
@@ -66,7 +66,8 @@ impl LinkRequests {
         Self { queue, open, live: Arc::default() }
     }
 
-    /// Of a request that has `choices` ends to tell of; none when one of this number runs.
+    /// Registers a request of `choices` choices, each of which must be reported to end; `None` if a
+    /// request with this `id` is running.
     pub(super) fn begin(
         &self,
         id: RequestId,
@@ -88,8 +89,8 @@ impl LinkRequests {
         Some(RemoteEvents(request))
     }
 
-    /// The front end has forgotten a request. Whoever has it sees that its events are closed: no
-    /// queue can lose this.
+    /// The front end has dropped a request. The engine sees that its events are closed, even where
+    /// a cancel command did not fit into a queue.
     pub(super) fn cancel(&self, id: RequestId) {
         let found = self.live().get(&id).and_then(Weak::upgrade);
         if let Some(request) = found {
@@ -97,7 +98,7 @@ impl LinkRequests {
         }
     }
 
-    /// The link is over.
+    /// Marks the link as ended.
     pub(super) fn close(&self) {
         self.open.close();
     }
@@ -107,7 +108,7 @@ impl LinkRequests {
     }
 }
 
-/// Where the events of one request of a front end go.
+/// Receives the events of one request of a front end.
 #[derive(Clone, Debug)]
 pub struct RemoteEvents(Arc<RemoteRequest>);
 
@@ -116,11 +117,11 @@ struct RemoteRequest {
     /// The front end's number for it.
     id: RequestId,
     link: LinkRequests,
-    /// Choices whose ends the front end has not been told.
+    /// Choices whose end has not been sent yet.
     choices_left: AtomicUsize,
-    /// The front end has forgotten it.
+    /// The front end has dropped it.
     cancelled: AtomicBool,
-    /// The request is inside as long as the engine may send events.
+    /// Counts the request as running while the engine may send events.
     _visit: Option<Visit>,
 }
 
@@ -128,7 +129,7 @@ impl RemoteEvents {
     /// Queues one event.
     ///
     /// # Errors
-    /// [`Gone`], also for a front end that is far behind: it is given up.
+    /// [`Gone`]; also when the front end is so far behind that its link is given up.
     pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
         if self.is_closed() {
             return Err(Gone);
@@ -152,7 +153,7 @@ impl RemoteEvents {
         }
     }
 
-    /// Whether the front end's link is gone, or the front end has cancelled the request.
+    /// Whether the link has ended, or the front end has cancelled the request.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.0.is_closed()
@@ -166,7 +167,7 @@ impl RemoteRequest {
 
     fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
         self.link.queue.try_send((self.id, event)).map_err(|_| {
-            // The sending task sees it and ends the link.
+            // The sending task notices this and ends the link.
             self.link.close();
             Gone
         })
@@ -174,8 +175,9 @@ impl RemoteRequest {
 }
 
 impl Drop for RemoteRequest {
-    /// What the engine lets go of without an end (a client's own cancellation, or a defect of
-    /// whoever had it) ends nonetheless: the front end waits for it, unless it has forgotten it.
+    /// If the engine drops a request without reporting its end (because its client cancelled it, or
+    /// by a defect), an end is reported here: the front end waits for it, unless it has dropped the
+    /// request.
     fn drop(&mut self) {
         self.link.live().remove(&self.id);
         if *self.choices_left.get_mut() > 0 && !self.is_closed() {
@@ -185,8 +187,9 @@ impl Drop for RemoteRequest {
     }
 }
 
-/// Gathers events and sends them until the link is over, also by a queue that is full: a front end
-/// that says it is there and reads nothing holds up this task, which then has to be told.
+/// Gathers events into frames and sends them until the link ends. It watches for that end even
+/// while the link's queue is full: a front end that answers pings but reads nothing blocks this
+/// task.
 pub(super) async fn send(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
     link: PeerAddr<ToFrontend>,
@@ -210,7 +213,7 @@ pub(super) async fn send(
             gathered.push(next);
         }
         let message = ToFrontend::Events(std::mem::take(&mut gathered));
-        // A link that is full holds this task up, never the engine.
+        // A full link blocks this task, never the engine.
         let sent = tokio::select! {
             sent = link.tell_when_room(&message) => sent,
             () = &mut over => break,
@@ -228,7 +231,7 @@ pub(super) async fn send(
     link.close();
 }
 
-/// About how many bytes an event has on the wire.
+/// Approximate size of an event on the wire, in bytes.
 fn weight(event: &EngineEvent) -> usize {
     let logprobs = |token: &shared::protocol::TokenLogprobs| 16 + 10 * token.top.len();
     match event {
@@ -239,7 +242,7 @@ fn weight(event: &EngineEvent) -> usize {
     }
 }
 
-/// Tells the front end whether requests can be served, whenever that changes.
+/// Tells the front end whether requests can be served, at every change.
 pub(super) async fn send_readiness(
     readiness: ReadinessCheck,
     link: PeerAddr<ToFrontend>,

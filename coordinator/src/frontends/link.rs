@@ -17,26 +17,26 @@ use super::making::Making;
 use crate::engine::{EngineCommand, EngineError};
 use crate::links::link_end;
 
-/// A front end's own request numbers lie below this; the link's number comes above.
+/// A front end's request numbers are below 2^40; the bits above hold the link's number.
 pub(super) const LINK_SHIFT: u32 = 40;
 
-/// Takes what one front end sends.
+/// Handles the messages of one front end.
 pub(super) struct Receiver {
     pub(super) frontends: Arc<Frontends>,
     id: FrontendId,
     incarnation: Incarnation,
-    /// Unique among all links there ever were, so that two front ends' request numbers differ.
+    /// Unique among all links ever made, so that the request numbers of two front ends differ.
     link_number: u64,
     requests: LinkRequests,
-    /// The link, as named actors know it.
+    /// The link's number in the actor runtime.
     peer: PeerId,
     node: String,
-    /// Its requests that a grammar is being made for.
+    /// Its requests that wait for a grammar.
     pub(super) making: Making,
 }
 
 impl Receiver {
-    /// Of the `link_number`th link, that of the front end which said `hello`.
+    /// For link number `link_number`, of the front end that sent `hello`.
     pub(super) fn new(
         frontends: Arc<Frontends>,
         hello: &FrontendHello,
@@ -57,7 +57,7 @@ impl Receiver {
         }
     }
 
-    /// Takes what the link has; false ends it.
+    /// Handles an event of the link; returning false ends it.
     pub(super) fn take(&self, event: LinkEvent) -> bool {
         match event {
             LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
@@ -97,7 +97,7 @@ impl Receiver {
                 if self.making.cancel(id) {
                     return true;
                 }
-                // A full channel is no loss: whoever has it sees that its events are closed.
+                // A full channel loses nothing: the engine sees that the events are closed.
                 let _ = self.frontends.commands.try_send(EngineCommand::Cancel { id });
                 true
             }
@@ -113,12 +113,13 @@ impl Receiver {
         }
     }
 
-    /// The engine's number for a request of this link; `None` for one that would be another link's.
+    /// The engine's number for a request of this link; `None` if `id` is out of range and would
+    /// collide with another link's.
     fn global(&self, id: RequestId) -> Option<RequestId> {
         (id.0 >> LINK_SHIFT == 0).then_some(RequestId(self.link_number << LINK_SHIFT | id.0))
     }
 
-    /// What no working front end sends ends its link.
+    /// Logs a message that no working front end sends; the result ends the link.
     fn impossible(&self, reason: &str) -> bool {
         tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
         false

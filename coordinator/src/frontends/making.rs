@@ -1,5 +1,5 @@
-//! Requests of a link whose output must be something: a grammar is made first, off the task that
-//! reads the link, so that others pass them.
+//! Requests with structured output: their grammar is compiled first, off the link's reader task, so
+//! that later requests can overtake them.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -10,13 +10,13 @@ use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide};
 use crate::guide::{Grammar, GrammarError};
 use crate::text::stream::StopRules;
 
-/// Those of one link, with where their events go: a request that is cancelled ends at once, however
-/// long its grammar takes. Clones are the same.
+/// The waiting requests of one link, with the receivers of their events: a cancelled request ends
+/// at once, however long its grammar takes. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Making(Arc<Mutex<HashMap<RequestId, RemoteEvents>>>);
 
 impl Making {
-    /// Hands the request to the engine as soon as it has its guides.
+    /// Compiles the request's grammar, if it has one, then passes the request to the engine.
     pub(super) fn make(
         &self,
         frontends: Arc<Frontends>,
@@ -31,7 +31,7 @@ impl Making {
         let making = self.clone();
         tokio::spawn(async move {
             let made = frontends.text.grammars.make(&frontends.text, &spec).await;
-            // Its client may have left meanwhile: the front end has forgotten it.
+            // The client may have left meanwhile, so that the front end has dropped the request.
             let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
             match made {
                 Ok(grammar) => match frontends.guided(request, &grammar) {
@@ -46,12 +46,12 @@ impl Making {
         });
     }
 
-    /// Takes a request out; returns whether it was there.
+    /// Removes a request; returns whether it was there.
     pub(super) fn cancel(&self, id: RequestId) -> bool {
         self.take(id).is_some()
     }
 
-    /// The link is over: nobody waits for them.
+    /// The link has ended: nobody waits for its requests.
     pub(super) fn clear(&self) {
         let all = std::mem::take(&mut *self.lock());
         drop(all);
@@ -71,7 +71,7 @@ impl Making {
     }
 }
 
-/// What is no fault of the request is answered so that clients try again.
+/// An error that is not the request's fault becomes one upon which clients retry.
 fn engine_error(error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
@@ -82,7 +82,7 @@ fn engine_error(error: GrammarError) -> EngineError {
 }
 
 impl Frontends {
-    /// With a guide for each choice.
+    /// Gives each choice of the request its guide.
     fn guided(
         &self,
         mut request: Box<GenerateRequest>,

@@ -1,4 +1,4 @@
-//! The engine's request of what a front end sends.
+//! Turns a front end's request into the engine's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,12 +11,12 @@ use super::Frontends;
 use crate::engine::{GenerateRequest, StopCheck};
 use crate::text::stream::StopRules;
 
-/// Bytes of a response's id.
+/// Longest response id, in bytes.
 const RESPONSE_ID_MAX: usize = 256;
 
 impl Frontends {
-    /// Makes the engine's request of a front end's. The front end has checked everything for its
-    /// client already; this only keeps a broken one from harming the engine.
+    /// Turns a front end's request into the engine's. The front end has already validated it for
+    /// its client; the checks here only keep a broken front end from harming the engine.
     pub(super) fn request(
         &self,
         id: RequestId,
@@ -87,7 +87,7 @@ impl Frontends {
             guide_spec: submit.guide.map(Arc::new),
             max_tokens: submit.max_tokens,
             open_ended: submit.open_ended,
-            // Of one that does not know yet that priorities are not followed any more.
+            // A front end may not know yet that the coordinator no longer uses priorities.
             priority: if self.serving.priorities { submit.priority } else { 0 },
             cache_salt: submit.cache_salt,
             adapter: submit.adapter,
@@ -108,11 +108,11 @@ impl Frontends {
             stops: submit.stops.clone(),
             end_tokens: submit.end_tokens.clone(),
             min_tokens: submit.sampling.min_tokens,
-            // Where text ends is the front end's business.
+            // Only the front end decides which part of the last tokens belongs to the text.
             include_stop: false,
             shown: Vec::new(),
             keep_special: submit.keep_special,
-            // What stands around special tokens is between a front end and itself.
+            // The fences around special tokens exist only inside a front end.
             fenced: None,
         });
         let stream = self.text.stream(rules, submit.goes_on.then_some(&submit.prompt));

@@ -1,8 +1,8 @@
-//! PURE: which front end has which slot, and which process and link is the slot's present one.
+//! PURE: which front end has which slot, and which process and link are the slot's current ones.
 //!
-//! As with workers, another process under a name that is linked has to wait, or the two would
-//! displace each other for ever. A slot is its name's for good while there are enough; then those of
-//! front ends that have long been gone are given to others, and their totals are closed.
+//! As with workers, a second process under the name of a linked one must wait, or the two would
+//! displace each other for ever. A name keeps its slot while there are enough slots; after that,
+//! slots of front ends long gone are reassigned, and their totals are closed.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
@@ -12,42 +12,42 @@ use shared::protocol::FrontendId;
 use crate::cluster::absence::EXPECTED_FOR;
 use crate::cluster::actor::Refusal;
 
-/// Front ends, linked or gone, that have a slot.
+/// Most front ends, linked or gone, that have a slot.
 pub(super) const SLOTS_MAX: usize = 4096;
 
-/// See the module's documentation; `L` is a link.
+/// The table of slots; `L` is a link. See the module's documentation.
 #[derive(Debug)]
 pub(super) struct Slots<L> {
     by_node: BTreeMap<String, FrontendId>,
     slots: BTreeMap<FrontendId, Slot<L>>,
-    /// Processes whose totals were closed when their slots went to others, oldest first.
+    /// Processes whose totals were closed when their slots were reassigned, oldest first.
     closed: VecDeque<Incarnation>,
 }
 
 #[derive(Debug)]
 struct Slot<L> {
-    /// The last process of it that was linked.
+    /// The slot's last linked process.
     run: Option<Incarnation>,
     link: Option<L>,
-    /// Since when nobody has been linked.
+    /// When the last link ended.
     free_since: Duration,
 }
 
-/// A front end may join.
+/// Permission for a front end to join.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Admitted {
-    /// In this slot.
+    /// Its slot.
     pub(super) frontend: FrontendId,
-    /// The process that had it before, which is not expected back.
+    /// The slot's previous process, if the slot was reassigned; it is not expected back.
     pub(super) freed: Option<Incarnation>,
 }
 
-/// What a front end that joins follows on.
+/// What a joining front end replaces.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Before<L> {
-    /// Another process.
+    /// The previous process, if it was another one.
     pub(super) run: Option<Incarnation>,
-    /// Its own link of before.
+    /// The previous link of the same process, if still open.
     pub(super) link: Option<L>,
 }
 
@@ -64,7 +64,8 @@ impl<L> Slots<L> {
         self.by_node.iter().filter_map(move |(node, id)| Some((node.as_str(), *id, link(id)?)))
     }
 
-    /// Whether this process may join, under which number. It may have brought one.
+    /// Whether process `run` may join as `node`, and in which slot. `brought` is its slot at
+    /// another coordinator.
     pub(super) fn admit(
         &mut self,
         now: Duration,
@@ -94,7 +95,7 @@ impl<L> Slots<L> {
         Ok(Admitted { frontend, freed })
     }
 
-    /// A front end that was let in went away before it was told: its slot is free, if it was new.
+    /// An admitted front end went away before it got its welcome: frees its slot if that was new.
     pub(super) fn not_joined(&mut self, node: &str) {
         let Some(id) = self.by_node.get(node).copied() else { return };
         if self.slots.get(&id).is_some_and(|slot| slot.run.is_none() && slot.link.is_none()) {
@@ -103,8 +104,8 @@ impl<L> Slots<L> {
         }
     }
 
-    /// The slot a front end brings from another coordinator, if nobody has it; else the first that
-    /// nobody has. Slot 0 is the coordinator's own.
+    /// The slot that a front end brings from another coordinator if it is free, otherwise the first
+    /// free one. Slot 0 is the coordinator's own.
     fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
         let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
         let most = SLOTS_MAX as u32;
@@ -113,7 +114,7 @@ impl<L> Slots<L> {
         FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
     }
 
-    /// Takes the slot of whoever has been gone longest, and is not expected back.
+    /// Takes the slot of the front end that has been gone longest and is no longer expected back.
     fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), Refusal> {
         let gone = |(id, slot): (&FrontendId, &Slot<L>)| {
             let long = now.saturating_sub(slot.free_since) >= EXPECTED_FOR;
@@ -135,10 +136,10 @@ impl<L> Slots<L> {
         Ok((id, run))
     }
 
-    /// A front end has been welcomed: `link` is its present one.
+    /// A front end has got its welcome; `link` becomes its current link.
     ///
     /// # Errors
-    /// `link` again, when the slot is another process's by now.
+    /// Returns `link` when another process has the slot by now.
     pub(super) fn joined(
         &mut self,
         node: &str,
@@ -157,7 +158,7 @@ impl<L> Slots<L> {
         Ok(Before { run, link: old })
     }
 
-    /// A link has ended. Returns whether it was its slot's present one, by `is_it`.
+    /// A link has ended. Returns whether it was the slot's current one, as `is_it` tells.
     pub(super) fn left(
         &mut self,
         now: Duration,
@@ -210,14 +211,14 @@ mod tests {
         assert_eq!(slots.joined("a", FrontendId(1), A, 7), Ok(nobody));
         let waits = slots.admit(secs(1), "a", B, None).unwrap_err();
         assert!(matches!(waits, Refusal::NotYet(why) if why.contains("linked as front end a")));
-        // Its own next link takes the old one's place, which ends later.
+        // The process's own next link replaces the old one, which ends later.
         assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
         let own = Before { run: None, link: Some(7) };
         assert_eq!(slots.joined("a", FrontendId(1), A, 8), Ok(own));
         assert!(!slots.left(secs(2), FrontendId(1), |link| *link == 7));
         assert!(slots.admit(secs(2), "a", B, None).is_err(), "it is linked still");
         assert!(slots.left(secs(3), FrontendId(1), |link| *link == 8));
-        // Two that are admitted at once: one of them joins.
+        // Two processes are admitted at the same time; only one of them joins.
         let both = [A, B].map(|run| slot(slots.admit(secs(3), "a", run, None)));
         assert_eq!(both, [1, 1]);
         let other = Before { run: Some(A), link: None };
@@ -255,7 +256,8 @@ mod tests {
         let freed = Admitted { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
         assert_eq!(slots.admit(late, "new", A, None), Ok(freed));
         assert!(slots.admit(late, "newer", B, None).is_err(), "the next one is expected still");
-        // Whoever had it is another process by now, or none: its totals would count twice.
+        // Its slot belongs to another process by now, or to none: its totals would be counted
+        // twice.
         let back = slots.admit(late + secs(9), "pod-0", Incarnation(100), None).unwrap_err();
         assert!(matches!(back, Refusal::Never(why) if why.contains("start it again")));
         let freed = Admitted { frontend: FrontendId(2), freed: Some(Incarnation(101)) };

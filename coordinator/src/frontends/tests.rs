@@ -1,4 +1,5 @@
-//! What a front end's link takes: nothing that a working front end would not send.
+//! What the coordinator accepts on a front end's link: nothing that a working front end would not
+//! send.
 use std::path::Path;
 
 use shared::clock::SystemClock;
@@ -88,7 +89,7 @@ fn request() -> SubmitRequest {
     }
 }
 
-/// Makes another request of one.
+/// Turns a valid request into another one.
 type Change<'a> = &'a dyn Fn(&mut SubmitRequest);
 
 #[test]
@@ -133,7 +134,7 @@ fn priorities_of_front_ends_count_where_they_are_followed() {
     }
 }
 
-/// The coordinator finds the end of a text where the front end does: behind its prompt.
+/// The coordinator finds the end of a text where the front end does, continuing its prompt.
 #[actix_rt::test]
 async fn what_goes_on_from_its_prompt_does_so_here_too() {
     let model = sentencepiece_bpe();
@@ -147,7 +148,7 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
         change(&mut submit);
         assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
     };
-    // Whoever drops its events has lost a request, and nobody reads here what the front end is told.
+    // Dropping its events would fail a request, and nothing here reads what the front end is told.
     let mut kept = Vec::new();
     for (id, goes_on) in [(1, true), (2, false)] {
         ask(&receiver, id, goes_on, &|_| ());
@@ -166,7 +167,7 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
     kept.push(events);
     assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 4));
     assert!(request.guides[0].allowed().unwrap().allows(spaced));
-    // Nothing can begin a text so.
+    // No text can begin with this.
     ask(&receiver, 3, false, &guide);
     while !receiver.making.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
@@ -181,7 +182,7 @@ fn a_front_end_cancels_its_own_requests_alone() {
     let command = taken.try_recv().unwrap();
     let own = RequestId(3 << LINK_SHIFT | 7);
     assert!(matches!(command, EngineCommand::Cancel { id } if id == own), "{command:?}");
-    // Number 7 of link 4, from link 3's side.
+    // Request 7 of link 4, as seen from link 3.
     assert!(!receiver.message(FromFrontend::Cancel(RequestId(1 << LINK_SHIFT | 7))));
     assert!(taken.try_recv().is_err());
 }
@@ -196,7 +197,7 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
     };
     ask(7, "[a-z]{3}");
     assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
-    // It cannot be made into a grammar: a front end would have said so to its client.
+    // It does not compile to a grammar: a front end would have told its client so.
     ask(8, "(");
     ask(9, "[a-z]{3}");
     let within = Duration::from_secs(60);
@@ -222,7 +223,7 @@ fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
         reason: crate::engine::FinishReason::Length,
         cached: 0,
     };
-    // One of two choices ends; the last clone tells of the loss, once.
+    // One of two choices ends; the last clone reports the loss, once.
     let lost = remote(2);
     lost.send(finished(0)).unwrap();
     let other = lost.clone();
@@ -231,7 +232,7 @@ fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     assert!(events.try_recv().is_err());
     drop(other);
     assert!(matches!(events.try_recv().unwrap(), (RequestId(7), EngineEvent::Failed(_))));
-    // What has ended, well or badly, ends once.
+    // A request that has ended, well or badly, ends only once.
     let whole = remote(1);
     whole.send(finished(0)).unwrap();
     let failed = remote(3);
@@ -296,7 +297,7 @@ async fn a_cancelled_request_is_inside_no_longer_though_its_grammar_is_being_mad
 #[tokio::test]
 async fn a_front_end_that_reads_nothing_loses_its_link_when_its_queue_is_full() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-    // It says nothing either, which nobody minds here for long.
+    // The peer also sends nothing, which this side tolerates for a while.
     let _peer = tokio::net::TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
     let connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
     let patient = Duration::from_secs(3600);

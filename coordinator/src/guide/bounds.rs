@@ -1,21 +1,21 @@
-//! PURE: what makes compiling a schema dear, counted before it is compiled. Patterns of properties
-//! are compared in pairs, and where schemas are merged each alternative gets all properties of what
-//! it is merged with.
+//! PURE: bounds on what makes compiling a schema expensive, counted before it is compiled. Property
+//! patterns are compared in pairs, and where schemas are merged, each alternative gets all
+//! properties of what it is merged with.
 use std::collections::HashMap;
 
 use serde_json::{Map, Value};
 
-/// Most entries of all `patternProperties` of a schema.
+/// Most `patternProperties` entries in a schema, in total.
 const PATTERNS_MAX: usize = 64;
-/// Most properties that merging may make: alternatives times properties.
+/// Most properties that merging may produce: alternatives times properties.
 const MERGED_MAX: usize = 200_000;
-/// Deepest chain of references that is followed to count alternatives.
+/// Longest chain of references followed when counting alternatives.
 const DEPTH_MAX: usize = 64;
 
-/// Whether compiling this schema costs what is bounded.
+/// Checks that the cost of compiling this schema is bounded.
 ///
 /// # Errors
-/// One sentence that goes on after the field's name.
+/// One sentence that continues after the field's name.
 pub(super) fn check(schema: &Value) -> Result<(), String> {
     let mut found = Found::default();
     found.schema(schema);
@@ -41,18 +41,18 @@ pub(super) fn check(schema: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// What there is in a whole schema.
+/// The counts of a whole schema.
 #[derive(Default)]
 struct Found<'a> {
     patterns: usize,
     properties: usize,
-    /// Members of `anyOf` and `oneOf`.
+    /// Total members of `anyOf` and `oneOf`.
     members: usize,
     merges: Vec<&'a Map<String, Value>>,
 }
 
 impl<'a> Found<'a> {
-    /// Counts a schema, and whatever else stands at its place: references may lead anywhere.
+    /// Counts a schema and everything below it, schema or not: references may point anywhere.
     fn schema(&mut self, value: &'a Value) {
         let object = match value {
             Value::Object(object) => object,
@@ -73,7 +73,7 @@ impl<'a> Found<'a> {
                 _ => {}
             }
             match (key.as_str(), value) {
-                // Names, which say nothing by themselves.
+                // The keys below these are names, not keywords.
                 (
                     "properties" | "patternProperties" | "$defs" | "definitions"
                     | "dependentSchemas",
@@ -85,7 +85,7 @@ impl<'a> Found<'a> {
     }
 }
 
-/// Whether what is described here is made of several schemas.
+/// Whether this schema combines several schemas.
 pub(super) fn merges(object: &Map<String, Value>) -> bool {
     let has = |key: &str| object.contains_key(key);
     let parts = object.get("allOf").and_then(Value::as_array).map_or(0, Vec::len);
@@ -96,10 +96,10 @@ pub(super) fn merges(object: &Map<String, Value>) -> bool {
     merges || parts >= 2 || (has("anyOf") && has("oneOf")) || (has("allOf") && has("$ref"))
 }
 
-/// Counts the alternatives that a schema comes to when its parts are merged.
+/// Counts the alternatives that a schema has once its parts are merged.
 struct Ways<'a> {
     root: &'a Value,
-    /// By reference; 1 while it is being counted.
+    /// The count per reference; 1 while it is being counted.
     known: HashMap<&'a str, usize>,
 }
 
@@ -176,7 +176,7 @@ mod tests {
                     "anyOf": objects(400)}),
                 "merges 400 alternatives",
             ),
-            // Alternatives of alternatives, also behind references.
+            // Alternatives of alternatives, also through references.
             (
                 json!({"$defs": {"a": {"anyOf": objects(50)}},
                     "allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}]}),
@@ -191,7 +191,7 @@ mod tests {
             json!({"anyOf": objects(3000), "$defs": {"x": object(3000)}}),
             json!({"allOf": [{"anyOf": objects(100)}, object(1500)]}),
             json!({"allOf": [object(3000), object(3000)]}),
-            // Names and values are no keywords.
+            // Names and values are not keywords.
             json!({"properties": {"patternProperties": {"enum": [1]}, "anyOf": {}, "allOf": {}}}),
             json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a", "anyOf": [{}, {}]}}}),
             json!({"$ref": "#", "anyOf": [{"$ref": "#"}], "allOf": true}),

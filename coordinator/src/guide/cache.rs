@@ -1,19 +1,19 @@
-//! PURE: what was made of which specification, or why nothing was; the longest unused is forgotten
+//! PURE: the results of compiled specifications, grammars or errors; evicts the least recently used
 //! first.
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use shared::protocol::GuideSpec;
 
-/// Most specifications that are kept.
+/// Most entries.
 const ENTRIES_MAX: usize = 128;
-/// Most bytes that all of them may take, as far as they are known.
+/// Most bytes of all entries together, as far as their size is known.
 const BYTES_MAX: usize = 256 << 20;
 
-/// What came of a specification.
+/// The result of compiling a specification.
 pub(super) type Made<T> = Result<Arc<T>, String>;
 
-/// See the module's documentation.
+/// An LRU cache of compiled specifications.
 #[derive(Debug)]
 pub(super) struct Cache<T> {
     made: HashMap<GuideSpec, Entry<T>>,
@@ -35,7 +35,7 @@ impl<T> Default for Cache<T> {
 }
 
 impl<T> Cache<T> {
-    /// What came of this one, if it is kept.
+    /// The cached result for `spec`.
     pub(super) fn get(&mut self, spec: &GuideSpec) -> Option<Made<T>> {
         self.uses += 1;
         let entry = self.made.get_mut(spec)?;
@@ -43,8 +43,8 @@ impl<T> Cache<T> {
         Some(entry.made.clone())
     }
 
-    /// Keeps what came of this one, which takes about so many bytes beside the specification
-    /// itself. What is too large by itself is not kept.
+    /// Caches a result of about `bytes` bytes, not counting the specification itself. Entries that
+    /// are too large on their own are not cached.
     pub(super) fn put(&mut self, spec: GuideSpec, made: Made<T>, bytes: usize) {
         self.uses += 1;
         self.remove(&spec);
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!((kept(&mut cache, 0), kept(&mut cache, 1)), (Some(0), None));
         assert_eq!(kept(&mut cache, 2), None);
         assert_eq!(cache.get(&spec(3)), Some(Err("no".to_owned())));
-        // Again, and lighter.
+        // Replaced by a smaller one.
         cache.put(spec(3), Ok(Arc::new(3)), 5);
         cache.put(spec(4), Ok(Arc::new(4)), BYTES_MAX / 2);
         assert_eq!((kept(&mut cache, 0), kept(&mut cache, 3)), (Some(0), Some(3)));

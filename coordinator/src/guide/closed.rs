@@ -1,25 +1,25 @@
-//! PURE: schemas whose objects have no other properties than those they name, where they do not say
-//! what others there may be. JSON Schema allows any; models held to that write on for ever, and
-//! vLLM's grammars close them too.
+//! PURE: closes schemas: an object that does not say which other properties it allows gets none
+//! beyond those it names. JSON Schema allows any; models held to that write on for ever, and vLLM's
+//! grammars close objects, too.
 //!
-//! What is merged with something else (`allOf`, or what stands beside `anyOf`, `oneOf` and `$ref`)
-//! stays as it is: parts that were closed one by one would leave nothing.
+//! Schemas that are merged with others (`allOf`, or keywords beside `anyOf`, `oneOf` and `$ref`)
+//! stay open: if each part were closed by itself, no object would match them all.
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
 use super::bounds::merges;
 
-/// Keywords that hold schemas for properties.
+/// Keywords that map property names to schemas.
 const NAMED: [&str; 2] = ["properties", "patternProperties"];
-/// Keywords that hold schemas to be referred to.
+/// Keywords that map names to schemas for `$ref`.
 const DEFINED: [&str; 2] = ["$defs", "definitions"];
-/// Keywords that hold a schema, or a list of them, for something within what is described.
+/// Keywords with a schema, or a list of them, for a part of the described value.
 const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additionalProperties"];
-/// Keywords that hold schemas, or a list of them, for the very thing that is described.
+/// Keywords with a list of schemas for the described value itself.
 const IN_PLACE: [&str; 3] = ["allOf", "anyOf", "oneOf"];
 
-/// The schema with its objects closed.
+/// Returns the schema with its objects closed.
 #[must_use]
 pub(crate) fn closed(schema: &Value) -> Value {
     let mut found = Found { root: schema, seen: HashSet::new(), open: HashSet::new() };
@@ -37,7 +37,7 @@ pub(crate) fn closed(schema: &Value) -> Value {
     copy(schema, &closes)
 }
 
-/// Whether it requires a property that it does not name, which must be one of the others then.
+/// Whether it requires a property that it does not name, which must then be an additional one.
 fn requires_unnamed(map: &Map<String, Value>) -> bool {
     let named = map.get("properties").and_then(Value::as_object);
     let required = map.get("required").and_then(Value::as_array);
@@ -62,17 +62,17 @@ fn copy(value: &Value, closes: &impl Fn(&Map<String, Value>) -> bool) -> Value {
     }
 }
 
-/// The objects of a JSON text that are schemas, by where they are: references may lead anywhere, and
-/// what is a constant or a default only looks like one.
+/// The objects of a JSON document that are schemas, by address: references may point anywhere, and
+/// constants and defaults only look like schemas.
 struct Found<'a> {
     root: &'a Value,
     seen: HashSet<*const Map<String, Value>>,
-    /// Those that are merged with others.
+    /// The schemas that are merged with others.
     open: HashSet<*const Map<String, Value>>,
 }
 
 impl<'a> Found<'a> {
-    /// Finds them all. Not by recursion: references may follow one another for thousands.
+    /// Finds all schemas. Iterative, since references may form chains of thousands.
     fn all(&mut self) {
         let mut waiting = vec![(self.root, false)];
         while let Some((value, merged)) = waiting.pop() {
@@ -82,7 +82,7 @@ impl<'a> Found<'a> {
         }
     }
 
-    /// Takes a schema, which is a part of what is merged or is not.
+    /// Visits a schema; `merged` tells whether it is part of a merged one.
     fn schema(
         &mut self,
         map: &'a Map<String, Value>,
@@ -91,13 +91,13 @@ impl<'a> Found<'a> {
     ) {
         let place = std::ptr::from_ref(map);
         let merged = merged || merges(map);
-        // One that was seen is looked at once more where it turns out to be part of something.
+        // A schema seen before is visited again when it turns out to be part of a merged one.
         let is_new = self.seen.insert(place);
         let opens = merged && self.open.insert(place);
         if !is_new && !opens {
             return;
         }
-        // The same property, or what is in the same place, may be described by several parts.
+        // Several parts may describe the same property, or the same place.
         let within = merged || NAMED.iter().all(|key| map.contains_key(*key));
         for (key, value) in map {
             match (key.as_str(), value) {
@@ -152,7 +152,7 @@ mod tests {
             outer
         };
         assert_eq!(closed(&nested(&open)), nested(&shut));
-        // As old versions of pydantic refer to a schema beside a description.
+        // Old versions of pydantic put a reference and a description side by side like this.
         let described = |it: &Value| json!({"allOf": [{"$ref": "#/other/d"}], "description": "x", "other": {"d": it}});
         assert_eq!(closed(&described(&open)), described(&shut));
         let patterns = json!({"patternProperties": {"^a": {}}});
@@ -177,21 +177,21 @@ mod tests {
             json!({"$ref": "#/$defs/d", "properties": {"b": {}}, "$defs": {"d": base}}),
             json!({"anyOf": [base, {"$ref": "#/$defs/d"}], "properties": {"b": {}},
                 "$defs": {"d": base}}),
-            // Seen alone before it is seen as a part, and behind another reference.
+            // Seen alone first, then as a part, and through another reference.
             json!({"prefixItems": [{"$ref": "#/$defs/d"},
                 {"allOf": [{"$ref": "#/$defs/e"}, {"properties": {"b": {}}}]}],
                 "$defs": {"d": base, "e": {"$ref": "#/$defs/d"}}}),
-            // What describes one property in two places.
+            // One property described in two places.
             json!({"allOf": [{"properties": {"b": base}}, {"properties": {"b": {"properties": {"c": {}}}}}]}),
             json!({"allOf": [{"items": base}, {"items": {"properties": {"c": {}}}}]}),
-            // One of the others is required.
+            // It requires an additional property.
             object(&json!({"required": ["a", "b"]})),
-            // Values, no schemas.
+            // Values, not schemas.
             json!({"const": base, "default": base, "enum": [base], "examples": [base]}),
         ] {
             assert_eq!(closed(&stays), stays);
         }
-        // Names are no keywords; references may go round.
+        // Names are not keywords; references may form cycles.
         let named = json!({"properties": {"properties": {"const": base}, "allOf": {"$ref": "#"}}});
         let mut expected = named.clone();
         expected["additionalProperties"] = json!(false);

@@ -1,4 +1,4 @@
-//! A specification made a grammar, and one sequence's place in it.
+//! A specification compiled to a grammar, and one sequence's place in it.
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,31 +17,31 @@ use super::masks::Masks;
 use crate::engine::{Guided, TokenGuide};
 use crate::text::reply::grammar;
 
-/// What [`Whitespace::Usual`] is.
+/// The pattern of [`Whitespace::Usual`].
 const USUAL_WHITESPACE: &str = r"\x20|\x0A\x20{0,32}|\x0A\x09{1,8}";
-/// Bytes of a small grammar's states, about.
+/// Approximate memory of a small grammar's states, in bytes.
 const GRAMMAR_BYTES: usize = 256 << 10;
-/// Bytes of symbols and expressions that a byte of a specification becomes, about.
+/// Approximate memory of symbols and expressions per byte of a specification.
 const BYTES_PER_BYTE: usize = 100;
-/// Characters of an error that are shown.
+/// Longest error shown, in characters.
 const ERROR_CHARS: usize = 400;
 
-/// A specification, ready to be followed. Every sequence goes its own way through it.
+/// A compiled specification. Each sequence follows it independently.
 pub struct Grammar {
     way: Way,
-    /// The tokens that it may begin with behind other text.
+    /// The tokens that may come first after other text.
     first: Arc<TokenMask>,
-    /// Where nothing comes before it; or why it cannot begin there.
+    /// The tokens that may come first where no text precedes; or why none may.
     first_of_all: Result<Arc<TokenMask>, String>,
-    /// What it takes in memory, about.
+    /// Approximate memory, in bytes.
     bytes: usize,
 }
 
 enum Way {
-    /// Any tokens of `first`.
+    /// Any sequence of the tokens in `first`.
     Free,
-    /// The matcher before the first token; a sequence has a copy of its own, so that what one makes
-    /// the matcher learn changes nothing for others.
+    /// The matcher before the first token. Each sequence copies it, so that what one sequence makes
+    /// it learn does not affect others.
     Matched { matcher: Arc<Mutex<Matcher>>, is_json: bool, vocab: u32, masks: Arc<Masks> },
 }
 
@@ -52,7 +52,7 @@ impl fmt::Debug for Grammar {
 }
 
 impl Grammar {
-    /// Makes a grammar of a specification; `barred` are tokens that no text begins with.
+    /// Compiles a specification; `barred` are the tokens that no text can begin with.
     ///
     /// # Errors
     /// One sentence for the client.
@@ -97,15 +97,15 @@ impl Grammar {
         Ok(Self { way: Way::Free, first_of_all: Ok(first.clone()), first, bytes })
     }
 
-    /// What it takes in memory, about: what the library keeps cannot be counted whole.
+    /// Approximate memory in bytes; the library's share can only be estimated.
     pub(super) const fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// A sequence's place in it, before its first token, behind other text or not.
+    /// A guide before its first token; `behind_text` tells whether text precedes.
     ///
     /// # Errors
-    /// One sentence when no token can be the first there.
+    /// One sentence when no token may come first there.
     pub fn guide(self: &Arc<Self>, behind_text: bool) -> Result<Guide, String> {
         let first = if behind_text { self.first.clone() } else { self.first_of_all.clone()? };
         Ok(Guide { grammar: self.clone(), first, place: Place::Beginning(None) })
@@ -128,10 +128,10 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
     })
 }
 
-/// A grammar in Lark's notation whose schemas are within bounds.
+/// A grammar in Lark's notation, after checking the bounds of its JSON schemas.
 fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
     for (at, key) in grammar.match_indices("%json") {
-        // What is no JSON is the compiler's to find.
+        // Leaves invalid JSON to the compiler.
         let mut schemas = serde_json::Deserializer::from_str(&grammar[at + key.len()..]);
         if let Ok(schema) = Value::deserialize(&mut schemas) {
             bounds::check(&schema)?;
@@ -140,7 +140,7 @@ fn lark(grammar: &str) -> Result<TopLevelGrammar, String> {
     Ok(TopLevelGrammar::from_lark(grammar.to_owned()))
 }
 
-/// A schema with what llguidance is told beside it.
+/// A closed schema with options for llguidance added.
 ///
 /// # Errors
 /// One sentence for the client.
@@ -158,8 +158,8 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
         Whitespace::None => json!({"whitespace_flexible": false}),
         Whitespace::Pattern(pattern) => json!({"whitespace_pattern": pattern}),
     };
-    // Where members exclude each other it comes to the same, and the library cannot tell where they
-    // are references, as those of tagged unions are.
+    // Treats `oneOf` as `anyOf`: equivalent where the members exclude each other, which the library
+    // cannot verify through references, such as those of tagged unions.
     options["coerce_one_of"] = json!(true);
     schema.insert(key.to_owned(), options);
     let schema = closed(&Value::Object(schema));
@@ -167,7 +167,7 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
     Ok(schema)
 }
 
-/// A regular expression that matches the whole without saying so.
+/// Removes the anchors of a regular expression, which matches the whole text anyway.
 pub(crate) fn whole(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     let Some(rest) = regex.strip_suffix('$') else { return regex };
@@ -175,15 +175,15 @@ pub(crate) fn whole(regex: &str) -> &str {
     if escapes % 2 == 0 { rest } else { regex }
 }
 
-/// What the library says, in one line and without its inner state.
+/// The library's error in one line, without its internal state.
 fn short(error: &str) -> String {
-    // The library's own assertions say nothing to a client.
+    // The library's own assertions mean nothing to a client.
     if error.contains("panic: ") || error.contains("panicked at") {
         return "is more than grammars can be compiled of: make it smaller or simpler".to_owned();
     }
     let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
     let error = &error[..end.unwrap_or(error.len())];
-    // Lines that show where in the source it is: the number, a bar, the source; a caret.
+    // Source excerpts: a line number, a bar and the source; a caret.
     let shows = |line: &str| {
         let rest = line.trim_start().trim_start_matches(|c: char| c.is_ascii_digit());
         rest.trim_start().starts_with('|') || rest.trim() == "^"
@@ -194,7 +194,7 @@ fn short(error: &str) -> String {
     if chars.len() <= ERROR_CHARS {
         return chars.into_iter().collect();
     }
-    // The reason comes behind what may be long.
+    // The reason follows a part that may be long.
     let (head, tail) = (&chars[..ERROR_CHARS / 2], &chars[chars.len() - ERROR_CHARS / 2..]);
     head.iter().chain(&['.', '.', '.']).chain(tail).collect()
 }
@@ -207,30 +207,31 @@ fn mask(vocab: u32, allowed: &SimpleVob) -> Result<TokenMask, String> {
     }
 }
 
-/// See [`Grammar::guide`].
+/// One sequence's place in a grammar; see [`Grammar::guide`].
 pub struct Guide {
     grammar: Arc<Grammar>,
     first: Arc<TokenMask>,
     place: Place,
 }
 
-/// How far a guide has come.
+/// The state of a guide.
 enum Place {
-    /// Nothing is accepted, or it makes no difference; once the first step is near, with the
-    /// matcher's copy being made.
+    /// No token is accepted yet, or it makes no difference. Once the first step is near, holds the
+    /// copy of the matcher, which may still be in the making.
     Beginning(Option<Copied>),
-    /// Behind some tokens; which may come next was not asked yet. Whoever has all its tokens does
-    /// not ask.
+    /// After some tokens; the next mask was not requested yet. A sequence that has all its tokens
+    /// never requests it.
     Behind(Box<Matcher>),
-    /// Behind some tokens; it is known which may come next.
+    /// After some tokens; the next mask is known.
     Known(Box<Matcher>, TokenMask),
-    /// That is being computed.
+    /// The next mask is being computed.
     Computed(Arc<Mutex<Work>>),
-    /// It cannot go on, or is over.
+    /// It has failed, or is complete.
     Ended,
 }
 
-/// A copy of a grammar's matcher: there once it is made, taken once. Copying may take milliseconds.
+/// A copy of a grammar's matcher, filled in once made and taken once. Copying may take
+/// milliseconds.
 type Copied = Arc<Mutex<Option<Box<Matcher>>>>;
 
 /// A mask being computed, with the matcher that computes it.
@@ -250,7 +251,7 @@ impl fmt::Debug for Guide {
 }
 
 impl Guide {
-    /// Has the matcher copied before it is needed.
+    /// Starts copying the matcher before it is needed.
     fn copy_ahead(&mut self) {
         let (Place::Beginning(copy @ None), Way::Matched { matcher, masks, .. }) =
             (&mut self.place, &self.grammar.way)
@@ -265,7 +266,7 @@ impl Guide {
         }));
     }
 
-    /// Has the mask behind the accepted tokens computed.
+    /// Starts computing the mask that follows the accepted tokens.
     fn compute(&mut self) {
         let (Place::Behind(_), Way::Matched { vocab, masks, .. }) =
             (&self.place, &self.grammar.way)
@@ -363,7 +364,7 @@ impl TokenGuide for Guide {
     }
 }
 
-/// Moves a matcher on by a token.
+/// Advances the matcher by one token.
 fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, String> {
     let error = |error| short(&format!("{error}"));
     matcher.consume_token(token).map_err(error)?;
@@ -373,7 +374,7 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
             reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
         };
     }
-    // Only a number can go on behind its last character; white space is of no use to anybody.
+    // After its last character, only a number can continue; trailing whitespace is of no use.
     let ends_in_digit = || {
         let env = matcher.tok_env();
         env.is_ok_and(|env| env.tok_trie().token(token).last().is_some_and(u8::is_ascii_digit))

@@ -1,5 +1,5 @@
-//! Grammars made for requests: on threads of their own, few at a time, with a bounded queue before
-//! them and a deadline, so that neither the text of other requests nor a client waits for them long.
+//! Compiles grammars for requests on separate threads, a few at a time, with a bounded queue and a
+//! deadline, so that neither other requests nor a client wait long.
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,9 +12,9 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::{Grammar, STACK_BYTES};
 use crate::text::model::TextModel;
 
-/// Longest wait for a thread.
+/// Longest wait for a free thread.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(30);
-/// Most specifications that wait or are compiled.
+/// Most specifications waiting or being compiled.
 const UNDER_WAY_MAX: usize = 256;
 /// Longest time that a client waits while its grammar is compiled.
 const COMPILE_DEADLINE: Duration = Duration::from_secs(10);
@@ -24,11 +24,11 @@ const THREADS_MAX: usize = 8;
 /// Why there is no grammar.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GrammarError {
-    /// The specification is at fault: one sentence that goes on after the field's name.
+    /// The specification is at fault; one sentence that continues after the field's name.
     Refused(String),
-    /// Too much other work waits.
+    /// Too much other work is waiting.
     Busy,
-    /// The server's own fault.
+    /// The server failed.
     Broke,
 }
 
@@ -44,13 +44,13 @@ impl fmt::Display for GrammarError {
 
 type Outcome = Result<Arc<Grammar>, GrammarError>;
 
-/// Makes grammars of one model. Clones are the same.
+/// Compiles grammars of one model. Clones share the work.
 #[derive(Clone)]
 pub struct Making(Arc<Inner>);
 
 struct Inner {
     threads: Arc<Semaphore>,
-    /// What waits or is compiled, each once, however many ask for it.
+    /// Specifications waiting or being compiled: each only once, however many requests want it.
     under_way: Mutex<HashMap<GuideSpec, Arc<watch::Sender<State>>>>,
     queue_deadline: Duration,
     compile_deadline: Duration,
@@ -84,7 +84,7 @@ impl Making {
         Self(Arc::new(Inner { threads, under_way, queue_deadline, compile_deadline }))
     }
 
-    /// The grammar of a specification over `text`'s vocabulary, which is always the same model's.
+    /// Compiles a specification over `text`'s vocabulary; `text` must always be the same model.
     ///
     /// # Errors
     /// [`GrammarError`].
@@ -101,7 +101,7 @@ impl Making {
         self.share(spec, work).await
     }
 
-    /// Waits for what `work` makes of it, or what somebody else's does.
+    /// Waits for the result of `work`, or of an earlier caller's work on the same specification.
     async fn share(
         &self,
         spec: &GuideSpec,
@@ -147,7 +147,7 @@ impl Making {
         let state = Arc::new(state);
         under_way.insert(spec.clone(), state.clone());
         drop(under_way);
-        // Not in the first client's task: others may wait for it too, and it may leave.
+        // Not in the first client's task: others may wait for it, and the first may leave.
         tokio::spawn(self.clone().run(spec.clone(), state, work));
         Ok(receiver)
     }
@@ -173,11 +173,12 @@ impl Making {
                 state.send_replace(State::Runs(Instant::now()));
                 let (done, outcome) = oneshot::channel();
                 let (builder, wanted) = (std::thread::Builder::new(), spec.clone());
-                // Rules that refer to rules are compiled by recursion, and the end of a stack is
-                // the end of the process. Nobody waits for the thread when the process ends.
+                // Rules that refer to rules are compiled recursively, and a stack overflow would
+                // end the process. The thread is detached: nobody waits for it when the process
+                // ends.
                 let thread = builder.name("grammar".to_owned()).stack_size(STACK_BYTES);
                 let thread = thread.spawn(move || {
-                    // Kept to the end, also when all clients were told that it takes too long.
+                    // Held until the end, even after all clients were told that it takes too long.
                     let _permit = permit;
                     let _ = done.send(work(&wanted).map_err(GrammarError::Refused));
                 });
@@ -187,7 +188,7 @@ impl Making {
                 }
             }
         };
-        // Who asks from now on finds it among those made.
+        // From now on, it is found in the cache.
         self.under_way().remove(&spec);
         state.send_replace(State::Over(outcome));
     }
@@ -227,7 +228,8 @@ mod tests {
             assert!(said.contains("takes too long to compile"), "{said}");
         };
         too_long(making.share(&spec("slow"), slow).await);
-        // Its thread goes on: another waits for it, the same is refused at once.
+        // Its thread keeps running: another specification waits for it, the same one is rejected at
+        // once.
         too_long(making.share(&spec("slow"), |_| Err("began again".to_owned())).await);
         let other = {
             let making = making.clone();

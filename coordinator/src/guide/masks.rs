@@ -1,19 +1,20 @@
-//! Threads that compute masks: with a large vocabulary one may take milliseconds, a batch has many,
-//! and the thread that drives replicas has other things to do.
+//! Threads that compute masks: with a large vocabulary one mask may take milliseconds, a batch
+//! needs many, and the thread that drives replicas must not wait for them.
 //!
-//! A job that panics ends nobody's thread; what it was to make is whoever's who wrote it.
+//! A panicking job does not end its thread; the job's author must make the panic known to whoever
+//! waits for the result.
 use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Most threads: their work is short and has the cores to itself only between steps.
+/// Most threads: a mask takes little time, and has the cores to itself only between steps.
 const THREADS_MAX: usize = 16;
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// See the module's documentation. Jobs that wait are as many as there are guided sequences, at
-/// most. The threads end with it.
+/// A pool of threads; see the module's documentation. At most one job per guided sequence is
+/// waiting. The threads end when it is dropped.
 pub(super) struct Masks {
     queue: Arc<Queue>,
     threads: usize,
@@ -38,7 +39,7 @@ impl fmt::Debug for Masks {
 }
 
 impl Masks {
-    /// One thread for each core.
+    /// One thread per core, up to [`THREADS_MAX`].
     pub(super) fn new() -> Self {
         let queue = Arc::<Queue>::default();
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -51,7 +52,7 @@ impl Masks {
         Self { queue, threads }
     }
 
-    /// Runs a job as soon as a thread is free.
+    /// Queues a job for the next free thread.
     pub(super) fn run(&self, job: Job) {
         if self.threads == 0 {
             return run(job);

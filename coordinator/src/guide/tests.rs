@@ -1,4 +1,4 @@
-//! Guides over real vocabularies, followed at random, against oracles that know nothing of them.
+//! Guides over real vocabularies, followed at random and checked by independent oracles.
 use std::path::Path;
 use std::task::Poll;
 
@@ -20,7 +20,7 @@ fn json_spec(schema: &Value) -> GuideSpec {
     GuideSpec::Json { schema: schema.to_string(), whitespace: Whitespace::Usual }
 }
 
-/// The tokens that may come next, once they are known.
+/// Waits for the mask of the next tokens.
 fn wait(guide: &mut Guide) -> Result<&TokenMask, String> {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
@@ -34,7 +34,7 @@ fn wait(guide: &mut Guide) -> Result<&TokenMask, String> {
         match guide.poll(&mut context) {
             Poll::Ready(Ok(())) => return Ok(guide.allowed().unwrap()),
             Poll::Ready(Err(error)) => return Err(error),
-            // For ever, if nobody wakes it.
+            // Parks for ever if nobody wakes the thread.
             Poll::Pending => std::thread::park(),
         }
     }
@@ -44,7 +44,7 @@ fn known(guide: &mut Guide) -> &TokenMask {
     wait(guide).unwrap()
 }
 
-/// Numbers from a seed.
+/// Random numbers from a seed.
 struct Dice(u64);
 
 impl Dice {
@@ -54,12 +54,13 @@ impl Dice {
     }
 }
 
-/// Takes allowed tokens at random until the text is over; the text, or none after so many tokens.
+/// Takes allowed tokens at random until the text is complete. Returns the text; `None` if it is not
+/// complete after `most` tokens.
 fn follow(model: &TextModel, grammar: &Arc<Grammar>, seed: u64, most: usize) -> Option<String> {
     follow_behind("", model, grammar, seed, most)
 }
 
-/// As [`follow`], of a text that begins so.
+/// As [`follow`], for a text that begins with `said`.
 fn follow_behind(
     said: &str,
     model: &TextModel,
@@ -70,7 +71,7 @@ fn follow_behind(
     tokens_behind(said, model, grammar, seed, most).map(|tokens| model.decode(&tokens))
 }
 
-/// As [`follow_behind`], its tokens.
+/// As [`follow_behind`], but returns the tokens.
 fn tokens_behind(
     said: &str,
     model: &TextModel,
@@ -244,7 +245,7 @@ fn what_cannot_be_a_grammar_is_refused_in_one_line() {
     assert!(guides.make(&GuideSpec::Regex("fine".to_owned())).is_ok(), "it has harmed nothing");
 }
 
-/// Every token that is text adds its bytes to the text, wherever it stands but at the beginning.
+/// Every text token adds exactly its bytes to the text, anywhere but at the beginning.
 #[test]
 fn tokens_bytes_are_what_the_tokenizer_makes_of_them() {
     for (model, anchor) in [
@@ -269,7 +270,7 @@ fn tokens_bytes_are_what_the_tokenizer_makes_of_them() {
             }
         }
         assert!(compared > 100, "{compared}");
-        // Bytes that are characters together alone.
+        // Bytes that form a character only together.
         for character in ["ß", "€", "😀"] {
             let ids: Option<Vec<u32>> = character
                 .bytes()
@@ -310,7 +311,7 @@ fn other_tokenizers_are_followed_as_well() {
 fn a_space_that_would_be_left_out_is_not_asked_of_the_model() {
     let begins = |model: &TextModel, regex: &str| {
         let grammar = Guides::new(model).unwrap().make(&GuideSpec::Regex(regex.to_owned()))?;
-        // Behind other text nothing is left out.
+        // After other text nothing is left out.
         assert!(grammar.guide(true).unwrap().allowed().is_some());
         grammar.guide(false).map(|_| ())
     };
@@ -320,7 +321,7 @@ fn a_space_that_would_be_left_out_is_not_asked_of_the_model() {
     assert!(texts(&sentencepiece_bpe(), &GuideSpec::Regex(" ?a".into()), 9).contains(&"a".into()));
 }
 
-/// What pydantic makes of `Union[Cat, Dog]` with a discriminator, within a model.
+/// A discriminated `Union[Cat, Dog]` inside a model, as pydantic writes it.
 #[test]
 fn tagged_unions_are_followed() {
     let animal = |kind: &str, name: &str, schema: Value| {
@@ -342,7 +343,7 @@ fn tagged_unions_are_followed() {
     for text in texts {
         let value: Value = serde_json::from_str(&text).unwrap_or_else(|e| panic!("{e}: {text}"));
         let (owner, pet) = (value.as_object().unwrap(), value["pet"].as_object().unwrap());
-        // No other properties: nobody said that there may be any.
+        // No other properties: the schema does not mention any.
         assert_eq!((owner.len(), pet.len()), (1, 2), "{text}");
         match pet["kind"].as_str().unwrap() {
             "cat" => assert!((1..=9).contains(&pet["lives"].as_u64().unwrap()), "{text}"),
@@ -390,7 +391,7 @@ fn chain(rules: usize, rule: impl Fn(usize) -> String) -> String {
     (0..rules).map(rule).collect()
 }
 
-/// Grammars that cost more than they should: each is refused, or followed, or ends with a word.
+/// Grammars that are unreasonably expensive: each is rejected, or works, or ends with an error.
 /// None may end the process, and no token may take long.
 #[test]
 fn hostile_grammars_cost_what_is_bounded() {
@@ -422,7 +423,7 @@ fn hostile_grammars_cost_what_is_bounded() {
         GuideSpec::Regex(r"\p{L}{1,1000}\w{1,1000}".to_owned()),
         GuideSpec::Lark(nested("(", ")")),
         GuideSpec::Lark(nested("[", "]")),
-        // Recursion as deep as the bound of bytes allows.
+        // Recursion as deep as the limit on bytes allows.
         GuideSpec::Lark(chain(4500, |i| format!("r{i}:r{}\n", i + 1)) + "r4500:\"a\"\nstart:r0\n"),
         GuideSpec::Lark(chain(4500, |i| format!("R{i}:R{}\n", i + 1)) + "R4500:\"a\"\nstart:R0\n"),
         GuideSpec::Lark("start: start start | \"a\" | ".to_owned()),
@@ -473,8 +474,8 @@ fn hostile_grammars_cost_what_is_bounded() {
     assert!(followed >= 10, "{followed}");
 }
 
-/// Schemas whose parts are compared in pairs or multiplied are refused before that takes long, also
-/// within a grammar. Without their bounds these take minutes, or most of a gigabyte.
+/// Schemas whose parts are compared in pairs or multiplied are rejected quickly, also inside a
+/// grammar. Without the bounds these take minutes, or most of a gigabyte.
 #[test]
 fn dear_schemas_are_refused_before_they_are_compiled() {
     let guides = Guides::new(&model("models/demo")).unwrap();
@@ -494,7 +495,7 @@ fn dear_schemas_are_refused_before_they_are_compiled() {
     }
 }
 
-/// Tools that must be called are, in every form, and what is read of the text is what they take.
+/// Forced tool calls, in every format: the reader finds calls whose arguments match the schemas.
 #[test]
 fn calls_that_must_be_made_are_read_as_such() {
     use crate::text::reply::grammar::{self, Function};
@@ -511,7 +512,7 @@ fn calls_that_must_be_made_are_read_as_such() {
         },
         Function {
             name: "a\"b".to_owned(),
-            // What is not known of it is left out, and what no grammar can say.
+            // Unknown keywords are ignored, and so is what no grammar can express.
             parameters: json!({"additionalProperties": false, "uniqueItems": true, "properties":
                 {"city": {"type": "string", "pattern": "^(?!x)a", "format": "binary"}}})
             .as_object()
@@ -521,7 +522,7 @@ fn calls_that_must_be_made_are_read_as_such() {
     ];
     let model = model("models/demo");
     let guides = Guides::new(&model).unwrap();
-    // That of harmony, the last, is of whole messages.
+    // Harmony, the last format, has grammars of whole messages.
     for (format, several, begins) in CallFormat::ALL.into_iter().take(4).flat_map(|format| {
         [(format, true, None), (format, false, Some(true)), (format, true, Some(false))]
     }) {
@@ -531,7 +532,7 @@ fn calls_that_must_be_made_are_read_as_such() {
             Some(is_open) => grammar::reasoned("calls", &rules, is_open, &|_| None),
         };
         let made = guides.make(&GuideSpec::Made(text)).unwrap();
-        // Forced calls of Qwen3-Coder are written as Hermes'.
+        // Forced calls of Qwen3-Coder are written in the form of Hermes.
         let read = if format == CallFormat::Qwen3Coder { CallFormat::Hermes } else { format };
         let rules = Arc::new(ReplyRules {
             calls: Some(read),
@@ -587,7 +588,7 @@ fn calls_that_must_be_made_are_read_as_such() {
     }
 }
 
-/// Where the vocabulary has tokens for what marks a call, they are what it begins with.
+/// A call begins with special tokens where the vocabulary has them for its marks.
 #[test]
 fn marks_are_tokens_where_there_are_some() {
     use crate::text::reply::CallFormat;
@@ -607,7 +608,7 @@ fn marks_are_tokens_where_there_are_some() {
             "{format:?}"
         );
     }
-    // The end of reasoning too: any text may come before it.
+    // Also for the end of reasoning: any text may precede that token.
     let special = |text: &str| (text == "</think>").then_some(token);
     let rules = grammar::choice("answer", &["yes".to_owned()]);
     let text = grammar::reasoned("answer", &rules, true, &special);
@@ -622,7 +623,7 @@ fn marks_are_tokens_where_there_are_some() {
     assert!(!known(&mut guide).allows(token), "the answer is next");
 }
 
-/// Patterns and strings keep their meaning as rules among others.
+/// Regular expressions and strings keep their meaning as rules within larger grammars.
 #[test]
 fn what_is_asked_for_may_come_behind_reasoning_or_beside_calls() {
     use crate::text::reply::grammar;

@@ -1,4 +1,4 @@
-//! A vocabulary as grammars see it: the bytes that each token adds to the text.
+//! The vocabulary as grammars see it: the bytes that each token adds to the text.
 use std::sync::Arc;
 
 use llguidance::toktrie::{INVALID_TOKEN, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv};
@@ -7,14 +7,14 @@ use tokenizers::Tokenizer;
 use crate::text::dialect::Dialect;
 use crate::text::model::TextModel;
 
-/// The trie has room for tokens of fewer bytes; nobody misses longer ones.
+/// The trie only has room for tokens shorter than this; longer ones are not needed.
 const TOKEN_BYTES_MAX: usize = 1024;
-/// And for so many bytes of all tokens, whatever they share.
+/// The trie's limit on the bytes of all tokens, before sharing prefixes.
 const TRIE_BYTES_MAX: usize = 1 << 22;
-/// No text has this byte: a token that begins with it is not matched as text.
+/// A byte that occurs in no text: a token that begins with it never matches as text.
 const MARKER: u8 = TokTrie::SPECIAL_TOKEN_MARKER;
 
-/// The tokens' bytes, in the form that grammars are matched with.
+/// The bytes of all tokens, in llguidance's form.
 pub(super) struct Vocabulary {
     trie: TokTrie,
     tokenizer: Arc<Tokenizer>,
@@ -22,17 +22,17 @@ pub(super) struct Vocabulary {
 }
 
 impl Vocabulary {
-    /// That of a model.
+    /// The vocabulary of `model`.
     ///
     /// # Errors
-    /// One sentence when the tokenizer's tokens do not say by themselves which text they stand for.
+    /// One sentence when the tokens alone do not determine the text that they stand for.
     pub(super) fn new(model: &TextModel) -> Result<Self, String> {
         let tokenizer = model.tokenizer.clone();
         let dialect = model.dialect.clone()?;
         let added = tokenizer.get_added_tokens_decoder();
         let word = |id: u32| -> Vec<u8> {
             let Some(piece) = tokenizer.id_to_token(id) else { return Vec::new() };
-            // Neither is part of the text: the one is left out of it, the other ends it.
+            // These are not text: special tokens are left out, end tokens end it.
             let special = added.get(&id).is_some_and(|token| token.special);
             let word = match special || model.end_tokens.contains(&id) {
                 true => [&[MARKER], piece.as_bytes()].concat(),
@@ -53,7 +53,7 @@ impl Vocabulary {
         Ok(Self { trie, tokenizer, dialect })
     }
 
-    /// Tokens whose first byte is not in the text when the output begins with them.
+    /// Tokens that lose their first byte, a space, when the output begins with them.
     pub(super) fn losing_their_space(&self) -> Vec<TokenId> {
         if !self.dialect.strips_space {
             return Vec::new();
@@ -67,7 +67,7 @@ impl Vocabulary {
         &self.trie
     }
 
-    /// To be shared.
+    /// Wraps it for sharing.
     pub(super) fn into_env(self) -> TokEnv {
         Arc::new(self)
     }
@@ -83,8 +83,8 @@ impl TokenizerEnv for Vocabulary {
             let encoding = self.tokenizer.encode_fast(text, false).ok()?;
             Some(encoding.get_ids().to_vec())
         });
-        // Only tokens that stand for these very bytes: the tokenizer takes what is written like a
-        // special token for one, and may normalize.
+        // Accepts only tokens that stand for exactly these bytes: the tokenizer turns text that
+        // spells a special token into that token, and may normalize text.
         let vocab = self.trie.vocab_size() as TokenId;
         let is_text = |tokens: &Vec<TokenId>| {
             let words = tokens.iter().filter(|token| **token < vocab);
@@ -94,8 +94,8 @@ impl TokenizerEnv for Vocabulary {
         encoded.filter(is_text).unwrap_or_else(|| self.trie.greedy_tokenize(text))
     }
 
-    /// Where it is, text that a grammar leaves no choice of gets the tokens that the model knows
-    /// it by. Tokenizers that put a space before every text have none for its middle.
+    /// If canonical, text that the grammar forces gets the tokens that the model is used to. A
+    /// tokenizer that puts a space before every text has no canonical tokens for the middle of one.
     fn tokenize_is_canonical(&self) -> bool {
         self.dialect.byte_level
     }

@@ -1,16 +1,16 @@
-//! How many bytes of text one token can stand for at most, so that a text that cannot fit the model
-//! is refused before it is turned into tokens.
+//! The most bytes of text that one token can stand for, so that a text too long for the model is
+//! rejected before it is tokenized.
 //!
-//! Only tokenizers that leave no byte out have such a bound: byte-level BPE and BPE with byte
-//! fallback, whose normalizer and pre-tokenizer drop nothing. For others there is none.
+//! Only tokenizers that drop no bytes have such a bound: byte-level BPE, and BPE with byte
+//! fallback, if their normalizer and pre-tokenizer drop nothing. Others have none.
 use std::collections::HashSet;
 
 use serde_json::Value;
 
-/// Composition of characters shortens text at most so far (UAX #15, maximum expansion of NFD).
+/// How much Unicode composition may shorten text at most (UAX #15, maximum expansion of NFD).
 const NFC_FACTOR: usize = 3;
 
-/// Bytes per token at most, of a tokenizer's `tokenizer.json`; none when that cannot be told.
+/// Most bytes per token, from a `tokenizer.json`; `None` when that is not known.
 #[must_use]
 pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
     let model = tokenizer.get("model")?;
@@ -20,7 +20,7 @@ pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
     let vocabulary = model.get("vocab")?.as_object()?;
     let byte_level = keeps_all(tokenizer.get("pre_tokenizer").unwrap_or(&Value::Null))?;
     let longest = if byte_level {
-        // Each of the 256 characters that stand for bytes is a token, so nothing is left out.
+        // With a token for each of the 256 byte characters, nothing is dropped.
         let single: HashSet<char> = vocabulary
             .keys()
             .filter_map(|token| {
@@ -42,7 +42,7 @@ pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
     };
     let mut most = longest;
     for token in tokenizer.get("added_tokens").and_then(Value::as_array).into_iter().flatten() {
-        // Those take any amount of white space with them.
+        // Such a token absorbs any amount of adjacent white space.
         if ["lstrip", "rstrip"].iter().any(|side| token.get(side) == Some(&Value::Bool(true))) {
             return None;
         }
@@ -51,7 +51,7 @@ pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
     Some(most * shortening(tokenizer.get("normalizer").unwrap_or(&Value::Null))?)
 }
 
-/// How much shorter a normalizer may make a text, if there is a bound.
+/// The factor by which a normalizer may shorten text, if bounded.
 fn shortening(normalizer: &Value) -> Option<usize> {
     if normalizer.is_null() {
         return Some(1);
@@ -72,7 +72,8 @@ fn shortening(normalizer: &Value) -> Option<usize> {
     }
 }
 
-/// Whether a pre-tokenizer that drops no text is byte-level; none for one that may drop some.
+/// For a pre-tokenizer that drops no text: whether it is byte-level. `None` for one that may drop
+/// text.
 fn keeps_all(pre_tokenizer: &Value) -> Option<bool> {
     if pre_tokenizer.is_null() {
         return Some(false);

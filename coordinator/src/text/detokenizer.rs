@@ -1,54 +1,54 @@
-//! Tokens to text as they come.
+//! Incremental detokenization: tokens to text as they arrive.
 //!
-//! A token may end within a character; then nothing is emitted until the character is whole. What
-//! is emitted, piece by piece, is what decoding all tokens at once would give. Each token costs the
-//! decoding of a few tokens before it, never of the whole text.
+//! A token may end within a character; then nothing is emitted until the character is complete. The
+//! emitted pieces together equal the decoding of all tokens at once. Each token costs the decoding
+//! of the few tokens before it, never of the whole text.
 //!
-//! Text that goes on from other text begins behind its last tokens: decoders leave out a space that
-//! their tokens begin with, which is one to keep there.
+//! Text that continues other text starts with that text's last tokens as context: decoders drop the
+//! leading space of the first token, which must be kept here.
 use std::sync::Arc;
 
 use tokenizers::Tokenizer;
 
-/// Turns one sequence's tokens into text.
+/// Decodes one sequence's tokens into text.
 #[derive(Clone, Debug)]
 pub struct IncrementalDecoder {
     tokenizer: Arc<Tokenizer>,
-    /// Tokens from the last whole character before `emitted` on.
+    /// The last emitted tokens, from the start of a character, followed by those not emitted yet.
     window: Vec<u32>,
-    /// How many of them have been emitted.
+    /// How many tokens of the window have been emitted.
     emitted: usize,
-    /// Special tokens are text.
+    /// Special tokens become text.
     keep_special: bool,
 }
 
-/// A window longer than this is emitted as it is: no character takes so many tokens.
+/// A longer window is emitted as it is: no character takes so many tokens.
 const WINDOW_MAX: usize = 64;
-/// Tokens of what comes before that are looked at: more than a character takes, and than special
-/// tokens stand in a row.
+/// Number of preceding tokens used as context: more than a character takes, and more special tokens
+/// than occur in a row.
 const BEFORE_MAX: usize = 8;
-/// Bytes of a character.
+/// Most bytes of a character in UTF-8.
 const BYTES_MAX: usize = 4;
 
 impl IncrementalDecoder {
-    /// A decoder that has seen nothing.
+    /// A decoder without any tokens yet.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>) -> Self {
         Self { tokenizer, window: Vec::new(), emitted: 0, keep_special: false }
     }
 
-    /// Whether special tokens are text, or left out.
+    /// Sets whether special tokens become text or are left out.
     #[must_use]
     pub fn keeping_special(self, keep_special: bool) -> Self {
         Self { keep_special, ..self }
     }
 
-    /// Goes on behind these tokens, which are not part of the text. A character that they leave
-    /// unfinished is.
+    /// Continues after `tokens`, which are not part of the text, except for a character that they
+    /// leave unfinished.
     #[must_use]
     pub fn behind(self, tokens: &[u32]) -> Self {
         let start = tokens.len().saturating_sub(BEFORE_MAX);
-        // One byte that is no character's makes all bytes behind it none: not within a character.
+        // Must not start within a character: a stray byte would invalidate all bytes after it.
         let is_whole = |start: &usize| {
             !self.decode(&tokens[*start..]).starts_with(char::REPLACEMENT_CHARACTER)
         };
@@ -61,24 +61,24 @@ impl IncrementalDecoder {
         Self { emitted, window, ..self }
     }
 
-    /// Whether text comes before what is next.
+    /// Whether any text precedes the next token's.
     #[must_use]
     pub fn has_text_before(&self) -> bool {
         !self.decode(&self.window[..self.emitted]).is_empty()
     }
 
-    /// Takes a token; appends the text that is certain now to `text`.
+    /// Takes a token; appends to `text` what is now certain.
     pub fn push(&mut self, token: u32, text: &mut String) {
         self.window.push(token);
         self.advance(text, false);
     }
 
-    /// Appends what is left, unfinished characters as U+FFFD.
+    /// Appends the rest; an unfinished character becomes U+FFFD.
     pub fn finish(&mut self, text: &mut String) {
         self.advance(text, true);
     }
 
-    /// Appends what is left, as [`finish`](Self::finish) does, and goes on as if nothing came before.
+    /// Appends the rest as [`finish`](Self::finish) does, and forgets the context.
     pub fn interrupt(&mut self, text: &mut String) {
         self.finish(text);
         self.window.clear();
@@ -93,21 +93,21 @@ impl IncrementalDecoder {
             return;
         }
         let new = all.strip_prefix(before.as_str()).or_else(|| {
-            // What comes before ended within a character, which is whole now.
+            // The emitted tokens ended within a character, which is now complete.
             all.strip_prefix(before.trim_end_matches(char::REPLACEMENT_CHARACTER))
         });
         let had = text.len();
         match new {
             Some(new) => text.push_str(new),
-            // Bytes that are no character make others of those before them, which are text already.
+            // Invalid bytes change the decoding of those before them, which are already emitted.
             None => text.push_str(&self.decode(&self.window[self.emitted..])),
         }
-        // Of tokens that are no text, such as special ones, none is what comes before: without those
-        // before them, the next would seem to begin the text.
+        // Tokens that decode to nothing, such as special ones, are no context: without the tokens
+        // before them, the next one would be decoded as the beginning of the text.
         if text.len() == had && self.window.len() < WINDOW_MAX {
             return;
         }
-        // The window goes on from the tokens just emitted: what follows may depend on them.
+        // The tokens just emitted are the context of the next: its decoding may depend on them.
         self.window.drain(..self.emitted);
         self.emitted = self.window.len();
     }
@@ -154,7 +154,7 @@ mod tests {
         let special = of(&["b", "<|tool|>", "<|tool|>", "\u{2581}a"]);
         assert_eq!(behind(&model, &[], &special), "b a");
         assert_eq!(behind(&model, &of(&["a"]), &of(&["\u{2581}\u{2581}", "b"])), "  b");
-        // However much came before.
+        // No matter how much precedes.
         assert_eq!(behind(&model, &of(&["b"; 100]), &said), " ab a");
     }
 
@@ -164,11 +164,11 @@ mod tests {
             let of = |pieces: &[&str]| tokens(&model, pieces);
             let (begun, rest) = (of(&["a", "<0xE2>", "<0x82>"]), of(&["<0xAC>", "b"]));
             assert_eq!(behind(&model, &begun, &rest), "\u{20ac}b");
-            // Whole ones before it are the prompt's.
+            // Complete characters before it belong to the prompt.
             let euro = ["<0xE2>", "<0x82>", "<0xAC>"];
             let two = of(&[&["a"][..], &euro, &euro[..2]].concat());
             assert_eq!(behind(&model, &two, &rest), "\u{20ac}b");
-            // However many there are.
+            // No matter how many.
             for count in 1..7 {
                 let prompt = of(&[&["b"][..], &euro.repeat(count)].concat());
                 let text = behind(&model, &prompt, &of(&[&euro[..], &["a"]].concat()));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     proptest! {
-        /// Prompt and text are together what decoding all tokens at once gives.
+        /// Prompt and text together equal the decoding of all tokens at once.
         #[test]
         fn the_text_goes_on_where_the_prompt_ends(
             prompt in prop::collection::vec(character(), 1..20),

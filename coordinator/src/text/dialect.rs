@@ -1,24 +1,24 @@
-//! How a tokenizer writes text in its tokens: which bytes each of them stands for.
+//! How a tokenizer encodes text in its tokens: which bytes each of them stands for.
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-/// How a tokenizer writes text in its tokens.
+/// How a tokenizer encodes text in its tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dialect {
-    /// Every byte is a printable character of its own (byte-level BPE); otherwise tokens are text
-    /// with U+2581 for spaces.
+    /// Each byte is one printable character (byte-level BPE); otherwise tokens are text with U+2581
+    /// for spaces (sentencepiece).
     pub(crate) byte_level: bool,
-    /// `<0xE9>` is a byte.
+    /// Tokens such as `<0xE9>` stand for a byte (byte fallback).
     byte_fallback: bool,
-    /// A space that the output begins with is left out.
+    /// The decoder drops a leading space of the output.
     pub(crate) strips_space: bool,
 }
 
 impl Dialect {
-    /// That of a tokenizer.
+    /// The dialect of `tokenizer`.
     ///
     /// # Errors
-    /// One sentence when its tokens do not say by themselves which text they stand for.
+    /// One sentence when the tokens alone do not determine the text that they stand for.
     pub fn of(tokenizer: &Tokenizer) -> Result<Self, String> {
         let decoder = serde_json::to_value(tokenizer.get_decoder());
         Self::of_decoder(&decoder.map_err(|error| format!("the tokenizer's decoder: {error}"))?)
@@ -66,7 +66,7 @@ impl Dialect {
         Ok(dialect)
     }
 
-    /// The bytes of a token that is text.
+    /// The bytes of a text token.
     #[must_use]
     pub fn bytes(self, piece: &str) -> Vec<u8> {
         if self.byte_level {
@@ -82,8 +82,8 @@ impl Dialect {
     }
 }
 
-/// The byte that byte-level BPE writes as this character: printable Latin-1 stands for itself, the
-/// other 68 bytes are moved behind U+0100.
+/// The byte that byte-level BPE writes as `c`: printable Latin-1 stands for itself, the other 68
+/// bytes are shifted to U+0100 and up.
 pub(crate) fn byte_of(c: char) -> Option<u8> {
     let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let code = u32::from(c);

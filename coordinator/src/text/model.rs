@@ -1,5 +1,8 @@
-//! What a model folder says about text: tokenizer, chat template, end tokens, sampling defaults,
-//! and the two sizes that bound a request.
+//! The text side of a model folder: tokenizer, chat template, end tokens, sampling defaults, and
+//! the sizes that bound a request.
+//!
+//! - `pooling`: how embeddings are pooled
+//! - `templates`: where the chat templates are
 mod pooling;
 mod templates;
 
@@ -21,7 +24,7 @@ use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
 use crate::guide::{Guides, Making};
 
-/// A model folder cannot be served. One sentence naming the file and the reason.
+/// Why a model folder cannot be served: one sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
 #[error("{}: {message}", file.display())]
 pub struct TextModelError {
@@ -35,56 +38,56 @@ impl TextModelError {
     }
 }
 
-/// Sampling defaults of a model, used for what a request does not say.
+/// A model's sampling defaults, for parameters that a request does not set.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
 pub struct SamplingDefaults {
-    /// Of `generation_config.json`, as the fields below.
+    /// From `generation_config.json`, like the fields below.
     pub temperature: Option<f32>,
-    /// See above.
+    /// Likewise.
     pub top_p: Option<f32>,
-    /// See above.
+    /// Likewise.
     pub top_k: Option<u32>,
-    /// See above.
+    /// Likewise.
     pub min_p: Option<f32>,
-    /// See above.
+    /// Likewise.
     pub repetition_penalty: Option<f32>,
 }
 
 /// A model's text side.
 #[derive(Debug)]
 pub struct TextModel {
-    /// The tokenizer, shared with every stream.
+    /// The tokenizer, shared by all streams.
     pub tokenizer: Arc<Tokenizer>,
-    /// How conversations become prompts; absent when the model has none.
+    /// The chat template; `None` when the model has none.
     pub template: Option<ChatTemplate>,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
-    /// Those that end replies in harmony besides, whatever the folder says: behind them the model makes
-    /// up what others say.
+    /// Further tokens that end harmony replies, whatever the folder says: after them the model
+    /// would invent what others say.
     pub harmony_ends: Vec<u32>,
     /// Sampling defaults.
     pub defaults: SamplingDefaults,
-    /// Tokens of the vocabulary the model computes logits for.
+    /// Size of the vocabulary, in tokens: the model computes that many logits.
     pub vocab_size: u32,
-    /// Longest sequence the model was made for.
+    /// The longest sequence that the model supports, in tokens.
     pub max_positions: u32,
-    /// Longest sequence unless a longer one is asked for: see [`model_config::Positions`].
+    /// The default maximum sequence length: see [`model_config::Positions`].
     pub usual_positions: u32,
-    /// Numbers of an embedding; 0 where the folder does not say.
+    /// The length of an embedding; 0 if the folder does not tell.
     pub hidden_size: u32,
-    /// How embeddings are made of what the model gives for each token, or why they are not.
+    /// How an embedding is pooled from the tokens' vectors, or why embeddings are not supported.
     pub pooling: Result<Pooling, String>,
-    /// Of all files that the above came from: equal on hosts that turn text into tokens alike.
+    /// Hash of all files that the above was read from: equal on hosts that tokenize alike.
     pub fingerprint: u64,
-    /// Bytes of text that one token stands for at most, where that can be told.
+    /// Most bytes of text per token, if known.
     pub bytes_per_token: Option<usize>,
-    /// How its tokens are text, or why that cannot be told.
+    /// How its tokens encode text, or why that is not known.
     pub dialect: Result<Dialect, String>,
-    /// Special tokens by what they are written as.
+    /// Special tokens by their text.
     special: HashMap<String, u32>,
     special_by_id: Arc<HashMap<u32, String>>,
     guides: OnceLock<Result<Guides, String>>,
-    /// Where grammars are made for requests.
+    /// Compiles grammars for requests.
     pub grammars: Making,
 }
 
@@ -97,7 +100,7 @@ impl TextModel {
         Self::load_with(folder, None)
     }
 
-    /// Reads a model folder, and the chat template of this file instead of its own.
+    /// Reads a model folder; `chat_template`, if given, replaces the folder's own template.
     ///
     /// # Errors
     /// [`TextModelError`].
@@ -125,7 +128,7 @@ impl TextModel {
         let bytes = std::fs::read(&file).map_err(|error| TextModelError::new(&file, error))?;
         let mut tokenizer =
             Tokenizer::from_bytes(&bytes).map_err(|error| TextModelError::new(&file, error))?;
-        // Padding and truncation are for training.
+        // Padding and truncation only matter in training.
         tokenizer.with_padding(None);
         let _ = tokenizer.with_truncation(None);
         let generation = optional_json(&folder.join("generation_config.json"))?;
@@ -138,7 +141,7 @@ impl TextModel {
         if end_ids.is_empty() {
             end_ids = ends(&config);
         }
-        // Besides: of many models it is what ends a turn, where the others end a document.
+        // An additional end token: in many models it ends a turn, where the others end a document.
         let told = optional_json(&folder.join("tokenizer_config.json"))?;
         let told = told.get("eos_token").map(|it| it.get("content").unwrap_or(it));
         let told = told.and_then(Value::as_str).and_then(|text| tokenizer.token_to_id(text));
@@ -185,20 +188,20 @@ impl TextModel {
         })
     }
 
-    /// What makes grammars over its vocabulary; the first call takes a moment.
+    /// The compiler of grammars over this vocabulary; the first call takes a moment.
     ///
     /// # Errors
-    /// One sentence when the tokenizer is not fit for it.
+    /// One sentence when the tokenizer does not support grammars.
     pub fn guides(&self) -> Result<&Guides, String> {
         self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
     }
 
-    /// As [`guides`](Self::guides), if they are there already.
+    /// As [`guides`](Self::guides), if already created.
     pub(crate) fn guides_made(&self) -> Option<&Guides> {
         self.guides.get()?.as_ref().ok()
     }
 
-    /// The special token that is written so.
+    /// The special token with this text.
     #[must_use]
     pub fn special_token(&self, text: &str) -> Option<u32> {
         self.special.get(text).copied()
@@ -210,10 +213,10 @@ impl TextModel {
         &self.special_by_id
     }
 
-    /// Text to tokens.
+    /// Tokenizes text.
     ///
     /// # Errors
-    /// The tokenizer's words.
+    /// The tokenizer's error.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, String> {
         let encoding = self
             .tokenizer
@@ -222,10 +225,11 @@ impl TextModel {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Text to at most `max` tokens: those of its beginning, with the special tokens around them.
+    /// Tokenizes text and keeps at most `max` tokens: the first ones, with the special tokens
+    /// around them.
     ///
     /// # Errors
-    /// The tokenizer's words.
+    /// The tokenizer's error.
     pub fn encode_beginning(
         &self,
         text: &str,
@@ -244,7 +248,7 @@ impl TextModel {
         Ok(tokens)
     }
 
-    /// The text of a choice, which goes on from this prompt's, if one is given.
+    /// A choice's text, which continues that of `prompt`, if given.
     #[must_use]
     pub fn stream(&self, rules: Arc<StopRules>, prompt: Option<&Vec<u32>>) -> TextStream {
         let stream = TextStream::new(self.tokenizer.clone(), rules);
@@ -254,7 +258,7 @@ impl TextModel {
         }
     }
 
-    /// Tokens to text, without special tokens.
+    /// Decodes tokens, leaving out special ones.
     #[must_use]
     pub fn decode(&self, tokens: &[u32]) -> String {
         self.tokenizer.decode(tokens, true).unwrap_or_default()
@@ -298,13 +302,13 @@ fn load_template(
     });
     let template = template.transpose()?;
     if let Some(Err(error)) = template.as_ref().map(ChatTemplate::probe) {
-        // It may be meant for other conversations than the plainest.
+        // The template may be meant for other conversations than the simplest one.
         tracing::warn!(folder = %folder.display(), %error, "a plain conversation has no prompt");
     }
     Ok(template)
 }
 
-/// FNV-1a over the names and contents of the files about text.
+/// FNV-1a hash over the names and contents of the files that concern text.
 fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
     let files = [
         "config.json",
@@ -321,7 +325,7 @@ fn fingerprint(folder: &Path, chat_template: Option<&Path>) -> u64 {
     let files = files.into_iter().map(|name| (name, folder.join(name)));
     let chosen = chat_template.map(|file| ("chat-template", file.to_owned()));
     for (name, file) in files.chain(chosen) {
-        // A file that cannot be read is as good as none: what needs it has said so before.
+        // An unreadable file counts as empty: whoever needs it has already reported the error.
         let content = std::fs::read(file).unwrap_or_default();
         let length = (content.len() as u64).to_le_bytes();
         for byte in name.as_bytes().iter().chain(&length).chain(&content) {

@@ -1,8 +1,16 @@
-//! PURE: what a model's text says: its reasoning, its answer, the tools it calls. Read as the text
-//! comes, in pieces of any size; how it is cut makes no difference.
+//! PURE: parses the text of a reply into reasoning, answer and tool calls, incrementally: the text
+//! arrives in pieces of any size, and where it is split makes no difference.
 //!
-//! Models write calls in the form that their chat template taught them ([`CallFormat`]). What looks
-//! like a call at first and turns out to be none is text, and nothing of it is lost.
+//! Models write calls in the format that their chat template taught them ([`CallFormat`]). Text
+//! that looks like a call at first and turns out not to be one is passed on as text; nothing is
+//! lost.
+//!
+//! - `format`: the formats of tool calls
+//! - [`grammar`]: grammars for replies that must call tools or match a schema
+//! - [`harmony`]: the replies of gpt-oss
+//! - `json`: a call's JSON object
+//! - `rules`: what is looked for in a reply, and what is found
+//! - `xml`: calls written as elements
 mod format;
 pub mod grammar;
 pub mod harmony;
@@ -22,47 +30,49 @@ pub use self::xml::Parameters;
 
 const THINK: &str = "<think>";
 const THINK_END: &str = "</think>";
-/// Bytes of white space that may be no part of the answer; beyond them it is.
+/// White space up to this many bytes is held back, since it may not belong to the answer; more of
+/// it does.
 const SPACE_MAX: usize = 4096;
-/// Written by some before a call, where the tokenizer shows it.
+/// Some models write this before a call, where the tokenizer shows it.
 const PYTHON_TAG: &str = "<|python_tag|>";
 
-/// Reads one reply.
+/// Parses one reply.
 #[derive(Clone, Debug)]
 pub struct ReplyReader {
     rules: Arc<ReplyRules>,
     state: State,
-    /// Text that is not understood yet.
+    /// Text that is not parsed yet.
     held: String,
-    /// Bytes of it that a call's end was looked for in.
+    /// Bytes of it already searched for the end of a parameter.
     looked: usize,
     num_calls: u32,
-    /// Reads instead, where the reply is messages.
+    /// Parses instead, where the reply is in harmony.
     messages: Option<harmony::Reader>,
 }
 
 #[derive(Clone, Debug)]
 enum State {
-    /// Nothing but white space was read, or reasoning before it, which that is no part of.
+    /// Only white space was read so far; after reasoning (`thought`) it does not belong to the
+    /// answer.
     Start { thought: bool },
-    /// Unless it has begun, white space is no part of it.
+    /// White space is skipped until the reasoning has begun.
     Reasoning { begun: bool },
-    /// Behind reasoning and calls, white space is no part of it.
+    /// White space after reasoning and calls is skipped until the answer has begun.
     Content { begun: bool },
-    /// Behind what opens calls of [`CallFormat::Mistral`].
+    /// After the mark that opens calls of [`CallFormat::Mistral`].
     Opened { opening: String },
-    /// Within a call's object, behind text that opened it.
+    /// Within a call's JSON object; `opening` is the text that opened it.
     Call { opening: String, call: CallObject, listed: bool },
-    /// Behind a tag that may open a call of [`CallFormat::Qwen3Coder`].
+    /// After a tag that may open a call of [`CallFormat::Qwen3Coder`].
     Tagged { opening: String },
-    /// Within its element, behind so many parameters.
+    /// Within a call's element, after `count` parameters.
     Element { function: String, count: u32 },
-    /// Behind a call's object.
+    /// After a call's object.
     Closing { listed: bool },
 }
 
 impl ReplyReader {
-    /// A reader that has read nothing.
+    /// A parser at the start of a reply.
     #[must_use]
     pub fn new(rules: Arc<ReplyRules>) -> Self {
         let begins = rules.reasoning && rules.begins_reasoning;
@@ -75,7 +85,7 @@ impl ReplyReader {
         Self { rules, state, held: String::new(), looked: 0, num_calls: 0, messages }
     }
 
-    /// Takes more text; appends what it says, as far as that is certain.
+    /// Takes more text; appends the parts that are certain.
     pub fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
         if let Some(messages) = &mut self.messages {
             return messages.push(text, parts);
@@ -84,7 +94,7 @@ impl ReplyReader {
         while !self.held.is_empty() && self.advance(parts) {}
     }
 
-    /// Whether what comes next is reasoning, as far as the text was read.
+    /// Whether the next text is reasoning, as far as the text has been parsed.
     #[must_use]
     pub fn reasons(&self) -> bool {
         match &self.messages {
@@ -93,14 +103,14 @@ impl ReplyReader {
         }
     }
 
-    /// The text is over: appends what was held back.
+    /// The reply is complete: appends what was held back.
     pub fn finish(&mut self, parts: &mut Vec<Part>) {
         if let Some(messages) = &mut self.messages {
             return messages.finish(parts);
         }
         let held = std::mem::take(&mut self.held);
         match std::mem::replace(&mut self.state, State::Content { begun: true }) {
-            // What must be a call is none yet.
+            // An incomplete call of a model that can only write calls.
             _ if self.rules.only_calls => {}
             State::Start { thought: false } | State::Content { begun: true } => {
                 content(&held, parts);
@@ -121,7 +131,7 @@ impl ReplyReader {
         }
     }
 
-    /// Understands more of what is held; false if that takes more text.
+    /// Parses more of the held text; false if that needs more text.
     fn advance(&mut self, parts: &mut Vec<Part>) -> bool {
         match self.state {
             State::Start { thought } => self.start(thought),
@@ -160,7 +170,7 @@ impl ReplyReader {
         true
     }
 
-    /// A reply that is a call begins with its object.
+    /// A reply that is a call as a whole begins with its object.
     fn bare_call(&mut self, thought: bool) -> bool {
         let text = self.held.trim_start();
         if PYTHON_TAG.starts_with(text) {
@@ -184,7 +194,7 @@ impl ReplyReader {
     fn reason(&mut self, begun: bool, parts: &mut Vec<Part>) -> bool {
         if !begun {
             self.skip_space();
-            // Opened by the model, too.
+            // The model opens reasoning that the prompt has already opened.
             if let Some(rest) = self.held.strip_prefix(THINK) {
                 self.held = rest.to_owned();
                 return true;
@@ -223,10 +233,12 @@ impl ReplyReader {
             }
             return false;
         };
-        // White space before a call is no part of the answer, unless the call is none.
+        // White space before a call does not belong to the answer, unless it turns out not to be a
+        // call.
         let before = self.held[..at].trim_end().len();
         content(&self.held[..before], parts);
-        // Models at times forget the tag around a function, which then opens the call itself.
+        // Models sometimes forget the tag around a function; the function then opens the call
+        // itself.
         let end = if opening == xml::FUNCTION { at } else { at + opening.len() };
         let opening = self.held[before..end].to_owned();
         self.held.drain(..end);
@@ -289,7 +301,7 @@ impl ReplyReader {
         true
     }
 
-    /// `<function=f>`, or text that began like it.
+    /// `<function=f>`, or text that begins like it.
     fn tagged(&mut self, parts: &mut Vec<Part>) -> bool {
         let space = self.held.len() - self.held.trim_start().len();
         match xml::function(&self.held[space..]) {
@@ -305,20 +317,20 @@ impl ReplyReader {
         true
     }
 
-    /// What opened a call is text.
+    /// The text that seemed to open a call is plain text.
     fn is_no_call(&mut self, parts: &mut Vec<Part>) {
         let state = std::mem::replace(&mut self.state, State::Content { begun: true });
         let (State::Opened { opening } | State::Tagged { opening }) = state else { return };
         content(&opening, parts);
         if opening.trim().is_empty() {
-            // It was the function's own beginning, which is not looked at again.
+            // It was the beginning of a function, which must not be tried again.
             let first = self.held.chars().next().map_or(0, char::len_utf8);
             content(&self.held[..first], parts);
             self.held.drain(..first);
         }
     }
 
-    /// Reads on in a call's element, a parameter at a time.
+    /// Parses the next parameter of a call's element.
     fn element(&mut self, parts: &mut Vec<Part>) -> bool {
         let State::Element { function, count } = &mut self.state else { return false };
         let space = self.held.len() - self.held.trim_start().len();
@@ -345,7 +357,7 @@ impl ReplyReader {
                 return false;
             }
             xml::Next::IsNot if xml::FUNCTION_END.starts_with(&self.held) => return false,
-            // It has no place here.
+            // Skips a character that has no place here.
             xml::Next::IsNot => {
                 let first = self.held.chars().next().map_or(0, char::len_utf8);
                 self.held.drain(..first);
@@ -354,11 +366,11 @@ impl ReplyReader {
         true
     }
 
-    /// Leaves out what is between a call's object and what comes next.
+    /// Skips what is between a call's object and what follows.
     fn close(&mut self, listed: bool) -> bool {
         match self.rules.calls {
             Some(CallFormat::Hermes | CallFormat::Qwen3Coder) => {
-                // Models miscount what closes an object.
+                // Models miscount the braces that close an object.
                 self.skip(|it| it.is_whitespace() || it == '}');
                 let end = format::TOOL_CALL_END;
                 if self.held.starts_with(end) {
@@ -392,7 +404,7 @@ impl ReplyReader {
         true
     }
 
-    /// What is held begins the next call, or is text.
+    /// The held text begins the next call, or is plain text.
     fn next_or_content(&mut self, begins: char, call: CallObject, listed: bool) {
         self.state = if self.held.starts_with(begins) {
             State::Call { opening: String::new(), call, listed }
@@ -409,7 +421,7 @@ impl ReplyReader {
         }
     }
 
-    /// More arguments of the call that was begun last.
+    /// More arguments of the current call.
     fn add(&mut self, text: String, parts: &mut Vec<Part>) {
         let index = self.num_calls.saturating_sub(1);
         if !text.is_empty() && (index == 0 || !self.rules.single_call) {
@@ -427,8 +439,8 @@ impl ReplyReader {
     }
 }
 
-/// Bytes at the end of a text that what follows decides about: a beginning of one of `marks`, and the
-/// white space before it.
+/// Number of bytes at the end of `text` that the following text decides about: the beginning of one
+/// of `marks`, and the white space before it.
 fn undecided(text: &str, marks: &[&str]) -> usize {
     if marks.is_empty() {
         return 0;

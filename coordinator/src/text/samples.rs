@@ -1,4 +1,4 @@
-//! Tokenizers of other kinds than that of the shipped models, as small as they can be: for tests.
+//! Minimal tokenizers of other types than the shipped models', for tests.
 use std::path::Path;
 
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ pub(crate) fn folder(vocabulary: &[String], tokenizer: &Value) -> TextModel {
     for (name, value) in tokenizer.as_object().unwrap() {
         whole[name] = value.clone();
     }
-    // Two ids more than there are tokens, as where embeddings are padded.
+    // Two more ids than tokens, as where embeddings are padded.
     let config =
         json!({"vocab_size": size + 4, "max_position_embeddings": 64, "eos_token_id": size});
     std::fs::write(folder.path().join("config.json"), config.to_string()).unwrap();
@@ -27,7 +27,7 @@ pub(crate) fn folder(vocabulary: &[String], tokenizer: &Value) -> TextModel {
     TextModel::load(folder.path()).unwrap()
 }
 
-/// Pieces as sentencepiece writes them, with bytes for what is no piece.
+/// Pieces as in sentencepiece, plus a token for each byte.
 pub(crate) fn pieces() -> Vec<String> {
     let bytes = (0..=255).map(|byte| format!("<0x{byte:02X}>"));
     let pieces = [
@@ -59,7 +59,7 @@ pub(crate) fn numbered(words: &[String]) -> Value {
     Value::Object(words.iter().enumerate().map(|(id, word)| (word.clone(), json!(id))).collect())
 }
 
-/// As Llama 2 and Mistral have it: a space that the text begins with is left out.
+/// As in Llama 2 and Mistral: the decoder drops a leading space.
 pub(crate) fn sentencepiece_bpe() -> TextModel {
     let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
     let pieces = pieces();
@@ -79,7 +79,7 @@ pub(crate) fn sentencepiece_bpe() -> TextModel {
     )
 }
 
-/// As Gemma has it: no space is left out.
+/// As in Gemma: the decoder keeps all spaces.
 pub(crate) fn sentencepiece_that_keeps_spaces() -> TextModel {
     let pieces = pieces();
     folder(
@@ -97,7 +97,7 @@ pub(crate) fn sentencepiece_that_keeps_spaces() -> TextModel {
     )
 }
 
-/// The demo model's, with the special tokens and a chat template of harmony.
+/// The demo model's tokenizer with harmony's special tokens and a harmony chat template.
 pub(crate) fn harmony() -> TextModel {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let read = |file: &str| std::fs::read_to_string(root.join("models/demo").join(file)).unwrap();

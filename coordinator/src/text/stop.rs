@@ -1,32 +1,33 @@
-//! Stop strings: found across piece boundaries, never leaked.
+//! Stop strings: found across piece boundaries, never shown in part.
 
-/// Looks for stop strings in text that comes in pieces.
+/// Searches text that arrives in pieces for stop strings.
 #[derive(Clone, Debug)]
 pub struct StopMatcher {
     stops: Vec<String>,
-    /// Text not released yet: a beginning of some stop string.
+    /// Text held back: the beginning of some stop string.
     held: String,
-    /// The text includes the stop string that ends it.
+    /// Include the stop string in the text.
     including: bool,
-    /// The stop string that was found.
+    /// Index of the stop string that was found.
     found: Option<usize>,
 }
 
 impl StopMatcher {
-    /// A matcher of these strings, none of which may be empty.
+    /// A matcher of `stops`, none of which may be empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
         Self { stops, held: String::new(), including: false, found: None }
     }
 
-    /// Whether the stop string that is found is part of the text.
+    /// Sets whether the stop string that is found belongs to the text.
     #[must_use]
     pub fn including(self, including: bool) -> Self {
         Self { including, ..self }
     }
 
-    /// Takes a piece; appends to `text` what cannot be part of a stop string. Returns true when one
-    /// is complete: `text` ends right before it then, or behind it if it is included. Unless `may_stop`, stop strings are text.
+    /// Takes a piece; appends to `text` what cannot be part of a stop string. Returns true when a
+    /// stop string is complete: `text` then ends right before it, or after it if it is included.
+    /// Unless `may_stop`, stop strings are plain text.
     pub fn push(&mut self, piece: &str, may_stop: bool, text: &mut String) -> bool {
         if self.stops.is_empty() {
             text.push_str(piece);
@@ -57,13 +58,13 @@ impl StopMatcher {
         self.found.and_then(|index| self.stops.get(index)).map(String::as_str)
     }
 
-    /// Appends what was held back: the sequence ended otherwise.
+    /// Appends what was held back: the sequence ended for another reason.
     pub fn finish(&mut self, text: &mut String) {
         text.push_str(&self.held);
         self.held.clear();
     }
 
-    /// Bytes at the end of `held` that begin some stop string.
+    /// Length in bytes of the end of `held` that begins some stop string.
     fn longest_beginning(&self) -> usize {
         let longest = self.stops.iter().map(String::len).max().unwrap_or(0);
         let most = longest.saturating_sub(1).min(self.held.len());
@@ -124,7 +125,7 @@ mod tests {
     }
 
     proptest! {
-        /// However the text is cut, the result is the text up to the first stop string in it, or
+        /// However the text is split, the result is the text up to the first stop string in it, or
         /// up to the first that is complete.
         #[test]
         fn pieces_do_not_matter(text in "[ab.]{0,30}", cuts in prop::collection::vec(0usize..31, 0..6)) {

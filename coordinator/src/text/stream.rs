@@ -1,6 +1,6 @@
-//! One choice's text as its tokens come: decoded, checked for stop strings, ended.
+//! One choice's text as its tokens arrive: detokenized, checked for stop strings, ended.
 //!
-//! The engine runs the same code to know at which token a stop string is complete, so both sides
+//! The engine runs the same code to find the token that completes a stop string, so that both sides
 //! agree on the sequence's last token.
 use std::collections::HashMap;
 use std::fmt;
@@ -13,26 +13,27 @@ use super::reply::harmony::FENCE;
 use super::stop::StopMatcher;
 use crate::engine::StopCheck;
 
-/// When a sequence ends for reasons that text or token tell.
+/// The rules by which text or tokens end a sequence.
 #[derive(Clone, Debug, Default)]
 pub struct StopRules {
     /// Stop strings.
     pub stops: Vec<String>,
-    /// Tokens that end the sequence and are not part of its text, unless they are among `shown`.
+    /// Tokens that end the sequence; not part of its text, unless they are in `shown`.
     pub end_tokens: Vec<u32>,
     /// End tokens that are part of the text.
     pub shown: Vec<u32>,
-    /// Nothing ends the sequence before it has so many tokens.
+    /// Fewest tokens before anything ends the sequence.
     pub min_tokens: u32,
-    /// The stop string is part of the text, though not what its last token has behind it.
+    /// Include the stop string in the text, but not what its last token has after it.
     pub include_stop: bool,
     /// Special tokens that do not end the sequence are part of its text.
     pub keep_special: bool,
-    /// Those, by their ids: each stands between two of [`FENCE`] in the text. None otherwise.
+    /// The text of those special tokens by id: in the output, each is put between two [`FENCE`]
+    /// characters. `None` for no fences.
     pub fenced: Option<Arc<HashMap<u32, String>>>,
 }
 
-/// One choice's text.
+/// One choice's text as it grows.
 #[derive(Clone)]
 pub struct TextStream {
     decoder: IncrementalDecoder,
@@ -53,7 +54,7 @@ impl fmt::Debug for TextStream {
 }
 
 impl TextStream {
-    /// A choice without tokens.
+    /// A choice without tokens yet.
     #[must_use]
     pub fn new(tokenizer: Arc<Tokenizer>, rules: Arc<StopRules>) -> Self {
         Self {
@@ -66,19 +67,19 @@ impl TextStream {
         }
     }
 
-    /// Goes on behind these tokens, those of a prompt: what it says is no text of its own.
+    /// Continues after the tokens of `prompt`, whose text is not part of this one.
     #[must_use]
     pub fn behind(self, prompt: &[u32]) -> Self {
         Self { decoder: self.decoder.behind(prompt), ..self }
     }
 
-    /// Whether text comes before what is next.
+    /// Whether any text precedes the next token's.
     #[must_use]
     pub fn has_text_before(&self) -> bool {
         self.decoder.has_text_before()
     }
 
-    /// Tokens taken.
+    /// Number of tokens taken.
     #[must_use]
     pub fn num_tokens(&self) -> u32 {
         self.num_tokens
@@ -90,7 +91,7 @@ impl TextStream {
         self.matcher.found()
     }
 
-    /// Takes a token; appends the text that is certain now. Returns true when the token completes a
+    /// Takes a token; appends the text that is now certain. Returns true when the token completes a
     /// stop string.
     pub fn push_token(&mut self, token: u32, text: &mut String) -> bool {
         self.num_tokens += 1;
@@ -105,7 +106,7 @@ impl TextStream {
             Some(_) => self.decoder.interrupt(&mut self.piece),
             None => self.decoder.push(token, &mut self.piece),
         }
-        // Text that has the fence itself would be taken for a mark, or would hide one.
+        // A fence character in ordinary text would be taken for a mark, or would hide one.
         if self.rules.fenced.is_some() {
             clean(&mut self.piece);
         }
@@ -114,12 +115,12 @@ impl TextStream {
             self.piece.push_str(mark);
             self.piece.push(FENCE);
         }
-        // The token ends the sequence before a stop string within it does.
+        // The token ends the sequence before a stop string within its text could.
         self.stopped = self.matcher.push(&self.piece, may_stop && !ends, text);
         self.stopped
     }
 
-    /// Appends what was held back, once the choice is finished.
+    /// Appends what was held back; to be called when the choice is finished.
     pub fn finish(&mut self, text: &mut String) {
         if self.stopped {
             return;
@@ -129,14 +130,14 @@ impl TextStream {
         if self.rules.fenced.is_some() {
             clean(&mut self.piece);
         }
-        // What was held back may complete a stop string only together with whole characters, which
-        // would have been seen: the rest is text.
+        // The rest is plain text: it could complete a stop string only with complete characters,
+        // which would have been emitted before.
         let _ = self.matcher.push(&self.piece, false, text);
         self.matcher.finish(text);
     }
 }
 
-/// Without fences, which stand for characters that nobody should have used.
+/// Replaces fence characters, which ordinary text has no use for.
 fn clean(text: &mut String) {
     if text.contains(FENCE) {
         *text = text.replace(FENCE, "\u{fffd}");

@@ -1,5 +1,9 @@
-//! Conversations to prompts, by the model's own Jinja template, in a sandbox: no files, no includes,
-//! bounded steps and output. What templates may use beyond Jinja is what transformers gives them.
+//! Conversations to prompts, by the model's own Jinja chat template, in a sandbox: no files, no
+//! includes, bounded steps and output. Beyond Jinja, templates may use what transformers provides.
+//!
+//! - `date`: `strftime_now`
+//! - [`harmony`]: conversations as harmony templates expect them
+//! - `json`: the filter `tojson`
 mod date;
 pub mod harmony;
 mod json;
@@ -14,25 +18,25 @@ use serde_json::{Map, json};
 
 use super::reply::CallFormat;
 
-/// Steps a template may take; a long conversation takes some thousands.
+/// Most steps of a template; a long conversation takes a few thousand.
 const FUEL: u64 = 1_000_000;
-/// Longest prompt text: a million tokens take a quarter of it.
+/// Longest prompt, in bytes: a million tokens take a quarter of it.
 const OUTPUT_MAX: usize = 16 << 20;
 
-/// What a template is given.
+/// The input of a template.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Conversation {
     /// The messages: objects with a `role`, most with a `content`.
     pub messages: Vec<serde_json::Value>,
-    /// Functions that the model is told of.
+    /// Definitions of the functions that the model may call.
     pub tools: Option<serde_json::Value>,
-    /// Texts that the model is told of.
+    /// Documents for the model (RAG).
     pub documents: Option<serde_json::Value>,
-    /// Goes on to where the assistant speaks next.
+    /// End the prompt where the assistant speaks next.
     pub add_generation_prompt: bool,
-    /// Ends within the last message, for the model to go on with it.
+    /// End the prompt within the last message, for the model to continue it.
     pub continue_final_message: bool,
-    /// Variables of the client's.
+    /// The client's template variables.
     pub variables: Map<String, serde_json::Value>,
 }
 
@@ -51,7 +55,8 @@ impl Conversation {
     }
 }
 
-/// Variables that every template is given, or that mean something to transformers: no client's.
+/// Variables that every template gets, or that have a meaning in transformers; clients cannot set
+/// them.
 pub const RESERVED: [&str; 9] = [
     "messages",
     "tools",
@@ -64,12 +69,12 @@ pub const RESERVED: [&str; 9] = [
     "eos_token",
 ];
 
-/// Why a conversation has no prompt.
+/// Why a conversation cannot be rendered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RenderError {
-    /// The template objects to the conversation, or its prompt is over a bound.
+    /// The template rejects the conversation, or the prompt exceeds a bound.
     Conversation(String),
-    /// The template itself fails.
+    /// The template itself is at fault.
     Template(String),
 }
 
@@ -81,8 +86,8 @@ impl fmt::Display for RenderError {
     }
 }
 
-/// What `raise_exception` was called with: the source of the error it makes, which tells it from
-/// the template's own faults.
+/// The argument of `raise_exception`: as the source of the resulting error, it distinguishes that
+/// from faults of the template.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -94,23 +99,23 @@ pub struct ChatTemplate {
     bos_token: String,
     eos_token: String,
     calls: Option<CallFormat>,
-    /// There is one for conversations with tools.
+    /// There is a separate template for conversations with tools.
     has_tool_use: bool,
 }
 
 /// The template's name in its environment.
 const NAME: &str = "chat_template";
-/// The name of the one for conversations with tools, in its environment and in model folders.
+/// The name of the template for conversations with tools, in its environment and in model folders.
 pub const TOOL_USE: &str = "tool_use";
-/// Stands where the content of a message ends that is to be gone on with. No keyboard writes it, and
-/// its last character tells whether the template trims.
+/// Marks the end of the message to be continued. No keyboard types it, and its last character, a
+/// space, reveals whether the template trims.
 const END_MARK: &str = "\u{f8ff}\u{e000}\u{f8ff} ";
 
 impl ChatTemplate {
     /// Compiles a template.
     ///
     /// # Errors
-    /// The template's mistake, with its line.
+    /// The template's error, with its line.
     pub fn new(source: &str, bos_token: String, eos_token: String) -> Result<Self, String> {
         let mut environment = Environment::new();
         environment.set_fuel(Some(FUEL));
@@ -133,10 +138,10 @@ impl ChatTemplate {
         Ok(Self { environment, bos_token, eos_token, calls, has_tool_use: false })
     }
 
-    /// With another template for conversations with tools.
+    /// Adds a separate template for conversations with tools.
     ///
     /// # Errors
-    /// The template's mistake, with its line.
+    /// The template's error, with its line.
     pub fn with_tool_use(mut self, source: &str) -> Result<Self, String> {
         let source_without = without_generation_blocks(source);
         let added = self.environment.add_template_owned(TOOL_USE, source_without);
@@ -146,25 +151,25 @@ impl ChatTemplate {
         Ok(self)
     }
 
-    /// The name of the template for conversations with tools, or without.
+    /// The name of the template for conversations with or without tools.
     fn name(&self, has_tools: bool) -> &'static str {
         if has_tools && self.has_tool_use { TOOL_USE } else { NAME }
     }
 
-    /// How it teaches the model to write calls of tools, as far as its text tells.
+    /// The format of tool calls that it teaches the model, as far as its text reveals.
     #[must_use]
     pub fn calls(&self) -> Option<CallFormat> {
         self.calls
     }
 
-    /// Whether the template reads a variable of this name, in conversations with tools or without.
+    /// Whether the template for conversations with or without tools reads the variable `variable`.
     #[must_use]
     pub fn knows(&self, variable: &str, has_tools: bool) -> bool {
         let template = self.environment.get_template(self.name(has_tools));
         template.is_ok_and(|template| template.undeclared_variables(false).contains(variable))
     }
 
-    /// Renders a plain conversation, to find out before the first request what is wrong.
+    /// Renders a simple conversation, to find errors before the first request.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`].
@@ -223,7 +228,8 @@ impl ChatTemplate {
     }
 }
 
-/// Marks where the last message's content ends: what it says may stand elsewhere in the prompt, too.
+/// Marks where the last message's content ends, since the same text may also occur elsewhere in the
+/// prompt.
 fn mark_end(messages: &mut serde_json::Value) -> Result<(), RenderError> {
     let content = messages.as_array_mut().and_then(|list| list.last_mut()?.get_mut("content"));
     if let Some(serde_json::Value::String(content)) = content
@@ -236,14 +242,14 @@ fn mark_end(messages: &mut serde_json::Value) -> Result<(), RenderError> {
     Err(RenderError::Conversation(message.to_owned()))
 }
 
-/// The prompt up to where its last message's content ends, as transformers cuts it.
+/// Cuts the prompt where its last message's content ends, as transformers does.
 fn open_ended(mut text: String) -> Result<String, RenderError> {
     let Some(at) = text.rfind(END_MARK.trim_end()) else {
         let message = "`continue_final_message`: the chat template leaves out the last message's \
                        content";
         return Err(RenderError::Conversation(message.to_owned()));
     };
-    // Unless the template trims it, the content ends with the white space the client wrote.
+    // Unless the template trims, the content ends with the white space that the client wrote.
     let trims = !text[at..].starts_with(END_MARK);
     text.truncate(at);
     if trims {
@@ -252,8 +258,8 @@ fn open_ended(mut text: String) -> Result<String, RenderError> {
     Ok(text)
 }
 
-/// The source with `{% generation %}` blocks, which mark what training counts, as blocks that are
-/// always rendered: whitespace is trimmed around them as the source says.
+/// Replaces `{% generation %}` blocks, which mark what counts in training, by blocks that are
+/// always rendered, keeping the white space control of the source.
 fn without_generation_blocks(source: &str) -> String {
     let mut text = String::with_capacity(source.len());
     let mut rest = source;

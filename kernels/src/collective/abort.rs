@@ -1,9 +1,9 @@
-//! Several things to abort under one handle: what ranks exchange on hosts and what on devices.
+//! Aborts several things through one handle: the exchanges of hosts and those of devices.
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::AbortHandle;
 
-/// Aborts all that was added to it, also what is added after it was aborted.
+/// Aborts everything added to it, including what is added after the abort.
 #[derive(Debug, Default)]
 pub struct AbortAll {
     state: Mutex<State>,
@@ -16,7 +16,7 @@ struct State {
 }
 
 impl AbortAll {
-    /// Aborts `handle`, too, when it is aborted; at once when it was.
+    /// Adds `handle`; aborts it at once if this was aborted before.
     pub fn add(&self, handle: Arc<dyn AbortHandle>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.aborted {
@@ -25,7 +25,7 @@ impl AbortAll {
         state.handles.push(handle);
     }
 
-    /// Whether it was aborted.
+    /// Whether this was aborted.
     #[must_use]
     pub fn is_aborted(&self) -> bool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).aborted

@@ -1,14 +1,14 @@
-//! The operations of a collective in terms of one: every rank shows its data to every other.
+//! The operations of a collective in terms of one: each rank shows its data to all others.
 //!
-//! A transport moves words (`u32`, the bits of an `f32` where they are numbers) in rounds of at most
-//! [`Transport::round_max`] words; sums are made here, in the same order on every rank, so that all
-//! hold bitwise equal results whatever the transport.
+//! A transport moves words (`u32`, or the bits of `f32`) in rounds of at most
+//! [`Transport::round_max`] words. Sums are computed here, in the same order on every rank, so that
+//! all ranks hold bitwise equal results with any transport.
 use std::sync::Arc;
 
 use super::{AbortHandle, Collective};
 use crate::error::CollectiveError;
 
-/// What a round is for; ranks whose rounds differ are told so instead of mixing their data.
+/// The purpose of a round. Ranks whose rounds differ get an error instead of mixed data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Op {
@@ -35,10 +35,10 @@ impl Op {
 pub(super) trait Transport: Send + std::fmt::Debug {
     fn rank(&self) -> u32;
     fn world_size(&self) -> u32;
-    /// Most words of one round.
+    /// Most words per round.
     fn round_max(&self) -> usize;
-    /// Shows `mine` to all ranks, then calls `see(rank, words)` for every rank in order, this one
-    /// included. All ranks' words have the same length.
+    /// Shows `mine` to all ranks, then calls `see(rank, words)` for every rank in order, including
+    /// this one. The words of all ranks have the same length.
     fn round(
         &mut self,
         op: Op,
@@ -48,23 +48,23 @@ pub(super) trait Transport: Send + std::fmt::Debug {
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
 }
 
-/// A collective over a transport.
+/// A collective on top of a transport.
 #[derive(Debug)]
 pub(super) struct Exchange<T> {
     transport: T,
-    /// This rank's words of the round.
+    /// This rank's words in the current round.
     words: Vec<u32>,
     tree: Tree,
 }
 
-/// Adds up the ranks' data as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`. So a rank
-/// that holds what two others would hold, added up, changes nothing of the sum.
+/// Adds up the ranks' data as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`. A rank
+/// that holds the sum of what two other ranks would hold therefore does not change the result.
 #[derive(Debug, Default)]
 struct Tree {
-    /// Subtrees, larger ones first; what is behind `len` is memory to be used again.
+    /// Subtrees, larger ones first; entries from `len` on are memory for reuse.
     levels: Vec<Vec<f32>>,
     len: usize,
-    /// Ranks added so far.
+    /// Number of ranks added so far.
     ranks: usize,
 }
 
@@ -80,7 +80,7 @@ impl Tree {
         self.levels[self.len].clear();
         self.levels[self.len].extend(values);
         self.len += 1;
-        // As in counting: a subtree is whole when the bits of the number so far say so.
+        // As in binary counting: each trailing 1 bit of the number so far completes a subtree.
         let mut bits = self.ranks;
         while bits & 1 == 1 {
             self.merge();

@@ -40,7 +40,7 @@ unsafe impl RegionMemory for Heap {
     }
 }
 
-/// Makes the collectives of `ranks` ranks in this process, one for each rank's thread.
+/// Creates the collectives of `ranks` ranks in this process, one for each rank's thread.
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] when `ranks` is not in 1..=64.

@@ -1,17 +1,17 @@
 //! Ranks that share memory: threads of one process, or processes of one host.
 //!
 //! # Protocol
-//! Every rank has two slots, used in turn by even and odd rounds, and a counter of rounds. In round
-//! `r` a rank writes its words into its slot `r % 2`, sets its counter to `r` (release), waits until
+//! Every rank has two slots, used by even and odd rounds in turn, and a round counter. In round `r`
+//! a rank writes its words into its slot `r % 2`, sets its counter to `r` (release), waits until
 //! every rank's counter is at least `r` (acquire), and reads all slots `r % 2`.
 //!
-//! - A slot is read after its owner's release of `r` was acquired, so what is read is what was
+//! - A slot is read only after the owner's release of `r` was acquired, so the reader sees what was
 //!   written.
-//! - A slot is written again in round `r + 2`, after all counters were seen at `r + 1`. A rank sets
-//!   its counter to `r + 1` after it has read round `r`. So nobody still reads it.
+//! - A slot is written again in round `r + 2`, after all counters have reached `r + 1`. A rank sets
+//!   its counter to `r + 1` only after it has read round `r`. So no rank is still reading it.
 //!
-//! Waiting spins for a moment, then sleeps on a futex at the counter, in slices in which the abort
-//! word, the deadline and the peer's process are looked at.
+//! A waiting rank first spins, then sleeps on the counter's futex, in slices, between which it
+//! checks the abort word, the deadline and the peer's process.
 #![allow(unsafe_code, reason = "memory that other threads and processes write")]
 use std::fmt;
 use std::sync::Arc;
@@ -22,49 +22,49 @@ use super::AbortHandle;
 use super::exchange::{Op, Transport};
 use crate::error::CollectiveError;
 
-/// Most ranks of a region.
+/// Most ranks in a region.
 pub(super) const RANKS_MAX: usize = 64;
-/// Words of one slot: a 128 KiB message needs one round.
+/// Words per slot: a message of 128 KiB takes one round.
 pub(super) const SLOT_WORDS: usize = 32 * 1024;
 /// How long to spin before sleeping, where every rank has a core.
 const SPIN: Duration = Duration::from_micros(30);
-/// How long to sleep before looking around.
+/// How long to sleep before the next check.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// One rank's part of the header, on cache lines of its own.
+/// One rank's part of the header, on separate cache lines.
 #[repr(C, align(128))]
 struct RankHeader {
-    /// The last round this rank has written.
+    /// The last round that this rank has written.
     round: AtomicU32,
-    /// Ranks asleep on `round`.
+    /// Number of ranks sleeping on `round`.
     sleepers: AtomicU32,
-    /// The rank's process, 0 for threads.
+    /// Process id of the rank; 0 for threads.
     pid: AtomicU32,
-    /// What its rounds are for, and how many words, by parity: op in the high half.
+    /// Operation (high half) and number of words of the last rounds, by parity.
     tag: [AtomicU64; 2],
 }
 
-/// The beginning of a region.
+/// The header at the beginning of a region.
 #[repr(C, align(128))]
 pub(super) struct Header {
-    /// [`MAGIC`] once the creator has set up the rest.
+    /// [`MAGIC`] once the creator has initialised the rest.
     pub(super) magic: AtomicU64,
-    /// Ranks that have it mapped.
+    /// Number of ranks that have mapped the region.
     pub(super) attached: AtomicU32,
-    /// Not 0: everyone leaves.
+    /// Nonzero: the group was aborted, every rank must leave.
     aborted: AtomicU32,
     ranks: [RankHeader; RANKS_MAX],
 }
 
-/// Marks a region of this layout.
+/// Identifies a region of this layout.
 pub(super) const MAGIC: u64 = 0x7475_7474_6932_0001;
 
-/// Bytes of a region for `ranks` ranks.
+/// Size in bytes of a region for `ranks` ranks.
 pub(super) const fn region_bytes(ranks: usize) -> usize {
     size_of::<Header>() + ranks * 2 * SLOT_WORDS * 4
 }
 
-/// Memory that holds a region: aligned for [`Header`], zeroed at first, valid while it lives.
+/// Memory of a region: aligned for [`Header`], initially zero, valid as long as the value lives.
 ///
 /// # Safety
 /// `base` returns the same address each time, valid for [`region_bytes`] of its ranks, shared by
@@ -91,7 +91,7 @@ impl<M: RegionMemory> Region<M> {
         Self { memory, rank, ranks, round: 0, timeout, spin }
     }
 
-    /// Says which process this rank is, so that others notice its end.
+    /// Announces this rank's process id, so that other ranks notice when it ends.
     pub(super) fn announce(&self, pid: u32) {
         header(&*self.memory).ranks[self.rank].pid.store(pid, Ordering::Release);
     }
@@ -121,12 +121,12 @@ impl<M: RegionMemory> Region<M> {
                 continue;
             }
             if waited >= self.timeout {
-                // The group is of no use any more: the others need not wait as long.
+                // The group is unusable now: other ranks need not wait until their own deadline.
                 abort(&*self.memory);
                 return Err(CollectiveError::TimedOut { op: op.name(), waited, rank: rank as u32 });
             }
             peer.sleepers.fetch_add(1, Ordering::SeqCst);
-            // The rank may have come, or the group been aborted, before it could see a sleeper.
+            // The rank may have arrived, or the group been aborted, before it could see a sleeper.
             if peer.round.load(Ordering::SeqCst) == round
                 && header.aborted.load(Ordering::SeqCst) == 0
             {
@@ -237,12 +237,12 @@ fn abort<M: RegionMemory>(memory: &M) {
     }
 }
 
-/// Whether a process is certainly no more.
+/// Whether a process has certainly ended.
 fn is_gone(pid: u32) -> bool {
     if pid == 0 || pid == std::process::id() {
         return false;
     }
-    // A killed process stays as a zombie until its parent takes notice: state Z, not running.
+    // A killed process remains as a zombie (state Z) until its parent reaps it.
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['Z', 'X'])),
         Err(error) => error.kind() == std::io::ErrorKind::NotFound,

@@ -1,7 +1,7 @@
 //! Ranks that are processes of one host: a POSIX shared memory object.
 //!
-//! Rank 0 makes the object, the others open it; as soon as all have it mapped its name is removed,
-//! so that however the processes end nothing is left behind.
+//! Rank 0 creates the object, the others open it. Its name is removed as soon as all ranks have
+//! mapped it, so that nothing is left behind however the processes end.
 #![allow(unsafe_code, reason = "shared memory objects of the operating system")]
 use std::ffi::CString;
 use std::io;
@@ -14,16 +14,16 @@ use super::exchange::Exchange;
 use super::region::{MAGIC, RANKS_MAX, Region, RegionMemory, header, region_bytes};
 use crate::error::CollectiveError;
 
-/// How to connect.
+/// Options of a connection.
 #[derive(Clone, Debug)]
 pub struct SharedMemoryOptions {
     /// The object's name: letters, digits, `-` and `_`; unique to this group.
     pub name: String,
     /// This rank.
     pub rank: u32,
-    /// Ranks, 1 to 64.
+    /// Number of ranks, 1 to 64.
     pub world_size: u32,
-    /// Deadline of connecting, and of every operation.
+    /// Deadline for connecting, and for each operation.
     pub timeout: Duration,
 }
 
@@ -54,7 +54,7 @@ impl Drop for Mapping {
     }
 }
 
-/// Removes the object's name when set-up ends, well or not.
+/// Removes the object's name when set-up ends, in success or failure.
 struct Unlink<'a>(&'a CString);
 
 impl Drop for Unlink<'_> {
@@ -66,17 +66,17 @@ impl Drop for Unlink<'_> {
     }
 }
 
-/// Shared memory that a group of `ranks` ranks takes while it is connected, in bytes.
+/// Bytes of shared memory for a group of `ranks` ranks.
 #[must_use]
 pub const fn shared_memory_bytes(ranks: usize) -> usize {
     region_bytes(ranks)
 }
 
-/// Connects this process as one rank; returns when all ranks are connected, or soon after
-/// `is_given_up` says so.
+/// Connects this process as one rank. Returns when all ranks are connected, or soon after
+/// `is_given_up` returns true.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] naming what is wrong, also when others do not come in time;
+/// [`CollectiveError::Setup`] naming the problem, also when other ranks do not arrive in time;
 /// [`CollectiveError::Aborted`].
 pub fn shared_memory(
     options: &SharedMemoryOptions,
@@ -158,7 +158,7 @@ fn create(name: &CString, len: usize) -> io::Result<Mapping> {
     mapping
 }
 
-/// `None` while there is no such object, or it has not its size yet.
+/// Opens the object; `None` while it does not exist or does not have its size yet.
 fn open(name: &CString, len: usize) -> io::Result<Option<Mapping>> {
     // SAFETY: the name is a C string.
     let fd = unsafe { libc::shm_open(name.as_ptr(), libc::O_RDWR, 0) };

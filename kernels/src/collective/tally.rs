@@ -1,16 +1,16 @@
-//! How many bytes a rank has given to exchanges with others, by the way they took.
+//! Bytes that a rank has sent to other ranks, by transport.
 
-/// Ways told apart at most; a process has one or two.
+/// Most transports counted separately; a process uses one or two.
 const WAYS: usize = 4;
 
-/// See the module's documentation.
+/// Byte counters; see the module's documentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
     ways: [(&'static str, u64); WAYS],
 }
 
 impl Tally {
-    /// Counts `bytes` that went by `way`.
+    /// Counts `bytes` sent by `way`.
     pub fn add(&mut self, way: &'static str, bytes: usize) {
         let slot = self.ways.iter_mut().find(|(known, _)| *known == way || known.is_empty());
         if let Some((known, sum)) = slot {
@@ -19,7 +19,7 @@ impl Tally {
         }
     }
 
-    /// Every way that was taken, and its bytes.
+    /// The transports used, with their bytes.
     pub fn iter(&self) -> impl Iterator<Item = (&'static str, u64)> {
         self.ways.into_iter().filter(|(way, _)| !way.is_empty())
     }
@@ -36,7 +36,7 @@ mod tests {
         for (way, bytes) in [("a", 3), ("b", 1), ("a", 4), ("c", 1), ("d", 1), ("e", 1)] {
             tally.add(way, bytes);
         }
-        // One way too many is left out.
+        // A transport too many is not counted.
         assert_eq!(tally.iter().collect::<Vec<_>>(), [("a", 7), ("b", 1), ("c", 1), ("d", 1)]);
     }
 }

@@ -1,9 +1,13 @@
 //! Causal attention over the paged KV cache.
 //!
-//! A query is one head of one row. Up to 8 queries that share a KV head (the heads of its group, of
-//! neighbouring rows) go through K and V together, but each has its own range of positions and its
+//! A query is one head of one row. Up to 8 queries that share a KV head (the heads of its group, in
+//! neighbouring rows) traverse K and V together, but each has its own range of positions and its
 //! own sums in ascending positions: all scores, then softmax, then the weighted sum of V. So a
-//! row's result does not depend on which rows it was computed with.
+//! row's result does not depend on the rows it is computed with.
+//!
+//! - `avx512bf16`: bf16 with `vdpbf16ps`
+//! - `bfloat16`: bf16 on any instruction set
+//! - `float32`: f32
 #[cfg(target_arch = "x86_64")]
 mod avx512bf16;
 mod bfloat16;
@@ -17,16 +21,16 @@ use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 
-/// Most queries at a time.
+/// Most queries processed together.
 const QUERIES: usize = 8;
 /// Most rows per task.
 const TILE_ROWS: u32 = 16;
 
-/// Rows of one sequence that one task computes, for one KV head.
+/// The rows of one sequence that one task computes for one KV head.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowTile {
     seq: SeqRows,
-    /// First row, counted in the sequence.
+    /// First row, counted within the sequence.
     first: u32,
     rows: u32,
 }
@@ -44,16 +48,16 @@ pub(crate) fn cut(batch: &Batch<'_>, tiles: &mut Vec<RowTile>) {
     }
 }
 
-/// What one thread needs.
+/// Scratch of one thread.
 #[derive(Debug)]
 pub(crate) struct AttentionScratch {
-    /// `[queries, positions]`
+    /// Scores, `[queries, positions]`.
     scores: Scratch<f32>,
-    /// `[head_dim, queries]`, scaled
+    /// Scaled queries, `[head_dim, queries]`.
     queries: Scratch<f32>,
-    /// `[head_dim / 2, queries]` in bf16 pairs
+    /// Queries as bf16 pairs, `[head_dim / 2, queries]`.
     query_words: Scratch<u32>,
-    /// `[queries, pairs of positions]` in bf16
+    /// Softmax weights in bf16, `[queries, pairs of positions]`.
     weight_words: Scratch<u32>,
 }
 
@@ -67,7 +71,7 @@ impl AttentionScratch {
         })
     }
 
-    /// Makes room for contexts of `blocks` whole blocks of a cache.
+    /// Makes room for contexts of `blocks` whole blocks of the cache.
     pub(crate) fn reserve(
         &mut self,
         isa: Isa,
@@ -94,7 +98,7 @@ impl AttentionScratch {
     }
 }
 
-/// One call of paged attention; arguments are checked.
+/// One call of paged attention; arguments are already checked.
 pub(crate) struct Attention<'a> {
     pub(crate) isa: Isa,
     pub(crate) shape: &'a AttentionShape,
@@ -102,7 +106,7 @@ pub(crate) struct Attention<'a> {
     pub(crate) cache: &'a CpuKvCache,
     pub(crate) layer: usize,
     pub(crate) q: &'a [f32],
-    /// Of each head.
+    /// Attention sink of each query head, `[num_heads]`, if the model has them.
     pub(crate) sinks: Option<&'a [f32]>,
     pub(crate) out: Disjoint<'a, f32>,
 }
@@ -123,7 +127,7 @@ impl Attention<'_> {
         run_tile(self, tile, &view, scratch);
     }
 
-    /// Row (in the batch), head and positions of query `index` of a tile.
+    /// The position in `q`, the range of positions and the sink of query `index` of a tile.
     fn query(&self, tile: &RowTile, kv_head: usize, index: usize) -> Query {
         let group = self.shape.num_heads / self.shape.num_kv_heads;
         let row = tile.first as usize + index / group;
@@ -132,7 +136,7 @@ impl Attention<'_> {
         let head = kv_head * group + index % group;
         let row = tile.seq.row_start as usize + row;
         let offset = (row * self.shape.num_heads + head) * self.shape.head_dim;
-        // Where there is none, one that weighs nothing.
+        // Without sinks, one of weight zero.
         let sink = self.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
         Query { offset, start, end, sink }
     }
@@ -141,13 +145,13 @@ impl Attention<'_> {
 /// One head of one row.
 #[derive(Clone, Copy)]
 struct Query {
-    /// Where it is in `q`, and its result in `out`.
+    /// Offset in `q`, and of the result in `out`.
     offset: usize,
-    /// First position it attends to.
+    /// First position that it attends to.
     start: usize,
-    /// One past the last, which is its own.
+    /// One past the last position, which is its own.
     end: usize,
-    /// A score besides, of nothing.
+    /// The attention sink: an additional score without a V.
     sink: f32,
 }
 
@@ -162,28 +166,27 @@ struct View<'a> {
 }
 
 impl View<'_> {
-    /// K and V of a block in f32: `[head_dim, block_size]`, `[block_size, head_dim]`.
+    /// K `[head_dim, block_size]` and V `[block_size, head_dim]` of a block, in f32.
     #[inline(always)]
     fn block(&self, index: usize) -> (&[f32], &[f32]) {
         self.cache.block(self.layer, self.table[index] as usize, self.kv_head)
     }
 
-    /// K and V of a block in bf16 pairs: `[head_dim / 2, block_size]`,
-    /// `[block_size / 2, head_dim]`.
+    /// K `[head_dim / 2, block_size]` and V `[block_size / 2, head_dim]` of a block, in bf16 pairs.
     #[inline(always)]
     fn pairs(&self, index: usize) -> (&[u32], &[u32]) {
         self.cache.pairs(self.layer, self.table[index] as usize, self.kv_head)
     }
 }
 
-/// Whether [`avx512bf16`] computes: blocks are whole vectors of tokens there.
+/// Whether [`avx512bf16`] applies: its blocks must be whole vectors of tokens.
 #[cfg(target_arch = "x86_64")]
 fn takes_vectors(isa: Isa, cache: &CpuKvCache) -> bool {
     let is_whole = cache.shape().block_size.is_multiple_of(avx512bf16::LANES);
     isa == Isa::Avx512Bf16 && cache.is_bfloat16() && is_whole
 }
 
-/// Computes a tile with the vectors of an instruction set.
+/// Computes a tile with the given instruction set.
 fn run_tile(
     attention: &Attention<'_>,
     tile: RowTile,
@@ -234,8 +237,8 @@ fn run_tile(
     }
 }
 
-/// Replaces the first `len` scores by `e^(score - max)` and returns 1 / the sum of theirs and the
-/// sink's. What is behind them may change.
+/// Replaces the first `len` scores by `e^(score - max)`; returns 1 / (their sum plus the sink's).
+/// Elements after `len` may change.
 #[inline(always)]
 fn softmax<S: Simd>(row: &mut [f32], len: usize, sink: f32) -> f32 {
     // Whole vectors where there is room: e^-inf is 0, and adding 0 changes no bit.

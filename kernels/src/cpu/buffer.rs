@@ -6,7 +6,7 @@ use super::memory::AlignedVec;
 use crate::backend::Buffer;
 use crate::error::KernelError;
 
-/// Activations `[rows, width]` in f32, row-major.
+/// Activations `[rows, width]` in f32, row-major; memory for a maximum number of rows.
 #[derive(Debug)]
 pub struct CpuBuffer {
     data: AlignedVec<f32>,
@@ -21,13 +21,13 @@ impl CpuBuffer {
         Ok(Self { data, rows: rows_max, rows_max, width })
     }
 
-    /// The rows in use.
+    /// The rows in use, `[rows, width]`.
     #[must_use]
     pub fn values(&self) -> &[f32] {
         &self.data[..self.rows * self.width]
     }
 
-    /// The rows in use.
+    /// The rows in use, `[rows, width]`.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.data[..self.rows * self.width]
     }

@@ -1,5 +1,5 @@
-//! Checks of arguments before memory is touched. A failed check is a caller's bug and an error, not
-//! a panic; nothing has been written then.
+//! Argument checks, before any memory is accessed. A failed check is a bug in the caller; it
+//! returns an error, does not panic, and nothing has been written.
 use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector};
 use crate::backend::{AttentionShape, Batch, Buffer, KvShape, QkvWeights, RopeTable};
 use crate::error::KernelError;
@@ -18,7 +18,7 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// `out = x weight^T + bias`, `out_width` wide.
+/// Checks `out = x weight^T + bias`; `out` has width `out_width`.
 pub(crate) fn product(
     op: &'static str,
     x: &CpuBuffer,
@@ -36,7 +36,7 @@ pub(crate) fn product(
     Ok(())
 }
 
-/// So many elements, where there is one.
+/// Checks the number of elements of an optional vector.
 pub(crate) fn vector(
     op: &'static str,
     name: &str,
@@ -48,7 +48,7 @@ pub(crate) fn vector(
     Ok(())
 }
 
-/// `addend: [rows, width]`, where there is one.
+/// Checks an optional `addend: [rows, width]`.
 pub(crate) fn addend(
     op: &'static str,
     addend: Option<&CpuBuffer>,
@@ -172,7 +172,8 @@ pub(crate) fn attention(
     sequences(op, batch, q.rows(), cache.shape().block_size, cache.shape().num_blocks)
 }
 
-/// That the sequences cover all rows in order and that their tables name blocks of the cache.
+/// Checks that the sequences cover all rows in order, and that their block tables name existing
+/// blocks.
 pub(crate) fn sequences(
     op: &'static str,
     batch: &Batch<'_>,
@@ -212,7 +213,7 @@ pub(crate) fn sequences(
     Ok(())
 }
 
-/// Rows `first..first + count` of logits.
+/// Checks that `first..first + count` are rows of the logits.
 pub(crate) fn logits(
     op: &'static str,
     logits: &CpuBuffer,
@@ -231,7 +232,7 @@ pub(crate) fn logits(
     Ok(())
 }
 
-/// (block, host block) pairs that are copied out, or in.
+/// Checks pairs (block, host block) to be swapped out (`out`) or in.
 pub(crate) fn swap(
     op: &'static str,
     cache: &KvShape,
@@ -252,7 +253,7 @@ pub(crate) fn swap(
     }
     let (count, most) = (pairs.len(), host.num_blocks);
     ensure!(op, count <= most, "{count} pairs, host memory has {most} blocks");
-    // All are copied at once: none may be written twice.
+    // All pairs are copied concurrently: no target may occur twice.
     let target = |(block, host): &(u32, u32)| if out { *host } else { *block };
     let mut targets: Vec<u32> = pairs.iter().map(target).collect();
     targets.sort_unstable();

@@ -1,11 +1,11 @@
-//! Operations on one row or head at a time: RMSNorm, RoPE, an activation times up. Compiled per instruction
-//! set; the order of every sum depends on the row's length alone.
+//! Operations on one row or head at a time: RMSNorm, RoPE, gated activations. Compiled for each
+//! instruction set; the order of every sum depends only on the row's length.
 use super::isa::{Isa, multiversion};
 use super::math::{exp, gelu_tanh, silu, sum_by};
 use crate::backend::{Activation, ExpertActivation};
 
 multiversion! {
-    /// `residual += delta`, then `out = residual / rms(residual) * weight`.
+    /// `residual += delta`, then `out = residual / rms(residual) * weight`. All of length `hidden`.
     pub(crate) fn add_rmsnorm(
         residual: &mut [f32],
         delta: Option<&[f32]>,
@@ -32,7 +32,8 @@ fn add_rmsnorm_body<const FMA: bool>(
 }
 
 multiversion! {
-    /// `residual += delta / rms(delta) * delta_weight`, then `out = residual / rms(residual) * weight`.
+    /// `residual += delta / rms(delta) * delta_weight`, then `out = residual / rms(residual) *
+    /// weight` (Gemma 3). All of length `hidden`.
     pub(crate) fn add_normed_rmsnorm(
         residual: &mut [f32],
         delta: &[f32],
@@ -73,7 +74,8 @@ fn rms_scale(row: &[f32], eps: f32) -> f32 {
 }
 
 multiversion! {
-    /// RMSNorm over one head where `norm` is given, then RoPE on it ("rotate half").
+    /// Optional RMSNorm of one head (with weight `norm`), then RoPE ("rotate half"): `head` has
+    /// `head_dim` elements, `cos` and `sin` half as many.
     pub(crate) fn norm_rope(head: &mut [f32], norm: Option<&[f32]>, eps: f32, cos: &[f32], sin: &[f32])
         = norm_rope_body
 }
@@ -137,7 +139,8 @@ pub(crate) fn activate_mul(
 }
 
 multiversion! {
-    /// `out = g * sigmoid(alpha * g) * (u + 1)`, gate and up clamped.
+    /// `out = g * sigmoid(alpha * g) * (u + 1)`, with gate and up clamped (clamped SwiGLU,
+    /// gpt-oss).
     fn clamped_mul(gate: &[f32], up: &[f32], alpha: f32, limit: f32, out: &mut [f32])
         = clamped_mul_body
 }
@@ -150,7 +153,7 @@ fn clamped_mul_body<const FMA: bool>(
     limit: f32,
     out: &mut [f32],
 ) {
-    // What is no number stays none.
+    // NaN stays NaN.
     let below = |x: f32, most: f32| if x > most { most } else { x };
     let above = |x: f32, least: f32| if x < least { least } else { x };
     for ((out, &gate), &up) in out.iter_mut().zip(gate).zip(up) {
@@ -160,7 +163,7 @@ fn clamped_mul_body<const FMA: bool>(
     }
 }
 
-/// `out` = what gate and up of an expert become.
+/// `out = activation(gate, up)` of an expert.
 pub(crate) fn expert_mul(
     isa: Isa,
     activation: ExpertActivation,
@@ -187,7 +190,7 @@ fn add_body<const FMA: bool>(out: &mut [f32], x: &[f32]) {
 }
 
 multiversion! {
-    /// `out += x * scale`, rounded twice.
+    /// `out += x * scale`; product and sum are rounded separately.
     pub(crate) fn add_scaled(out: &mut [f32], x: &[f32], scale: f32) = add_scaled_body
 }
 

@@ -1,5 +1,6 @@
-//! Mixtures of experts: which experts a row goes to, rows grouped by expert, and the weighted sum of
-//! what experts make of a row. The products are `gemm`'s, but for the router's.
+//! Mixtures of experts (MoE): chooses experts for rows, groups rows by expert, and adds up the
+//! weighted results of a row's experts. Products are those of `gemm`, except the router's
+//! (`router`).
 use super::check::ensure;
 use super::elementwise;
 use super::gemm::{self, Group, Grouped, Task};
@@ -12,13 +13,13 @@ use crate::error::KernelError;
 
 mod router;
 
-/// Rows times experts that are computed at a time: what lies between two products is that large.
+/// Most (row, expert) pairs computed at a time; bounds the intermediates between two products.
 const SLOTS: usize = 8192;
 
-/// Of a slot that is in no group.
+/// The place of a slot that is in no group.
 const NO_PLACE: usize = usize::MAX;
 
-/// Which experts rows go to. A slot is one row at one of its experts.
+/// The experts of each row. A slot is one row at one of its experts.
 #[derive(Debug)]
 pub struct CpuRoutes {
     routing: Routing,
@@ -26,19 +27,19 @@ pub struct CpuRoutes {
     rows_max: usize,
     /// `[rows, top_k]`
     experts: Vec<u32>,
-    /// Likewise.
+    /// `[rows, top_k]`
     weights: Vec<f32>,
 }
 
-/// What grouping needs, kept from call to call.
+/// Scratch for grouping, reused from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Grouping {
     groups: Vec<Group>,
-    /// For every row of the groups its slot.
+    /// The slot of each row of the groups.
     slots: Vec<usize>,
-    /// For every slot its row of the groups; [`NO_PLACE`] for one at no expert.
+    /// The row in the groups of each slot; [`NO_PLACE`] for a slot without an expert.
     places: Vec<usize>,
-    /// Per expert.
+    /// Number of slots per expert.
     counts: Vec<usize>,
     tasks: Vec<Task>,
 }
@@ -57,7 +58,7 @@ impl CpuRoutes {
         Ok(Self { routing, rows: 0, rows_max, experts, weights })
     }
 
-    /// Rows go where somebody else says.
+    /// Sets the expert of each row from outside (LoRA adapters), instead of by a router.
     pub(super) fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
         let op = "assign";
         let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), self.routing);
@@ -72,15 +73,15 @@ impl CpuRoutes {
         Ok(())
     }
 
-    /// What rows chose.
+    /// The chosen experts and their weights, `[rows, top_k]` each.
     pub(super) fn choices(&self) -> Choices {
         let slots = self.rows * self.routing.top_k;
         (self.experts[..slots].to_vec(), self.weights[..slots].to_vec())
     }
 }
 
-/// Writes the experts of the largest logits, largest first, and their weights; what is not a number
-/// comes last. The same bits on every host, as the logits: see `router`.
+/// Chooses the experts with the largest logits, largest first, and computes their weights; NaN
+/// comes last. Gives the same bits on every host, as the logits do: see `router`.
 fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f32]) {
     for (i, weight) in weights.iter_mut().enumerate() {
         let (chosen, rest) = experts.split_at_mut(i);
@@ -105,7 +106,7 @@ fn choose(logits: &[f32], normalise: bool, experts: &mut [u32], weights: &mut [f
 }
 
 impl Grouping {
-    /// Groups slots by their experts, in the order of experts and rows.
+    /// Groups slots by expert: in the order of experts, then of rows.
     fn group(&mut self, experts: &[u32], num_experts: usize) {
         let Self { groups, slots, places, counts, .. } = self;
         counts.clear();
@@ -302,7 +303,7 @@ mod tests {
         check(&[0.0, 3.0, 1.0, 3.0], true, &[1, 3, 2]);
         check(&[0.5; 6], false, &[0, 1, 2]);
         check(&[f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0], false, &[2, 0]);
-        // All of them different, whatever comes.
+        // All choices must differ, whatever the logits.
         check(&[f32::NAN, 1.0, f32::NAN, 2.0], true, &[3, 1, 0]);
         let (a, b) = (0.25f32.ln(), 0.5f32.ln());
         let close = |weights: Vec<f32>, want: [f32; 2]| {

@@ -1,9 +1,18 @@
-//! Matrix products of activations and packed weights: cutting, order and threads. The inner loops
-//! are one file per instruction set below.
+//! Matrix products of activations and packed weights (GEMM): tiling, order and threads. The inner
+//! loops are in one file per instruction set.
 //!
-//! Every output is one sum over the inputs in ascending pairs, in one f32 accumulator that may rest
-//! in memory between blocks of inputs (of 4 bits, one for each group of inputs). So neither the number of rows, nor the tiling, nor the thread
-//! changes a bit of it.
+//! Every output is one sum over the inputs in ascending pairs, in one f32 accumulator that may be
+//! stored in memory between blocks of inputs (4-bit weights: one accumulator per group of inputs).
+//! So neither the number of rows, nor the tiling, nor the thread changes a single bit.
+//!
+//! - `layout`: activations as the inner loops read them
+//! - `pairs`: two products whose outputs belong together (gate and up)
+//! - `grouped`: products of groups of rows with a matrix each (experts)
+//! - `int4`, `int8`: weights of 4 and 8 bits
+//! - `one_term`: AVX-512 with bf16 dot products, activations as one bf16 term
+//! - `avx512bf16`: AVX-512 with bf16 dot products, activations as two bf16 terms
+//! - `avx512`, `avx2`, `portable`: f32 fused multiply-adds
+//! - `vector`: 512-bit loads and stores
 use std::ops::Range;
 
 use super::isa::Isa;
@@ -39,60 +48,62 @@ use layout::{Layout, Part};
 #[cfg(target_arch = "x86_64")]
 use one_term::Ahead;
 
-/// Most rows of a tile: 6 x 64 sums fill 24 of the 32 vector registers.
+/// Most rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
-/// Panels that one row is multiplied with at a time, to hide latency.
+/// Panels that one row is multiplied with at once, to hide latency.
 const WIDE: usize = 4;
 /// Pairs of inputs per block when there are several tiles: the block's weights (128 KiB) stay in
-/// the L2 cache from tile to tile. Smaller blocks would stay in the L1 cache, but then sums go to
-/// memory and back more often, which takes longer than what is saved.
+/// the L2 cache from tile to tile. Smaller blocks would stay in the L1 cache, but sums would go to
+/// memory and back more often, which costs more than it saves.
 const BLOCK_PAIRS: usize = 512;
-/// As `BLOCK_PAIRS` for activations of one term and few tiles, where memory is the limit: besides the block in use there is room for the
-/// next one, which is on its way.
+/// As `BLOCK_PAIRS`, for activations of one term and few tiles, where memory is the bottleneck:
+/// leaves room for the next block, which is being prefetched.
 const SMALL_BLOCK: usize = 64;
-/// Most tiles that count as few.
+/// Up to this many tiles count as few.
 const FEW_TILES: usize = 8;
-/// Pairs of inputs times rows of a panel that are worth a task of their own: some 15 microseconds.
+/// Pairs of inputs times rows, for one panel, that are worth a task of their own: about 15
+/// microseconds.
 const TASK_COST: usize = 32 * 1024;
-/// How far ahead of a single tile its weights are fetched, in pairs.
+/// Prefetch distance for the weights of a single tile, in pairs.
 const AHEAD: usize = 16;
-/// Most pairs of int8 weights that are made bf16 at a time, for several tiles or for inner loops that
-/// know bf16 alone: 32 KiB of it.
+/// Most pairs of int8 weights converted to bf16 at a time (32 KiB), for several tiles, or for inner
+/// loops that only support bf16.
 const ROOM_PAIRS: usize = 128;
-/// The same for a single tile: what is made and used at once should take little of the L1 cache.
+/// The same for a single tile: converted weights that are used at once should take little of the L1
+/// cache.
 const FEW_PAIRS: usize = 32;
 
 /// One pair of inputs for the `M` rows of a tile: two words per row. With split activations they
-/// are the pair's high and low bf16 terms, otherwise the two f32.
+/// are the high and low bf16 terms of the pair, otherwise the two f32.
 type ActPair<const M: usize> = [[u32; M]; 2];
-/// Sums of one row over a panel.
+/// The sums of one row over a panel.
 type Acc = [[f32; 16]; 4];
 
-/// Where one product goes.
+/// The destination of a product.
 pub(crate) struct Output<'a> {
     /// `[rows, stride]`.
     pub(crate) data: Disjoint<'a, f32>,
     /// Elements per row.
     pub(crate) stride: usize,
-    /// Where the product's first row goes.
+    /// The row of the product's first row.
     pub(crate) first_row: usize,
-    /// Where the first of the product's panels begins in a row.
+    /// The column of the product's first panel.
     pub(crate) column: usize,
 }
 
-/// How many tiles `rows` rows are cut into.
+/// Number of tiles for `rows` rows.
 fn num_tiles(rows: usize) -> usize {
     rows.div_ceil(TILE_ROWS)
 }
 
-/// The rows of tile `index`: as even as can be.
+/// The rows of tile `index`; tiles are as equal as possible.
 fn tile_rows(rows: usize, index: usize) -> Range<usize> {
     let tiles = num_tiles(rows);
     let start = |i: usize| i * (rows / tiles) + i.min(rows % tiles);
     start(index)..start(index + 1)
 }
 
-/// `out = acts weight^T + bias`.
+/// `out = acts weight^T + bias`: acts `[rows, in]`, weight `[out, in]`, bias `[out]`.
 pub(crate) fn multiply(
     isa: Isa,
     pool: &mut Pool,
@@ -112,7 +123,7 @@ pub(crate) fn multiply(
     })
 }
 
-/// Runs `task(rows, panels, worker)` over all panels for all rows.
+/// Runs `task(rows, panels, worker)` so that every row meets every panel once.
 fn run_panels(
     pool: &mut Pool,
     acts: &Activations<'_>,
@@ -122,8 +133,8 @@ fn run_panels(
     let panels = weight.num_panels();
     let cost = weight.num_pairs() * acts.rows;
     if cost >= TASK_COST && pool.num_threads() > 1 {
-        // A panel each, so that threads end at about the same time; and where rows are many, each
-        // thread those that it has in its cache.
+        // One panel per task, so that threads end at about the same time; with many rows, each
+        // thread gets those that it has in its cache.
         let parts = acts.num_parts().min(pool.num_threads());
         return pool.run(parts * panels, &|index, worker| {
             let (part, panel) = (index / panels, index % panels);
@@ -134,22 +145,22 @@ fn run_panels(
     pool.run_ranges(panels, grain(weight, acts.rows), &|panels, worker| task(&all, panels, worker))
 }
 
-/// Panels that are worth waking a thread for: 64 KiB of weights.
+/// Panels per task: 64 KiB of weights are worth waking a thread.
 fn grain(weight: Panels<'_>, rows: usize) -> usize {
     let panel_bytes = weight.panel_bytes() * rows.div_ceil(8);
     (64 * 1024 / panel_bytes).max(if rows == 1 { WIDE } else { 1 })
 }
 
-/// A tile of activations of one term.
+/// A tile of activations of one bf16 term.
 #[cfg(target_arch = "x86_64")]
 struct OneTermTile<'a> {
     stride: usize,
     weights: PairRows<'a>,
     pairs: Range<usize>,
     panel: usize,
-    /// All of the panel's outputs exist.
+    /// All of the panel's 64 outputs exist.
     is_whole: bool,
-    /// Which of the `tiles` tiles.
+    /// Index among the `tiles` tiles.
     index: usize,
     tiles: usize,
 }
@@ -160,17 +171,17 @@ struct Product<'a> {
     weight: Panels<'a>,
     bias: Option<&'a [f32]>,
     out: &'a Output<'a>,
-    /// The panel that goes to the output's first column.
+    /// The panel whose outputs go to the output's first column.
     first_panel: usize,
 }
 
 impl Product<'_> {
-    /// All rows for these panels.
+    /// Multiplies all rows with these panels.
     fn panels(&self, range: Range<usize>) {
         if self.weight.is_int4() {
             return self.int4_panels(range);
         }
-        // No more than is used: clearing it takes time.
+        // No larger than needed: clearing it takes time.
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),
             FEW_PAIRS => self.panels_in(range, &mut [[[0; 16]; 4]; FEW_PAIRS]),
@@ -178,14 +189,14 @@ impl Product<'_> {
         }
     }
 
-    /// Most pairs of weights that are made bf16 at a time and kept in memory.
+    /// Most pairs of weights converted to bf16 in memory at a time.
     fn room_pairs(&self) -> usize {
         let is_single = num_tiles(self.acts.rows) == 1;
         match self.acts.layout {
             _ if self.weight.scales().is_none() => 0,
             Layout::Tiles if is_single => FEW_PAIRS,
             Layout::Tiles => ROOM_PAIRS,
-            // A single tile takes int8 weights as they are.
+            // A single tile converts int8 weights in registers.
             #[cfg(target_arch = "x86_64")]
             Layout::Rows { .. } if is_single => 0,
             #[cfg(target_arch = "x86_64")]
@@ -193,7 +204,7 @@ impl Product<'_> {
         }
     }
 
-    /// `room` is for weights that are made bf16: [`Product::room_pairs`] of them.
+    /// `room` holds weights converted to bf16: [`Product::room_pairs`] pairs.
     fn panels_in(&self, range: Range<usize>, room: &mut [PairRow]) {
         #[cfg(target_arch = "x86_64")]
         if let Layout::Rows { stride } = self.acts.layout {
@@ -227,7 +238,7 @@ impl Product<'_> {
         }
     }
 
-    /// As [`Product::panels`] for activations of one bf16 term.
+    /// As [`Product::panels`], for activations of one bf16 term.
     #[cfg(target_arch = "x86_64")]
     fn one_term_panels(&self, range: Range<usize>, stride: usize, room: &mut [PairRow]) {
         let pairs = self.weight.num_pairs();
@@ -279,7 +290,7 @@ impl Product<'_> {
             for index in 0..tiles {
                 let rows = tile_rows(self.acts.rows, index);
                 let pairs = range.clone();
-                // What the first tile makes bf16 it leaves for the others.
+                // The first tile leaves the weights that it converts to bf16 for the others.
                 let (weights, room) = match packed {
                     PairRows::Int8(_) if tiles == 1 || !is_whole => (packed, &mut [][..]),
                     PairRows::Int8(_) if index > 0 => {
@@ -312,12 +323,12 @@ impl Product<'_> {
         let acts: [&[u32]; M] =
             std::array::from_fn(|i| &self.acts.words[(rows.start + i) * stride..][pairs.clone()]);
         let first = pairs.start == 0;
-        // Each of a block's tiles fetches its part of the next block, so that memory is read all the
-        // time.
+        // Each tile of a block prefetches its part of the next block, so that memory is read
+        // continuously.
         let (line, lines) = match (tiles, index) {
             (1, _) => (0, 4),
             (_, 0) if weights.int8().is_some() => (0, 2),
-            // Made bf16 by the first tile: nothing lies behind it.
+            // The first tile converted these: there is nothing to prefetch.
             _ if self.weight.scales().is_some() => (0, 0),
             (2, _) => (index * 2, 2),
             (3, 0) => (0, 2),
@@ -422,7 +433,7 @@ impl Product<'_> {
         }
     }
 
-    /// Makes complete sums results: times the outputs' scales, plus their biases.
+    /// Turns complete sums into results: multiplies by the outputs' scales and adds their biases.
     fn finish(&self, panel: usize, out: &mut [f32]) {
         if let Some(scales) = self.weight.scales() {
             for (out, &scale) in out.iter_mut().zip(&scales[panel * PANEL..]) {
@@ -453,7 +464,7 @@ fn tile<const M: usize>(isa: Isa, acts: &[ActPair<M>], weights: &[PairRow], acc:
     }
 }
 
-/// One row times `P` panels at once: `acc[p] += acts * panels[p]`.
+/// One row times `P` panels: `acc[p] += acts * panels[p]`.
 fn wide<const P: usize>(
     isa: Isa,
     acts: &[ActPair<1>],
@@ -468,7 +479,7 @@ fn wide<const P: usize>(
         // SAFETY: as above.
         Isa::Avx512 => unsafe { avx512::wide(acts, panels, acc) },
         _ => {
-            // Too few registers to gain anything from several panels.
+            // Too few registers to gain from several panels.
             for (panel, acc) in panels.iter().zip(acc) {
                 tile(isa, acts, panel, std::array::from_mut(acc));
             }

@@ -1,24 +1,24 @@
-//! Which vector instructions the kernels use. Owns detection; the kernels themselves are elsewhere.
+//! The vector instruction sets, and their detection. The kernels themselves are elsewhere.
 use std::fmt;
 
-/// A set of vector instructions, chosen once at run time.
+/// A vector instruction set, chosen once at run time.
 ///
-/// Results of different sets differ in the last bits; within one set they depend on nothing but the
+/// Results of different sets differ in the last bits; within one set they depend only on the
 /// operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Isa {
     /// AVX-512 with bf16 dot products: activations are one bf16 term, or two for f32 precision.
     Avx512Bf16,
-    /// AVX-512: bf16 weights are widened, sums are fused in f32.
+    /// AVX-512: bf16 weights are widened to f32, then fused multiply-added.
     Avx512,
     /// AVX2 and FMA, otherwise as [`Isa::Avx512`].
     Avx2Fma,
-    /// Whatever the compiler makes of plain loops; works on every architecture.
+    /// Plain loops, as the compiler translates them; for every architecture.
     Portable,
 }
 
 impl Isa {
-    /// Every set, the fastest first.
+    /// All sets, the fastest first.
     pub const ALL: [Self; 4] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2Fma, Self::Portable];
 
     /// The fastest set that this machine has.
@@ -63,9 +63,9 @@ impl fmt::Display for Isa {
 }
 
 /// Compiles the body of a plain Rust function once per instruction set, so that the compiler
-/// vectorizes it for each, and makes a function that picks the right copy.
+/// vectorises it for each, and defines a function that dispatches to the right copy.
 ///
-/// `const FMA: bool` is passed to the body first: fused multiply-add exists in hardware.
+/// The body's first parameter is `const FMA: bool`: whether the hardware has fused multiply-add.
 macro_rules! multiversion {
     ($(#[$doc:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*

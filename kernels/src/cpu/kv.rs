@@ -1,14 +1,13 @@
-//! The paged KV cache in host memory. Owns its layout; who owns which block is the scheduler's
-//! affair.
+//! The paged KV cache in host memory. Owns its layout; the scheduler decides who owns which block.
 //!
-//! The K and V of one (layer, block, KV head) lie together in one tile. K is transposed, so that
-//! scores of neighbouring tokens are computed in the lanes of a vector without sums across lanes.
+//! K and V of one (layer, block, KV head) form one tile. K is transposed, so that scores of
+//! neighbouring tokens are computed in vector lanes, without sums across lanes.
 //!
 //! - f32: K `[head_dim, block_size]`, then V `[block_size, head_dim]`.
-//! - bf16, two to a word, the first in its low half: K `[head_dim / 2, block_size]`, a word being two
-//!   neighbouring elements of a token; then V `[block_size / 2, head_dim]`, a word being the same
-//!   element of two neighbouring tokens. Blocks of an odd size have room for one token more, which is
-//!   zero.
+//! - bf16, two per word, the first in the low half: K `[head_dim / 2, block_size]`, where a word
+//!   holds two neighbouring elements of a token; then V `[block_size / 2, head_dim]`, where a word
+//!   holds the same element of two neighbouring tokens. Blocks of odd size have room for one more
+//!   token, which is zero.
 use super::isa::{Isa, multiversion};
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
@@ -17,7 +16,7 @@ use super::precision::Precision;
 use crate::backend::KvShape;
 use crate::error::KernelError;
 
-/// A paged KV cache: as precise as what products take of their activations.
+/// A paged KV cache, in the precision in which products take activations.
 #[derive(Debug)]
 pub struct CpuKvCache {
     tiles: Tiles,
@@ -27,19 +26,19 @@ pub struct CpuKvCache {
 #[derive(Debug)]
 enum Tiles {
     Float32(AlignedVec<f32>),
-    /// Pairs.
+    /// In pairs, two per word.
     Bfloat16(AlignedVec<u32>),
 }
 
-/// What of the cache tasks write, each in tiles of its own.
+/// The cache as tasks write to it, each to its own tiles.
 pub(crate) enum TilesMut<'a> {
-    /// See [`CpuKvCache`].
+    /// As in [`CpuKvCache`].
     Float32(Disjoint<'a, f32>),
-    /// Pairs.
+    /// In pairs, two per word.
     Bfloat16(Disjoint<'a, u32>),
 }
 
-/// Words of four bytes of K, and of V, of one block and head.
+/// 32-bit words of K, and of V, of one block and head.
 fn halves(shape: &KvShape, precision: Precision) -> (usize, usize) {
     let KvShape { head_dim, block_size, .. } = *shape;
     match precision {
@@ -67,7 +66,7 @@ impl CpuKvCache {
         Ok(Self { tiles, shape })
     }
 
-    /// Its sizes.
+    /// The cache's dimensions.
     #[must_use]
     pub fn shape(&self) -> &KvShape {
         &self.shape
@@ -84,20 +83,20 @@ impl CpuKvCache {
         }
     }
 
-    /// Words of a tile.
+    /// Words per tile.
     pub(crate) fn tile_len(&self) -> usize {
         let (keys, values) = halves(&self.shape, self.precision());
         keys + values
     }
 
-    /// Where the tile of a block and head begins. That of the next head follows.
+    /// Offset, in words, of the tile of a block and head. The next head's tile follows.
     #[inline(always)]
     pub(crate) fn tile_offset(&self, layer: usize, block: usize, head: usize) -> usize {
         let shape = &self.shape;
         ((layer * shape.num_blocks + block) * shape.num_kv_heads + head) * self.tile_len()
     }
 
-    /// K and V of a block and head in f32; empty in a cache of bf16.
+    /// K and V of a block and head in f32; empty in a bf16 cache.
     #[inline(always)]
     pub(crate) fn block(&self, layer: usize, block: usize, head: usize) -> (&[f32], &[f32]) {
         let Tiles::Float32(data) = &self.tiles else { return (&[], &[]) };
@@ -105,7 +104,7 @@ impl CpuKvCache {
         data[self.tile_offset(layer, block, head)..][..keys + values].split_at(keys)
     }
 
-    /// K and V of a block and head in pairs of bf16; empty in a cache of f32.
+    /// K and V of a block and head in bf16 pairs; empty in an f32 cache.
     #[inline(always)]
     pub(crate) fn pairs(&self, layer: usize, block: usize, head: usize) -> (&[u32], &[u32]) {
         let Tiles::Bfloat16(data) = &self.tiles else { return (&[], &[]) };
@@ -121,7 +120,7 @@ impl CpuKvCache {
     }
 }
 
-/// Copies blocks (from, to), which were checked, in all layers. A block of a layer is a task of its own.
+/// Copies blocks, given as checked pairs (from, to), in all layers; one task per block and layer.
 pub(crate) fn copy_blocks(
     pool: &mut Pool,
     from: &CpuKvCache,
@@ -131,7 +130,7 @@ pub(crate) fn copy_blocks(
 ) -> Result<(), KernelError> {
     let (layers, len) = (from.shape.num_layers, from.tile_len() * from.shape.num_kv_heads);
     let stride = to.shape.num_blocks;
-    // Where block (layer, source) and block (layer, target) begin.
+    // Offsets of block (layer, source) and block (layer, target).
     let places = |task: usize| {
         let (layer, (source, target)) = (task % layers, pairs(task / layers));
         (from.tile_offset(layer, source, 0), (layer * stride + target) * len)
@@ -168,7 +167,8 @@ fn copy<T: Copy + Sync + Send>(
 }
 
 impl TilesMut<'_> {
-    /// Writes one token's `k` and `v` to slot `offset` of the tile of `len` words at `start`.
+    /// Writes `k` and `v` of one token, `[head_dim]` each, to slot `offset` of the tile of `len`
+    /// words at `start`.
     ///
     /// # Safety
     /// Nobody else reads or writes that tile meanwhile.
@@ -203,7 +203,8 @@ impl TilesMut<'_> {
 }
 
 multiversion! {
-    /// Writes one token's `k` to column `offset` of the keys, and its `v` to its halves of a row of pairs.
+    /// Writes a token's `k` to column `offset` of the keys, and its `v` to its halves of a row of
+    /// pairs.
     fn write_pairs(
         keys: &mut [u32],
         block_size: usize,
@@ -223,7 +224,7 @@ fn write_pairs_body<const FMA: bool>(
     row: &mut [u32],
     v: &[f32],
 ) {
-    // Rounded some at a time, which vectors do, before they go to places far from each other.
+    // Rounded in chunks, which vectorises, before the words are scattered.
     let columns = keys.chunks_exact_mut(16 * block_size).zip(k.chunks_exact(32));
     let whole = k.len() / 32;
     for (columns, k) in columns {
@@ -239,7 +240,7 @@ fn write_pairs_body<const FMA: bool>(
     for (column, &[first, second]) in rest.zip(k[whole * 32..].as_chunks::<2>().0) {
         column[offset] = bf16_pair(first, second);
     }
-    // The pair's other token stays as it is.
+    // The other token of the pair keeps its value.
     if offset.is_multiple_of(2) {
         for (word, &x) in row.iter_mut().zip(v) {
             *word = *word & 0xffff_0000 | round_bf16(x) >> 16;
@@ -260,12 +261,12 @@ mod tests {
         let shape =
             KvShape { num_layers: 2, num_kv_heads: 3, head_dim: 4, block_size: 5, num_blocks: 6 };
         let value = |layer, block, head, offset, d| {
-            // All of them are bf16, and none is another's.
+            // All values are exact in bf16, and all are different.
             let index = (((layer * 6 + block) * 3 + head) * 5 + offset) * 4 + d;
             f32::from_bits(0x3000_0000 + ((index as u32) << 16))
         };
         let all = |f: &mut dyn FnMut(usize, usize, usize, usize)| {
-            // Later tokens before earlier ones: nobody's neighbour is lost.
+            // Later tokens before earlier ones: no token may overwrite its neighbour.
             for i in (0..2 * 6 * 3 * 5).rev() {
                 f(i / 90, i / 15 % 6, i / 5 % 3, i % 5);
             }
@@ -308,7 +309,8 @@ mod tests {
         assert_eq!(bytes(Precision::Float32), 2 * bytes(Precision::Bfloat16));
     }
 
-    /// Out, over other contents, and back to other blocks: all layers, heads and tokens.
+    /// Swaps blocks out over other contents, and back in to other blocks: all layers, heads and
+    /// tokens survive.
     #[test]
     fn blocks_keep_what_they_hold() {
         let shape =

@@ -1,10 +1,11 @@
-//! Masks of tokens over a row of logits, a word of 32 at a time: a grammar allows few tokens or
-//! leaves few out, so most words are all 0 or all 1; the others take no branch per token.
+//! Token masks over a row of logits, a word of 32 tokens at a time. A grammar allows few tokens or
+//! excludes few, so most words are all 0 or all 1; the others are handled without a branch per
+//! token.
 
-/// Tokens of a word.
+/// Tokens per word.
 const WORD: usize = 32;
 
-/// Writes the logits to `out`, -infinity where the mask has no bit. Words that are missing allow
+/// Copies the logits to `out`, with -infinity for tokens whose bit is not set. Missing words allow
 /// nothing.
 pub(super) fn apply(logits: &[f32], mask: &[u32], out: &mut Vec<f32>) {
     out.clear();
@@ -21,8 +22,7 @@ pub(super) fn apply(logits: &[f32], mask: &[u32], out: &mut Vec<f32>) {
     out.extend(rest.iter().enumerate().map(|(bit, &x)| pick(x, word, bit)));
 }
 
-/// The lowest id of the largest logit that has a bit; `None` when none does that is above
-/// -infinity.
+/// The lowest id of the largest allowed logit; `None` if no allowed logit is above -infinity.
 pub(super) fn arg_max(logits: &[f32], mask: &[u32]) -> Option<u32> {
     let (mut best, mut max) = (None, f32::NEG_INFINITY);
     let mut look = |at: usize, chunk: &[f32; WORD]| {
@@ -49,7 +49,7 @@ pub(super) fn arg_max(logits: &[f32], mask: &[u32]) -> Option<u32> {
     best
 }
 
-/// In four lanes of eight, as a compiler can put it.
+/// In four lanes of eight, which compilers vectorise.
 fn largest(chunk: &[f32; WORD]) -> f32 {
     let of = |a: f32, b: f32| if a > b { a } else { b };
     let lanes: [f32; WORD / 4] = std::array::from_fn(|lane| {

@@ -1,19 +1,19 @@
-//! Scalar functions and sums that compilers vectorize, with a fixed order of operations.
+//! Scalar functions and sums that compilers vectorise, with a fixed order of operations.
 //!
-//! Without fused operations or a C library's functions, so that they give the same bits everywhere.
+//! They use neither fused operations nor the C library, so they give the same bits everywhere.
 
-/// Lanes of the fixed-order sums.
+/// Lanes of sums in fixed order.
 pub(crate) const LANES: usize = 16;
 
-/// `e^x` to about 2 units in the last place. 0 below -87.33 (where f32 turns denormal), NaN for NaN;
-/// above 88.0 as at 88.0, which is near the largest f32.
+/// `e^x`, accurate to about 2 units in the last place. 0 below -87.33 (where f32 becomes
+/// subnormal); above 88.0 the value at 88.0, which is near the largest f32; NaN for NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    // 1.5 * 2^23: adding it rounds to an integer, which then sits in the low bits.
+    // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
     const MAGIC: f32 = 12_582_912.0;
     const LN2_HI: f32 = 0.693_359_4;
     const LN2_LO: f32 = -2.121_944_4e-4;
-    // Comparisons that are false for NaN, so that NaN goes through.
+    // Comparisons that are false for NaN, so that NaN is kept.
     let clamped = if x > 88.0 { 88.0 } else { x };
     let shifted = clamped * std::f32::consts::LOG2_E + MAGIC;
     let n = shifted - MAGIC;
@@ -29,16 +29,16 @@ pub(crate) fn exp(x: f32) -> f32 {
     if x < -87.33 { 0.0 } else { p * two_to_n }
 }
 
-/// The nearest bf16, ties to even, as the bits of an f32 with an empty low half.
+/// The nearest bf16 (ties to even), as the bits of an f32 with a zero low half.
 #[inline(always)]
 pub(crate) fn round_bf16(x: f32) -> u32 {
     let bits = x.to_bits();
     let rounded = bits.wrapping_add(0x7FFF + (bits >> 16 & 1));
-    // A NaN must not be rounded up to an infinity or beyond.
+    // Rounding up must not turn a NaN into an infinity, or overflow its bits.
     (if x.is_nan() { bits | 0x0040_0000 } else { rounded }) & 0xFFFF_0000
 }
 
-/// Two elements, each rounded to bf16, in a word: the first in the low half.
+/// Two elements rounded to bf16, in one word: the first in the low half.
 #[inline(always)]
 pub(crate) fn bf16_pair(first: f32, second: f32) -> u32 {
     round_bf16(first) >> 16 | round_bf16(second)
@@ -50,7 +50,8 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
-/// GELU by its approximation with tanh, as `x * sigmoid(2 y)`, which is `x / 2 * (1 + tanh(y))`.
+/// GELU in its tanh approximation, computed as `x * sigmoid(2 y)`, which equals `x / 2 * (1 +
+/// tanh(y))`.
 #[inline(always)]
 pub(crate) fn gelu_tanh(x: f32) -> f32 {
     // 2 sqrt(2 / pi), and that times 0.044715.
@@ -59,7 +60,7 @@ pub(crate) fn gelu_tanh(x: f32) -> f32 {
     x / (1.0 + exp(-x * (FIRST + THIRD * x * x)))
 }
 
-/// Sum of `f(x)`: element `i` goes to lane `i % 16`, lanes are added as a tree.
+/// The sum of `f(x)`: element `i` goes to lane `i % 16`, and the lanes are added as a tree.
 #[inline(always)]
 pub(crate) fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     let (chunks, rest) = values.as_chunks::<LANES>();
@@ -75,7 +76,7 @@ pub(crate) fn sum_by(values: &[f32], f: impl Fn(f32) -> f32) -> f32 {
     sum_lanes(lanes)
 }
 
-/// The sum of lanes, added as a tree.
+/// The sum of the lanes, added as a tree.
 #[inline(always)]
 pub(crate) fn sum_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut width = LANES / 2;

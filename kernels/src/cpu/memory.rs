@@ -1,5 +1,5 @@
-//! Memory of the CPU backend: aligned zeroed vectors, scratch that grows once, and slices that
-//! several tasks write at disjoint places. Knows nothing of what is stored.
+//! Memory of the CPU backend: aligned zeroed vectors, scratch memory that only grows, and slices
+//! that several tasks write at disjoint places. Knows nothing of their contents.
 use std::alloc::{Layout, alloc, dealloc};
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,10 +10,10 @@ use crate::error::KernelError;
 
 /// One cache line, and one 512-bit vector.
 const ALIGNMENT: usize = 64;
-/// Allocations of this size or more are aligned to it, and huge pages are asked for.
+/// Allocations of at least this size are aligned to it, and request huge pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Types of which the all-zero bit pattern is a value, and which need no drop.
+/// Types for which all-zero bytes are a valid value, and which need no drop.
 ///
 /// # Safety
 /// Implementors must be valid when all bytes are zero.
@@ -38,8 +38,8 @@ unsafe impl<T: Zeroable + Send> Send for AlignedVec<T> {}
 unsafe impl<T: Zeroable + Sync> Sync for AlignedVec<T> {}
 
 impl<T: Zeroable> AlignedVec<T> {
-    /// `len` zeros; `what` names them in the error. The memory is touched, so that it is there when
-    /// a step needs it.
+    /// `len` zeros; `what` names them in errors. Touches the memory, so that it is resident when a
+    /// step needs it.
     pub(crate) fn zeroed(len: usize, what: &'static str) -> Result<Self, KernelError> {
         let out_of_memory = || KernelError::OutOfMemory {
             what,
@@ -92,7 +92,8 @@ impl<T: Zeroable> fmt::Debug for AlignedVec<T> {
     }
 }
 
-/// Room that is reused from call to call and grows when a call needs more than any before it.
+/// Scratch memory that is reused from call to call, and grows when a call needs more than all
+/// before.
 #[derive(Debug)]
 pub(crate) struct Scratch<T: Zeroable> {
     room: AlignedVec<T>,
@@ -104,22 +105,22 @@ impl<T: Zeroable> Scratch<T> {
         Ok(Self { room: AlignedVec::zeroed(0, what)?, what })
     }
 
-    /// `len` elements with undefined contents.
+    /// `len` elements with arbitrary contents.
     pub(crate) fn get(&mut self, len: usize) -> Result<&mut [T], KernelError> {
         if len > self.room.len() {
-            // Half as much again: a context that grows token by token reallocates rarely.
+            // Grows by half: a context that grows token by token then rarely reallocates.
             self.room = AlignedVec::zeroed(len.saturating_add(len / 2), self.what)?;
         }
         Ok(&mut self.room[..len])
     }
 
-    /// As `get`, for a `len` that an earlier `get` made room for.
+    /// As [`get`](Self::get), for a `len` for which an earlier `get` has made room.
     pub(crate) fn reserved(&mut self, len: usize) -> &mut [T] {
         &mut self.room[..len]
     }
 }
 
-/// A slice that tasks on several threads write at places that do not overlap.
+/// A slice that tasks on several threads write at disjoint places.
 pub(crate) struct Disjoint<'a, T> {
     data: *mut T,
     len: usize,
@@ -136,12 +137,12 @@ impl<'a, T> Disjoint<'a, T> {
         Self { data: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
-    /// The same slice for somebody else, who keeps the same promise.
+    /// A copy for another user, who keeps the same promise.
     pub(crate) fn again(&self) -> Self {
         Self { data: self.data, len: self.len, borrow: PhantomData }
     }
 
-    /// Elements `start..start + len`.
+    /// The elements `start..start + len`.
     ///
     /// # Safety
     /// While the returned slice lives, no other slice got from `self`, or from what

@@ -1,14 +1,14 @@
-//! The packed weight layout, one for all instruction sets.
+//! The packed weight layout, the same for all instruction sets.
 //!
-//! A matrix `[out, in]` is cut into panels of 64 outputs. A panel holds, for every pair of inputs
-//! `(2i, 2i + 1)`, the 64 outputs' pairs of weights side by side. Outputs and inputs are padded with
-//! zeros. A kernel reads a panel from front to back, once.
+//! A matrix `[out, in]` is cut into panels of 64 outputs. For every pair of inputs `(2i, 2i + 1)`,
+//! a panel holds the weights of its 64 outputs side by side. Outputs and inputs are padded with
+//! zeros. A kernel reads a panel once, from front to back.
 //!
-//! - bf16: the even input in the low half of a 32-bit word, what `vdpbf16ps` takes, and what a shift
-//!   and a mask widen to f32. bf16 files are kept bit by bit, others rounded to the nearest bf16
-//!   (ties to even).
-//! - int8: the even input's byte before the odd one's, and a scale for each output.
-//! - 4 bits, as some files have them: four pairs at a time (`int4`).
+//! - bf16: the even input is in the low half of a 32-bit word, as `vdpbf16ps` expects it; a shift
+//!   and a mask widen it to f32. Weights of bf16 files are kept bit for bit, others are rounded to
+//!   the nearest bf16 (ties to even).
+//! - int8: the even input's byte precedes the odd one's; one scale per output.
+//! - 4 bits, where files have them: four pairs at a time (`int4`).
 use std::ops::Range;
 
 use super::check::shape_error;
@@ -28,13 +28,13 @@ use rows::pack_all;
 /// Outputs per panel.
 pub(crate) const PANEL: usize = 64;
 
-/// One pair of inputs for the 64 outputs of a panel in bf16, as four vectors of 16 words.
+/// One pair of inputs for the 64 outputs of a panel, in bf16: four vectors of 16 words.
 pub(crate) type PairRow = [[u32; 16]; 4];
 
-/// The same in int8, as four vectors of 16 pairs of bytes.
+/// The same in int8: four vectors of 16 pairs of bytes.
 pub(crate) type Int8Row = [[i8; 32]; 4];
 
-/// Some pairs of a panel.
+/// A range of pairs of a panel.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PairRows<'a> {
     Bf16(&'a [PairRow]),
@@ -42,7 +42,7 @@ pub(crate) enum PairRows<'a> {
 }
 
 impl<'a> PairRows<'a> {
-    /// Those of bf16.
+    /// The pairs, if they are bf16.
     pub(crate) fn bf16(self) -> Option<&'a [PairRow]> {
         match self {
             Self::Bf16(rows) => Some(rows),
@@ -50,7 +50,7 @@ impl<'a> PairRows<'a> {
         }
     }
 
-    /// Those of int8.
+    /// The pairs, if they are int8.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn int8(self) -> Option<&'a [Int8Row]> {
         match self {
@@ -60,7 +60,7 @@ impl<'a> PairRows<'a> {
     }
 }
 
-/// A packed matrix, or a part of one that begins and ends with a panel.
+/// A packed matrix, or a range of its panels.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Panels<'a> {
     elements: Elements<'a>,
@@ -71,13 +71,13 @@ pub(crate) struct Panels<'a> {
 #[derive(Clone, Copy, Debug)]
 enum Elements<'a> {
     Bf16(&'a [u32]),
-    /// Values, and each output's scale.
+    /// The values, and one scale per output.
     Int8(&'a [i8], &'a [f32]),
     Int4(Int4Elements<'a>),
 }
 
 impl<'a> Elements<'a> {
-    /// Those of the panels `range` of so many.
+    /// The elements of the panels `range` out of `panels`.
     fn part(self, range: Range<usize>, panels: usize) -> Self {
         match self {
             Self::Bf16(words) => Self::Bf16(part(words, range, panels)),
@@ -89,14 +89,14 @@ impl<'a> Elements<'a> {
     }
 }
 
-/// The elements of some of so many panels.
+/// The part of `all` that belongs to the panels `range` out of `panels`.
 fn part<T>(all: &[T], range: Range<usize>, panels: usize) -> &[T] {
     let len = all.len() / panels;
     &all[range.start * len..range.end * len]
 }
 
 impl<'a> Panels<'a> {
-    /// Output features.
+    /// Number of output features.
     pub(crate) fn rows(&self) -> usize {
         self.rows
     }
@@ -105,12 +105,12 @@ impl<'a> Panels<'a> {
         self.rows.div_ceil(PANEL)
     }
 
-    /// Pairs of inputs, the last one padded where `cols` is odd.
+    /// Number of pairs of inputs; the last is padded if `cols` is odd.
     pub(crate) fn num_pairs(&self) -> usize {
         self.cols.div_ceil(2)
     }
 
-    /// Bytes of one panel.
+    /// Bytes per panel.
     pub(crate) fn panel_bytes(&self) -> usize {
         let size = match self.elements {
             Elements::Bf16(_) => 2,
@@ -120,7 +120,7 @@ impl<'a> Panels<'a> {
         self.num_pairs() * 2 * PANEL * size
     }
 
-    /// What the sums are multiplied by, `PANEL` numbers for each panel, where the weights are int8.
+    /// Factors of the sums, `PANEL` per panel, if the weights are int8.
     pub(crate) fn scales(&self) -> Option<&'a [f32]> {
         match self.elements {
             Elements::Bf16(_) | Elements::Int4(_) => None,
@@ -138,7 +138,7 @@ impl<'a> Panels<'a> {
         matches!(self.elements, Elements::Int4(_))
     }
 
-    /// A panel of weights of 4 bits.
+    /// A panel of 4-bit weights.
     pub(crate) fn int4_panel(&self, panel: usize) -> Option<Int4Panel<'a>> {
         match self.elements {
             Elements::Int4(elements) => Some(elements.panel(panel, self.cols)),
@@ -146,7 +146,7 @@ impl<'a> Panels<'a> {
         }
     }
 
-    /// The pairs `range` of a panel; none where weights have 4 bits.
+    /// The pairs `range` of a panel; empty for 4-bit weights.
     pub(crate) fn panel(&self, panel: usize, pairs: Range<usize>) -> PairRows<'a> {
         let start = (panel * self.num_pairs() + pairs.start) * PANEL;
         match self.elements {
@@ -162,7 +162,7 @@ impl<'a> Panels<'a> {
         }
     }
 
-    /// The first and the second half of its outputs, each a whole number of panels.
+    /// The first and the second half of the outputs; each is a whole number of panels.
     pub(crate) fn halves(&self) -> [Self; 2] {
         [0..1, 1..2].map(|half| Self {
             elements: self.elements.part(half, 2),
@@ -190,7 +190,7 @@ impl Packed {
     }
 }
 
-/// In what a matrix is kept.
+/// The format in which a matrix is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
     Bf16,
@@ -199,7 +199,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// What is made of matrices that are to be as their files have them.
+    /// The format for matrices that shall be kept as their files have them.
     pub(crate) fn of(matrices: &[HostMatrix<'_>]) -> Self {
         int4_groups(matrices).map_or(Self::Bf16, Self::Int4)
     }
@@ -214,24 +214,24 @@ pub struct CpuMatrix {
 }
 
 impl CpuMatrix {
-    /// Output features.
+    /// Number of output features.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Input features.
+    /// Number of input features.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Its panels.
+    /// All panels.
     pub(crate) fn panels(&self) -> Panels<'_> {
         Panels { elements: self.packed.elements(), rows: self.rows, cols: self.cols }
     }
 
-    /// Copies row `row` to `out` (`cols` elements).
+    /// Copies row `row`, widened to f32, to `out` (`cols` elements).
     pub(crate) fn unpack_row(&self, row: usize, out: &mut [f32]) {
         let base = row / PANEL * self.cols.div_ceil(2) * PANEL + row % PANEL;
         let pairs = out[..self.cols].chunks_mut(2);
@@ -278,7 +278,7 @@ impl CpuMatrix {
     }
 }
 
-/// Weight matrices `[out, in]` of one shape, each packed as a matrix of its own.
+/// Weight matrices `[out, in]` of one shape, each packed separately.
 #[derive(Debug)]
 pub struct CpuStack {
     packed: Packed,
@@ -307,22 +307,22 @@ impl CpuStack {
         Ok(Self { packed, shape })
     }
 
-    /// How many matrices.
+    /// Number of matrices.
     pub(crate) fn count(&self) -> usize {
         self.shape.count
     }
 
-    /// Output features of each.
+    /// Number of output features of each.
     pub(crate) fn rows(&self) -> usize {
         self.shape.rows
     }
 
-    /// Input features of each.
+    /// Number of input features of each.
     pub(crate) fn cols(&self) -> usize {
         self.shape.cols
     }
 
-    /// One of them.
+    /// Matrix `index`.
     pub(crate) fn matrix(&self, index: usize) -> Panels<'_> {
         let Shape { count, rows, cols } = self.shape;
         let elements = self.packed.elements().part(index..index + 1, count);
@@ -330,7 +330,7 @@ impl CpuStack {
     }
 }
 
-/// So many matrices of one shape.
+/// A number of matrices of one shape.
 #[derive(Clone, Copy, Debug)]
 struct Shape {
     count: usize,
@@ -356,7 +356,7 @@ mod tests {
     use super::*;
     use crate::backend::DType;
 
-    /// A matrix of one row.
+    /// A matrix of a single row.
     fn whole(data: &[u8], dtype: DType, cols: usize) -> HostMatrix<'_> {
         let rows = 1;
         HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
@@ -367,7 +367,7 @@ mod tests {
         let mut pool = Pool::new(1).unwrap();
         for (rows, cols) in [(1, 1), (3, 5), (64, 8), (70, 7), (130, 66)] {
             let value = |r: usize, c: usize| bf16::from_f32((r * 131 + c) as f32 * 0.37 - 9.0);
-            // A column window of a wider file.
+            // A window of columns of a wider file.
             let stride = cols + 3;
             let mut data = Vec::new();
             for r in 0..rows {
@@ -409,7 +409,7 @@ mod tests {
             let scale = |r: usize| [0.5, 2.0, 0.125][r % 3];
             let mut data = Vec::new();
             for r in 0..rows {
-                // What makes the scale is in a column that is not taken.
+                // The value that determines the scale is in a column that is not taken.
                 data.extend((127.0f32 * scale(r)).to_le_bytes());
                 data.extend((0..cols).flat_map(|c| (value(r, c) * scale(r)).to_le_bytes()));
             }

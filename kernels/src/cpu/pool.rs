@@ -1,9 +1,10 @@
-//! The backend's threads: fixed in number, parked when idle, one job at a time.
+//! The backend's threads: a fixed number, parked when idle, one job at a time.
 //!
 //! Owns waking, claiming and waiting. Each thread begins with its own share of the tasks, the same
-//! share of every job: where jobs order their tasks alike (by rows, say), what a thread wrote in one
-//! is in its cache in the next. A thread that has none left takes others' last ones, so tasks must
-//! not care where they run; a task's own result never depends on it. No allocation per job.
+//! share of every job: where jobs order their tasks alike (by rows, for instance), the data that a
+//! thread wrote in one job is in its cache in the next. A thread without tasks left steals the last
+//! ones of other threads, so tasks must not care where they run; a task's result never depends on
+//! it. Jobs do not allocate.
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;
@@ -14,40 +15,41 @@ use std::thread::JoinHandle;
 
 use crate::error::KernelError;
 
-/// A job: called with (task, worker), worker 0 being the calling thread.
+/// A job: called with (task, worker); worker 0 is the calling thread.
 type Task = dyn Fn(usize, usize) + Sync;
 
-/// How often an idle thread looks for work at once: a few microseconds, the gap between two
-/// operations of a decoder layer.
+/// How often an idle thread polls for work: a few microseconds, the gap between two operations of a
+/// decoder layer.
 const SPINS: u32 = 200;
 
-/// How often it looks then, others being let go first, before it parks: as long as another thread's
-/// last task of an operation may take. To be woken takes longer than most waits.
+/// How often it then polls while yielding its core, before it parks: as long as the last task of
+/// another thread may take. Waking up takes longer than most waits.
 const YIELDS: u32 = 200;
 
 /// Most threads a pool may have.
 pub const THREADS_MAX: usize = 1024;
 
-/// Threads that work through the tasks of one job at a time.
+/// Threads that process the tasks of one job at a time.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<JoinHandle<()>>,
 }
 
 struct Shared {
-    /// Each thread's share of the current job. Claiming a task of it is the only way to the job.
+    /// Each thread's share of the current job. The job may only be accessed after claiming one of
+    /// its tasks.
     shares: Box<[Share]>,
-    /// Counts jobs: one begins when this changes.
+    /// Number of jobs; a change starts one.
     jobs: AtomicUsize,
-    /// Tasks of the current job that have ended.
+    /// Finished tasks of the current job.
     ended: AtomicUsize,
     panicked: AtomicBool,
     job: UnsafeCell<Job>,
-    /// Threads parked on `work`.
+    /// Number of threads parked on `work`.
     sleepers: AtomicUsize,
     /// The caller is parked on `finished`.
     caller_waits: AtomicBool,
-    /// Guards the two condition variables; true when the pool ends.
+    /// The mutex of the two condition variables; true when the pool ends.
     stop: Mutex<bool>,
     work: Condvar,
     finished: Condvar,
@@ -65,8 +67,8 @@ struct Job {
 // by a thread that holds a claim; `shares` and `ended` order the two.
 unsafe impl Sync for Shared {}
 
-/// Tasks that nobody has claimed: the first of them in the high half, one past the last in the low
-/// half. On a cache line of its own.
+/// The tasks that are not claimed yet: the first in the high half, one past the last in the low
+/// half. On a separate cache line.
 #[derive(Default)]
 #[repr(align(64))]
 struct Share(AtomicU64);
@@ -76,7 +78,7 @@ impl Share {
         self.0.store(u64::from(tasks.start) << 32 | u64::from(tasks.end), SeqCst);
     }
 
-    /// Claims the first task, or the last one.
+    /// Claims the first task (`first`) or the last one.
     fn claim(&self, first: bool) -> Option<usize> {
         let tasks = |word: u64| ((word >> 32) as u32, word as u32);
         let (step, back) = if first { (1 << 32, 0) } else { (0, 1) };
@@ -90,7 +92,7 @@ impl Share {
 }
 
 impl Pool {
-    /// A pool of `threads` threads, the caller being one of them.
+    /// A pool of `threads` threads, including the caller.
     pub(crate) fn new(threads: usize) -> Result<Self, KernelError> {
         if threads == 0 || threads > THREADS_MAX {
             return Err(KernelError::Unsupported(format!(
@@ -126,12 +128,12 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads, the caller included.
+    /// Number of threads, including the caller.
     pub(crate) fn num_threads(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Runs `task(i, worker)` for every `i` in `0..num_tasks` and returns when all have ended. No
+    /// Runs `task(i, worker)` for all `i` in `0..num_tasks`, and returns when all have ended. No
     /// two running tasks have the same `worker`, which is below `num_threads()`.
     ///
     /// # Errors
@@ -174,7 +176,7 @@ impl Pool {
     }
 
     /// Runs `task(range, worker)` over consecutive ranges that cover `0..total`, each of at least
-    /// `grain` items (but the last). Small totals run on the caller alone.
+    /// `grain` items except the last. Small totals run on the caller alone.
     pub(crate) fn run_ranges(
         &mut self,
         total: usize,
@@ -184,7 +186,7 @@ impl Pool {
         if total == 0 {
             return Ok(());
         }
-        // Several ranges per thread, so that a thread that starts late does less.
+        // Several ranges per thread, so that a thread that starts late takes fewer.
         let most = if self.threads.is_empty() { 1 } else { self.num_threads() * 4 };
         let size = total.div_ceil(most).max(grain.max(1));
         self.run(total.div_ceil(size), &|index, worker| {
@@ -199,7 +201,7 @@ impl Shared {
         self.stop.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The life of a pool thread.
+    /// The main loop of a pool thread.
     fn serve(&self, worker: usize) {
         loop {
             let seen = self.jobs.load(SeqCst);
@@ -208,8 +210,8 @@ impl Shared {
                 continue;
             }
             let mut stop = self.lock();
-            // Announced before the last look, as the caller publishes before it looks for sleepers:
-            // one of the two sees the other.
+            // Announced before the last check, just as the caller publishes the job before it
+            // checks for sleepers: one of the two sees the other.
             self.sleepers.fetch_add(1, SeqCst);
             while !*stop && self.jobs.load(SeqCst) == seen {
                 stop = self.work.wait(stop).unwrap_or_else(PoisonError::into_inner);
@@ -221,8 +223,8 @@ impl Shared {
         }
     }
 
-    /// Claims and runs tasks until none is left: this thread's own from the first on, then others'
-    /// from the last on.
+    /// Claims and runs tasks until none is left: first this thread's own, in order, then those of
+    /// other threads, from the last on.
     fn work_off(&self, worker: usize) {
         let (before, from) = self.shares.split_at(worker);
         for (i, share) in from.iter().chain(before).enumerate() {
@@ -290,7 +292,7 @@ impl Drop for Pool {
         *self.shared.lock() = true;
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
-            // Tasks' panics are caught, so this cannot fail; and there is nobody to tell.
+            // Panics of tasks are caught, so this cannot fail; nor is there anyone to tell.
             let _ = thread.join();
         }
     }

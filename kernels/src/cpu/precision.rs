@@ -1,18 +1,18 @@
-//! How precisely activations enter matrix products.
+//! The precision of activations in matrix products.
 use std::fmt;
 
 use super::isa::Isa;
 
-/// What matrix products and attention take of activations; sums are f32 always, and so is all that is no
-/// product.
+/// The precision in which matrix products and attention take activations. Sums, and everything that
+/// is not a product, are always f32.
 ///
-/// It means the same with every instruction set: results of two sets differ by the order and the
-/// rounding of sums, and by the last bits of exponentials, alone.
+/// It means the same with every instruction set: the results of two sets differ only by the order
+/// and rounding of sums, and by the last bits of exponentials.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precision {
-    /// The whole f32, or two bf16 terms of it (16 bits of mantissa), whichever is faster.
+    /// f32, or two bf16 terms of it (16 bits of mantissa), whichever is faster.
     Float32,
-    /// Rounded to the nearest bf16 (ties to even), also where the instructions could take more.
+    /// Rounded to the nearest bf16 (ties to even), even where the instructions could take more.
     Bfloat16,
 }
 
@@ -25,7 +25,7 @@ impl fmt::Display for Precision {
     }
 }
 
-/// How products are computed.
+/// The instruction set and the precision of products.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arithmetic {
     pub(crate) isa: Isa,

@@ -1,4 +1,4 @@
-//! What follows the fused QKV projection: norm and RoPE per head, K and V to the cache.
+//! What follows the fused QKV projection: norm and RoPE per head; K and V are written to the cache.
 use super::elementwise::{self, norm_rope};
 use super::isa::Isa;
 use super::memory::Disjoint;
@@ -7,12 +7,12 @@ use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN};
 use crate::backend::{AttentionShape, Batch, QkvWeights, RopeTable};
 use crate::error::KernelError;
 
-/// One call; arguments are checked.
+/// One call; arguments are already checked.
 pub(crate) struct Heads<'a> {
     pub(crate) isa: Isa,
-    /// `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`, biases added. K is changed in place.
+    /// `[rows, (num_heads + 2 * num_kv_heads) * head_dim]`, with biases. K is modified in place.
     pub(crate) projected: &'a mut [f32],
-    /// What is added to it first; as wide.
+    /// Added to it first, of the same width (LoRA).
     pub(crate) addend: Option<&'a CpuBuffer>,
     pub(crate) weights: &'a QkvWeights<CpuMatrix, CpuVector>,
     pub(crate) rope: &'a RopeTable<CpuVector>,
@@ -22,8 +22,8 @@ pub(crate) struct Heads<'a> {
 }
 
 impl Heads<'_> {
-    /// A task takes heads over all rows, so that two rows with the same slot are no data race; row by
-    /// row, as they lie in memory.
+    /// A task processes its heads for all rows, so that two rows with the same slot are no data
+    /// race; row by row, as they lie in memory.
     pub(crate) fn finish(
         self,
         pool: &mut Pool,

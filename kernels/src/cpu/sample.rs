@@ -1,9 +1,10 @@
-//! Choosing tokens from a row of logits, and log-probabilities. Pure: a row in, a token out.
+//! Chooses tokens from a row of logits, and computes log-probabilities. Pure: a row in, a token
+//! out.
 //!
 //! The order is: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency,
-//! presence), then arg-max if the temperature is 0, else temperature, min-p, top-k, top-p and one
-//! uniform number. Ties go to the lower token id. Sums are made in one thread in a fixed order and
-//! with this crate's own `exp`, so a row gives the same token on any machine.
+//! presence); then arg-max if the temperature is 0, otherwise temperature, min-p, top-k, top-p and
+//! one uniform number. Ties go to the lower token id. Sums are computed by one thread, in a fixed
+//! order and with this crate's own `exp`, so a row gives the same token on any machine.
 use std::cmp::Ordering;
 
 use super::mask;
@@ -11,27 +12,27 @@ use super::math::exp;
 use crate::philox;
 use crate::sampling::{SampleParams, SampleRow, Sampled};
 
-/// Sampling with scratch that is kept from row to row. One per thread.
+/// A sampler, with scratch memory reused from row to row. One per thread.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    /// Edited logits.
+    /// Logits after bias, suppression, penalties and mask.
     logits: Vec<f32>,
     /// `e^((logit - max) / temperature)`
     weights: Vec<f32>,
-    /// Candidates.
+    /// Candidate token ids.
     order: Vec<u32>,
-    /// Occurrences of every token; all 0 between rows.
+    /// Number of occurrences per token; all 0 between rows.
     counts: Vec<u32>,
 }
 
 impl Sampler {
-    /// Makes a sampler; its scratch grows with the first rows.
+    /// A sampler; its scratch memory grows with the first rows.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Chooses a token from `logits` as `row` says.
+    /// Chooses a token from `logits` (`[vocab]`) with the parameters of `row`.
     pub fn sample(&mut self, logits: &[f32], row: &SampleRow<'_>) -> Sampled {
         let Some(token) = finite_max(logits).and_then(|_| self.choose(logits, row)) else {
             return Sampled { corrupted: true, ..Sampled::default() };
@@ -42,7 +43,7 @@ impl Sampler {
         }
     }
 
-    /// Log-probability and rank of `token`, and the `top_n` most likely tokens. `token` must be
+    /// The log-probability and rank of `token`, and the `top_n` most likely tokens. `token` must be
     /// below `logits.len()`.
     pub fn score(&mut self, logits: &[f32], token: u32, top_n: u32) -> Sampled {
         let Some(max) = finite_max(logits) else {
@@ -70,7 +71,7 @@ impl Sampler {
         }
     }
 
-    /// `None` when the edited logits are not finite.
+    /// The chosen token; `None` when the edited logits are not finite.
     fn choose(&mut self, logits: &[f32], row: &SampleRow<'_>) -> Option<u32> {
         let params = row.params;
         let greedy = params.temperature <= 0.0;
@@ -89,7 +90,7 @@ impl Sampler {
             return Some(arg_max(&self.logits));
         }
         let inverse = 1.0 / params.temperature;
-        // The most likely token has weight 1, so min-p compares with weights as they are.
+        // The most likely token has weight 1, so min-p can be compared with the weights directly.
         let min_p = params.min_p;
         self.weights.clear();
         self.weights.extend(self.logits.iter().map(|&x| {
@@ -109,8 +110,8 @@ impl Sampler {
         }
     }
 
-    /// Puts the tokens that top-k and top-p leave at the front of `order`, the most likely first,
-    /// and returns how many they are.
+    /// Moves the tokens that remain after top-k and top-p to the front of `order`, the most likely
+    /// first; returns their number.
     fn truncate(&mut self, params: &SampleParams) -> usize {
         let weights = &self.weights;
         self.order.clear();
@@ -128,7 +129,8 @@ impl Sampler {
         let mut kept = 0;
         while kept < self.order.len() {
             if kept == sorted {
-                // Sorting a few of the most likely is mostly enough; otherwise more, and more.
+                // Sorting only a few of the most likely tokens is usually enough; otherwise sort
+                // more, step by step.
                 let more = (sorted * 7).max(64).min(self.order.len() - sorted);
                 sort_first(&mut self.order[sorted..], more, &self.logits);
                 sorted += more;
@@ -191,7 +193,7 @@ impl Sampler {
     }
 }
 
-/// Whether anything but the mask changes the logits before they are looked at.
+/// Whether anything except the mask edits the logits.
 fn edits(row: &SampleRow<'_>) -> bool {
     let params = row.params;
     !params.logit_bias.is_empty()
@@ -201,12 +203,12 @@ fn edits(row: &SampleRow<'_>) -> bool {
         || params.presence_penalty != 0.0
 }
 
-/// The largest logit; `None` when one is NaN or +infinity, or none is above -infinity.
+/// The largest logit; `None` if any is NaN or +infinity, or none is above -infinity.
 fn finite_max(logits: &[f32]) -> Option<f32> {
     let mut max = f32::NEG_INFINITY;
     let mut sound = true;
     for &x in logits {
-        // False for NaN too.
+        // Also false for NaN.
         sound &= x < f32::INFINITY;
         max = if x > max { x } else { max };
     }
@@ -224,12 +226,12 @@ fn arg_max(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// The larger logit first, then the lower id.
+/// Orders by larger logit, then by lower id.
 fn by_rank(logits: &[f32]) -> impl Fn(&u32, &u32) -> Ordering {
     move |&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b))
 }
 
-/// Puts the `count` first tokens by rank to the front, sorted.
+/// Moves the first `count` tokens by rank to the front, sorted.
 fn sort_first(order: &mut [u32], count: usize, logits: &[f32]) {
     if count == 0 {
         return;
@@ -240,7 +242,7 @@ fn sort_first(order: &mut [u32], count: usize, logits: &[f32]) {
     order[..count].sort_unstable_by(by_rank(logits));
 }
 
-/// The token at `uniform` of the way through the weights. `None` without any weight.
+/// The token at the fraction `uniform` of the cumulative weights; `None` if there is no weight.
 fn draw(uniform: f64, weights: impl Iterator<Item = (u32, f32)> + Clone) -> Option<u32> {
     let total: f64 = weights.clone().map(|(_, weight)| f64::from(weight)).sum();
     let target = uniform * total;

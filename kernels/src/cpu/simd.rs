@@ -1,8 +1,8 @@
-//! Vectors of f32 under one trait, for loops that the compiler does not vectorize by itself (many
-//! accumulators of constant size). Products have their own inner loops.
+//! Vectors of f32 behind one trait, for loops that the compiler does not vectorise by itself (many
+//! accumulators in a constant number). Matrix products have their own inner loops.
 //!
-//! Implementations for x86 must only be used in code that is compiled for, and dispatched on, an
-//! instruction set that was detected: that is the callers' side of every SAFETY comment here.
+//! The x86 implementations may only be used in code compiled for, and dispatched to, an instruction
+//! set that was detected: that is the caller's part of every SAFETY comment here.
 
 mod pairs;
 
@@ -12,27 +12,27 @@ pub(crate) use pairs::{HIGH, LOW, PairSimd};
 
 /// A vector of [`Simd::LANES`] f32.
 pub(crate) trait Simd: Copy {
-    /// Elements.
+    /// Elements per vector.
     const LANES: usize;
-    /// How many vectors are worth keeping as accumulators.
+    /// Number of vectors to keep as accumulators.
     const ACCUMULATORS: usize;
 
-    /// All lanes `x`.
+    /// `x` in all lanes.
     fn splat(x: f32) -> Self;
 
-    /// The first lanes from `values`, of which there must be enough.
+    /// Loads the first elements of `values`, which must have at least `LANES`.
     fn load(values: &[f32]) -> Self;
 
-    /// To the first elements of `values`, of which there must be enough.
+    /// Stores to the first elements of `values`, which must have at least `LANES`.
     fn store(self, values: &mut [f32]);
 
     /// `self * b + c`, fused where the hardware does it.
     fn mul_add(self, b: Self, c: Self) -> Self;
 
-    /// The larger of each lane; `floor`'s where `self` is NaN.
+    /// The maximum of each lane; `floor`'s value where `self` is NaN.
     fn max(self, floor: Self) -> Self;
 
-    /// As `load`, with zeros where `values` is too short.
+    /// As [`load`](Self::load), with zeros where `values` is too short.
     #[inline(always)]
     fn load_some(values: &[f32]) -> Self {
         if values.len() >= Self::LANES {
@@ -43,7 +43,7 @@ pub(crate) trait Simd: Copy {
         Self::load(&padded)
     }
 
-    /// As `store`, as far as `values` has room.
+    /// As [`store`](Self::store), but only as far as `values` has room.
     #[inline(always)]
     fn store_some(self, values: &mut [f32]) {
         if values.len() >= Self::LANES {
@@ -55,7 +55,7 @@ pub(crate) trait Simd: Copy {
     }
 }
 
-/// Four lanes of plain Rust.
+/// Four lanes in plain Rust.
 #[derive(Clone, Copy)]
 pub(crate) struct Plain([f32; 4]);
 

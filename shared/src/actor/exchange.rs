@@ -1,30 +1,31 @@
-//! PURE: asks under way, each resolved exactly once: by its reply, by the end of a link on its way,
-//! or by its deadline.
+//! PURE: pending asks (requests that expect a reply). Each is resolved exactly once: by its reply,
+//! by the loss of a link on its way, or by its deadline.
 //!
-//! A process asks for itself, and the hub passes on what others ask; both are an outstanding ask
-//! with an origin. Ids are this process's own: an id of a peer is translated, never trusted.
+//! A process asks on its own behalf, and the hub forwards what other processes ask; both are a
+//! pending ask with an origin. Ids are local to this process: a peer's id is translated, never
+//! trusted.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use crate::protocol::actors::{ActorFrame, AskError, Wants};
 
-/// Asks under way at a time, all origins together.
+/// Most pending asks, over all origins.
 pub const ASKS_MAX: usize = 4096;
-/// Asks under way at a time of one peer: none can take all places.
+/// Most pending asks of one peer, so that no peer can take all places.
 pub const ASKS_PER_PEER: usize = 1024;
 /// Longest wait for a reply.
 pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// A link of this process; never used twice.
+/// A link of this process; numbers are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 
-/// Who waits for an outcome.
+/// Who waits for the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// Someone in this process, by the number the shell gave.
+    /// A waiter in this process, by the number the shell assigned.
     Here(u64),
-    /// A peer, by its own number.
+    /// A peer, by its own number for the ask.
     Peer(PeerId, u64),
 }
 
@@ -39,7 +40,7 @@ pub enum Route {
     Nowhere(AskError),
 }
 
-/// What the shell has to do.
+/// What the shell must do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Effect {
     /// Send a frame.
@@ -53,21 +54,21 @@ pub enum Effect {
     Deliver {
         /// The actor.
         to: String,
-        /// What [`Exchange::answered`] is to be called with; 0 when nobody waits.
+        /// The argument for [`Exchange::answered`]; 0 when nobody waits.
         id: u64,
-        /// What is expected back.
+        /// What the sender expects back.
         wants: Wants,
         /// The message.
         body: Vec<u8>,
     },
-    /// Someone in this process waits no longer.
+    /// Deliver an outcome to a waiter in this process.
     Resolve {
-        /// The number the shell gave.
+        /// The waiter's number, as the shell assigned it.
         waiter: u64,
         /// Its outcome.
         outcome: Result<Vec<u8>, AskError>,
     },
-    /// A message was lost that nobody waits for: counted.
+    /// A message that nobody waits for was lost; the shell counts it.
     Lost(AskError),
 }
 
@@ -76,7 +77,7 @@ pub enum Effect {
 pub struct Outgoing {
     /// The actor's name.
     pub to: String,
-    /// What is expected back.
+    /// What the sender expects back.
     pub wants: Wants,
     /// How long its sender waits.
     pub within: Duration,
@@ -87,23 +88,23 @@ pub struct Outgoing {
 #[derive(Debug)]
 struct Ask {
     origin: Origin,
-    /// The link that the answer comes over; `None` from this process.
+    /// The link on which the answer arrives; `None` for an actor of this process.
     via: Option<PeerId>,
     due: Duration,
     within: Duration,
 }
 
-/// See the module's documentation.
+/// The table of pending asks; see the module's documentation.
 #[derive(Debug, Default)]
 pub struct Exchange {
     asks: BTreeMap<u64, Ask>,
-    /// How many of them each peer waits for; no zeros.
+    /// Pending asks per waiting peer; never holds a zero.
     of_peers: BTreeMap<PeerId, usize>,
     last: u64,
 }
 
 impl Exchange {
-    /// A message leaves, or comes in to be passed on.
+    /// Sends a message of this process (`origin` is `Here`), or forwards one that came from a peer.
     pub fn send(
         &mut self,
         now: Duration,
@@ -159,8 +160,9 @@ impl Exchange {
         over(of_peer, ASKS_PER_PEER).or_else(|| over(self.asks.len(), ASKS_MAX))
     }
 
-    /// An actor of this process, or the peer that has it, answers. What is not under way any more,
-    /// or not by this way, changes nothing; returns whether it was.
+    /// Resolves ask `id` with the answer of a local actor (`via` is `None`) or of the peer that
+    /// hosts it. Returns false, and changes nothing, when the ask is not pending or was not sent
+    /// that way.
     pub fn answered(
         &mut self,
         via: Option<PeerId>,
@@ -178,12 +180,12 @@ impl Exchange {
         true
     }
 
-    /// Nobody in this process waits for it any more.
+    /// Drops the ask of `waiter`, who no longer waits for it.
     pub fn abandoned(&mut self, waiter: u64) {
         self.asks.retain(|_, ask| ask.origin != Origin::Here(waiter));
     }
 
-    /// A link is gone: what waited for it fails, what it waited for is nobody's.
+    /// A link is gone: asks sent over it fail with `LinkLost`; asks that came from it are dropped.
     pub fn peer_lost(&mut self, peer: PeerId, node: &str, effects: &mut Vec<Effect>) {
         self.asks.retain(|_, ask| !matches!(ask.origin, Origin::Peer(p, _) if p == peer));
         self.of_peers.remove(&peer);
@@ -194,7 +196,7 @@ impl Exchange {
         );
     }
 
-    /// Time passes.
+    /// Fails the asks whose deadline has passed.
     pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         self.resolve_where(
             |ask| ask.due <= now,
@@ -203,7 +205,7 @@ impl Exchange {
         );
     }
 
-    /// Asks under way.
+    /// Number of pending asks.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.asks.len()
@@ -227,7 +229,7 @@ impl Exchange {
     }
 }
 
-/// One ask of this origin is over.
+/// Uncounts one ask of this origin.
 fn uncount(of_peers: &mut BTreeMap<PeerId, usize>, origin: Origin) {
     if let Origin::Peer(peer, _) = origin
         && let Some(count) = of_peers.get_mut(&peer)

@@ -1,14 +1,14 @@
 //! One TCP connection between two processes: frames in, frames out, pings.
 //!
-//! A link is two tasks: one reads frames and hands them to the owner's sink, one writes what is
-//! queued. Neither waits for the other, and nothing queues without bound: a peer that does not
-//! take its frames fills a queue, and the link ends. The end is reported once, with its reason, and
-//! takes both tasks along.
+//! A link is two tasks: one reads frames and hands them to the owner's sink, the other writes
+//! queued frames. Neither waits for the other, and no queue is unbounded: a peer that does not read
+//! its frames fills a queue, and the link ends. The end is reported once, with its reason, and
+//! stops both tasks.
 //!
-//! - `connection`: what comes before: dialling, authentication, the handshake
+//! - `connection`: the stage before: dialling, authentication, the handshake
 //! - `queue`: the sending side
-//! - [`join`]: the side that dials, up to its welcome
-//! - [`refusal`]: what a peer is told that is not taken
+//! - [`join`]: the dialling side, up to its welcome
+//! - [`refusal`]: what a rejected peer is told
 mod connection;
 pub mod join;
 mod queue;
@@ -30,17 +30,17 @@ use crate::clock::Clock;
 use crate::wire::auth::AuthError;
 use crate::wire::frame::{Frame, FrameDecoder, FrameError, FrameKind};
 
-/// Bytes read at once.
+/// Bytes per read.
 const READ_CHUNK: usize = 64 << 10;
 
-/// What a link tells its owner. `Closed` is the last.
+/// What a link tells its owner. `Closed` is the last event.
 #[derive(Debug)]
 pub enum LinkEvent {
-    /// A frame of the peer; pings are answered by the link itself.
+    /// A frame from the peer; the link answers pings itself.
     Frame(Frame),
-    /// Nothing was heard for a while; the peer may be frozen.
+    /// Nothing arrived for a while; the peer may be frozen.
     Suspect,
-    /// A suspect peer was heard of again.
+    /// A suspect peer sent something again.
     Alive,
     /// The link is over.
     Closed {
@@ -58,13 +58,13 @@ pub enum CloseReason {
     /// The connection broke.
     #[error("the connection broke: {0}")]
     Io(#[from] io::Error),
-    /// The peer sent something that is no frame of ours.
+    /// The peer sent bytes that are not a valid frame.
     #[error("{0}")]
     Frame(#[from] FrameError),
     /// The peer did not authenticate.
     #[error("{0}")]
     Auth(#[from] AuthError),
-    /// The peer does not take this side, and says why.
+    /// The peer rejected this side, and says why.
     #[error("{0}")]
     Refused(String),
     /// The peer was silent for too long.
@@ -73,12 +73,12 @@ pub enum CloseReason {
         /// How long.
         silent: Duration,
     },
-    /// The peer did not take its frames.
+    /// The peer did not read its frames.
     #[error(
         "the peer does not take its frames: a queue of {QUEUE_MAX}, or {ACTOR_QUEUE_MAX} of actors, was full"
     )]
     QueueFull,
-    /// The owner does not take what the peer sends.
+    /// The owner does not consume the peer's frames fast enough.
     #[error("the owner of the link does not take its frames")]
     OwnerBusy,
     /// This side closed it.
@@ -86,24 +86,24 @@ pub enum CloseReason {
     Local,
 }
 
-/// A frame cannot be sent.
+/// Why a frame cannot be sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
     /// The link is over.
     #[error("the link is closed")]
     Closed,
-    /// The peer does not take its frames; the link ends by this.
+    /// The peer does not read its frames; this error ends the link.
     #[error("the peer does not take its frames")]
     Full,
-    /// The body is over its kind's bound.
+    /// The body exceeds its kind's bound.
     #[error("{0}")]
     TooLarge(FrameError),
 }
 
-/// Receives a link's events, in order, on the link's reading task. Must not block.
+/// Receives a link's events in order, on the link's reader task. Must not block.
 pub trait LinkSink: Send + 'static {
-    /// Takes one event; returns false when the owner has no room for it, which ends the link: what
-    /// a peer sends may not queue without bound. `Closed` must always be taken.
+    /// Takes one event. Returning false, for lack of room, ends the link: a peer's frames must not
+    /// queue without bound. `Closed` must always be taken.
     fn event(&mut self, event: LinkEvent) -> bool;
 }
 
@@ -125,7 +125,7 @@ struct Reader {
 }
 
 impl Reader {
-    /// Reads until the link is over; the writer ends with `over`.
+    /// Reads until the link ends; the writer ends through `over`.
     async fn run(mut self, over: oneshot::Sender<()>, mut sink: impl LinkSink) {
         let reason = self.read_frames(&mut sink).await;
         drop(over);
@@ -137,7 +137,7 @@ impl Reader {
         let mut timer = tokio::time::interval(self.poll_interval);
         timer.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let mut chunk = vec![0u8; READ_CHUNK];
-        // Frames that came with the handshake are in the decoder already.
+        // Frames that arrived with the handshake are already in the decoder.
         if let Err(reason) = self.take_frames(sink) {
             return reason;
         }
@@ -146,7 +146,8 @@ impl Reader {
                 read = self.read.read(&mut chunk) => match read {
                     Ok(0) => return CloseReason::PeerClosed,
                     Ok(n) => {
-                        // Before there is a whole frame: a large one takes a slow link long.
+                        // Counts before the frame is complete: a large one takes long on a slow
+                        // link.
                         if self.liveness.heard(self.clock.now()) {
                             let _ = sink.event(LinkEvent::Alive);
                         }
@@ -161,7 +162,7 @@ impl Reader {
                     LivenessAction::Wait => {}
                     LivenessAction::Ping => self.reply(FrameKind::Ping),
                     LivenessAction::Suspect => {
-                        // The silence itself goes on being watched.
+                        // The silence is still being watched.
                         let _ = sink.event(LinkEvent::Suspect);
                     }
                     LivenessAction::Dead { silent } => return CloseReason::Silent { silent },
@@ -190,7 +191,7 @@ impl Reader {
     }
 
     fn reply(&self, kind: FrameKind) {
-        // A full queue is itself a sign of trouble that liveness will find.
+        // If the queue is full, liveness will notice the trouble by itself.
         if let Some(queue) = self.pongs.upgrade() {
             let _ = queue.try_send(Outgoing::bare(kind));
         }

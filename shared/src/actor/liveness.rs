@@ -1,10 +1,10 @@
 //! PURE: when a silent link is suspect, and when it is dead.
 //!
-//! A stopped process keeps its TCP connections open, so an open connection says nothing. Whatever
-//! arrives is a sign of life; pings make sure that something does.
+//! A stopped process keeps its TCP connections open, so an open connection proves nothing. Any
+//! received byte is a sign of life; pings make sure that there are some.
 use std::time::Duration;
 
-/// The intervals.
+/// The intervals of the failure detector.
 #[derive(Clone, Copy, Debug)]
 pub struct LivenessConfig {
     /// Between two pings.
@@ -25,14 +25,14 @@ impl Default for LivenessConfig {
     }
 }
 
-/// What to do now.
+/// What to do now, by [`Liveness::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LivenessAction {
     /// Nothing.
     Wait,
     /// Send a ping.
     Ping,
-    /// Tell the owner that the peer is silent; said once per silence.
+    /// Tell the owner that the peer is silent; returned once per silence.
     Suspect,
     /// Cut the link.
     Dead {
@@ -51,19 +51,19 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// A link that was heard of just now.
+    /// A link that received something just now.
     #[must_use]
     pub fn new(config: LivenessConfig, now: Duration) -> Self {
         Self { config, last_heard: now, last_ping: now, suspected: false }
     }
 
-    /// Something arrived. Returns true when that ends a suspicion.
+    /// Records that something arrived. Returns true when that ends a suspicion.
     pub fn heard(&mut self, now: Duration) -> bool {
         self.last_heard = now;
         std::mem::take(&mut self.suspected)
     }
 
-    /// What to do now; asked about every quarter of the ping interval.
+    /// What to do now; to be called about every quarter of the ping interval.
     pub fn poll(&mut self, now: Duration) -> LivenessAction {
         let silent = now.saturating_sub(self.last_heard);
         if silent >= self.config.dead_after {
@@ -112,7 +112,7 @@ mod tests {
         assert!(!liveness.heard(ms(10)));
         assert_eq!(liveness.poll(ms(2100)), LivenessAction::Suspect);
         assert!(liveness.heard(ms(2200)));
-        // Not of 5.1 s: the silence began anew, and so does what is said of it.
+        // Not of 5.1 s: the silence started afresh, and so did its report.
         assert_eq!(liveness.poll(ms(5100)), LivenessAction::Suspect);
         assert_eq!(liveness.poll(ms(7200)), LivenessAction::Dead { silent: ms(5000) });
     }

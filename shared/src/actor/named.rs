@@ -1,8 +1,8 @@
 //! A named actor's own side: a bounded mailbox, a handler that takes one message at a time, and
-//! what happens when it fails.
+//! what happens when the handler fails.
 //!
-//! A handler fails by panicking or by saying so. Then whoever asked is told, and the actor is made
-//! anew after a wait, with the messages that its mailbox holds still; when it has failed too often
+//! A handler fails by panicking or by returning an error. The asker is then told, and after a
+//! backoff the actor is re-created with the messages still in its mailbox. After too many failures
 //! in a row it is dead, and its watchers are told.
 use std::panic::AssertUnwindSafe;
 
@@ -16,36 +16,36 @@ use super::supervise::{Decision, RestartPolicy, Supervisor};
 use crate::protocol::actors::{ActorLife, ActorReport, AskError, Wants};
 use crate::wire::codec;
 
-/// What an actor does with its messages.
+/// How an actor handles its messages.
 pub trait NamedActor: Send + 'static {
     /// The messages it takes.
     type Message: ActorMessage;
 
-    /// Handles one message. The next one waits until this future is done.
+    /// Handles one message. The next one waits until this future completes.
     ///
     /// # Errors
-    /// In one sentence, why the actor cannot go on: it is made anew.
+    /// One sentence on why the actor cannot go on: it is re-created.
     fn handle(
         &mut self,
         message: Self::Message,
     ) -> impl Future<Output = Result<<Self::Message as ActorMessage>::Reply, String>> + Send;
 }
 
-/// How an actor is to live.
+/// Settings of a named actor.
 #[derive(Clone, Debug)]
 pub struct ActorSpec {
-    /// Its name, unique in the cluster; without a slash.
+    /// Its name, unique in the cluster; must not contain a slash.
     pub name: String,
-    /// What it is, for operators.
+    /// Its kind, shown to operators.
     pub kind: String,
-    /// Messages that may wait for it; at least 1.
+    /// Mailbox capacity in messages; at least 1.
     pub mailbox: usize,
-    /// How often, and how patiently, it is made anew.
+    /// How often it is re-created, and after which waits.
     pub restarts: RestartPolicy,
 }
 
 impl ActorSpec {
-    /// An actor with a mailbox of 64 messages and the usual patience.
+    /// An actor with a mailbox of 64 messages and the default restart policy.
     #[must_use]
     pub fn new(name: &str, kind: &str) -> Self {
         let (name, kind) = (name.to_owned(), kind.to_owned());
@@ -53,8 +53,8 @@ impl ActorSpec {
     }
 }
 
-/// A message in a mailbox. Dropped unanswered, whoever waits for its reply is told that the actor
-/// failed.
+/// A message in a mailbox. If it is dropped unanswered, whoever waits for the reply is told that
+/// the actor failed.
 #[derive(Debug)]
 pub(super) struct Envelope {
     runtime: WeakRuntime,
@@ -68,7 +68,7 @@ impl Envelope {
         Self { runtime, id, wants, body }
     }
 
-    /// Its sender is told by somebody else.
+    /// Drops it without an answer: someone else tells the sender.
     pub(super) fn forget(mut self) {
         self.wants = Wants::Nothing;
     }
@@ -93,12 +93,12 @@ impl Drop for Envelope {
 }
 
 impl ActorRuntime {
-    /// Starts a named actor on the current tokio runtime; `make` makes it, at first and after each
-    /// failure. It lives until it has failed too often or [`ActorRuntime::stop`].
+    /// Starts a named actor on the current tokio runtime; `make` creates it, initially and after
+    /// each failure. It lives until it has failed too often or [`ActorRuntime::stop`] is called.
     ///
     /// # Errors
-    /// [`RegistryError`] when the name cannot be used here. A name that is taken in another process
-    /// is found out later: the actor ends then, and the log says why.
+    /// [`RegistryError`] when the name cannot be used here. A name taken by another process is
+    /// detected later: the actor then ends, and the log says why.
     pub fn spawn<A: NamedActor>(
         &self,
         spec: ActorSpec,
@@ -122,15 +122,15 @@ impl ActorRuntime {
     }
 }
 
-/// What is told of an actor. Dropped before the actor is dead, it was dropped with the actor's task,
-/// as at the end of its tokio runtime: then it is dead by that.
+/// Reports an actor's life. If it is dropped before the actor is dead, the actor's task was
+/// dropped, as at the end of its tokio runtime: it then reports that death.
 struct Life {
     runtime: WeakRuntime,
     report: ActorReport,
 }
 
 impl Life {
-    /// Tells what the report says now; false when there is nobody to tell.
+    /// Publishes the current report; false when the runtime is gone.
     fn tell(&self) -> bool {
         let runtime = self.runtime.upgrade();
         if let Some(runtime) = &runtime {
@@ -154,7 +154,7 @@ impl Drop for Life {
     }
 }
 
-/// An actor's whole life.
+/// Runs an actor from its start to its death.
 async fn live<A: NamedActor>(
     mut life: Life,
     mut supervisor: Supervisor,
@@ -194,7 +194,8 @@ async fn live<A: NamedActor>(
             Decision::GiveUp { reason: often } => {
                 let name = &life.report.name;
                 tracing::error!(actor = name, reason, "an actor is given up: {often}");
-                // Closed first: what waits is answered by being dropped, nothing comes after.
+                // Closed first: dropping the queued messages answers them, and nothing arrives
+                // afterwards.
                 mailbox.close();
                 return life.ends(format!("{reason}; {often}"));
             }
@@ -202,7 +203,7 @@ async fn live<A: NamedActor>(
     }
 }
 
-/// Handles messages until it fails, with the reason, or its mailbox is closed.
+/// Handles messages until the handler fails, returning the reason, or until the mailbox is closed.
 async fn serve<A: NamedActor>(
     mut actor: A,
     mailbox: &mut mpsc::Receiver<Envelope>,

@@ -1,4 +1,4 @@
-//! The other end of a link, as something that takes messages of one type.
+//! The other end of a link, as an address for messages of one type.
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ pub trait RemoteMessage: Serialize {
     fn kind(&self) -> FrameKind;
 }
 
-/// A message cannot be delivered. The receiver's end is learnt from the link, not from here.
+/// Why a message cannot be sent. The receiver's death is learnt from the link, not from here.
 #[derive(Debug, thiserror::Error)]
 pub enum TellError {
-    /// It has no wire form.
+    /// It cannot be encoded.
     #[error(transparent)]
     Codec(#[from] CodecError),
-    /// The link does not take it.
+    /// The link does not accept it.
     #[error(transparent)]
     Link(#[from] SendError),
 }
@@ -37,7 +37,7 @@ impl Encoded {
     /// Encodes a message.
     ///
     /// # Errors
-    /// When it has no wire form.
+    /// When it cannot be encoded.
     pub fn new(message: &impl RemoteMessage) -> Result<Self, CodecError> {
         Ok(Self { kind: message.kind(), body: codec::encode(message)?.into() })
     }
@@ -57,13 +57,13 @@ impl<M> Clone for PeerAddr<M> {
 }
 
 impl<M: RemoteMessage> PeerAddr<M> {
-    /// The actor behind `link`.
+    /// The address of the peer behind `link`.
     #[must_use]
     pub fn new(link: LinkHandle) -> Self {
         Self { link, takes: PhantomData }
     }
 
-    /// Sends a message; returns before it is delivered.
+    /// Queues a message; returns before it is sent.
     ///
     /// # Errors
     /// [`TellError`].
@@ -71,7 +71,7 @@ impl<M: RemoteMessage> PeerAddr<M> {
         Ok(self.tell_encoded(epoch, &Encoded::new(message)?)?)
     }
 
-    /// Sends a message that was encoded before.
+    /// Queues an already encoded message.
     ///
     /// # Errors
     /// [`SendError`].
@@ -79,7 +79,7 @@ impl<M: RemoteMessage> PeerAddr<M> {
         self.link.tell(message.kind, epoch.0, message.body.clone())
     }
 
-    /// Sends a message as soon as the link has room for it.
+    /// Queues a message as soon as the link has room for it.
     ///
     /// # Errors
     /// [`TellError`].
@@ -87,8 +87,8 @@ impl<M: RemoteMessage> PeerAddr<M> {
         Ok(self.tell_encoded_when_room(&Encoded::new(message)?).await?)
     }
 
-    /// Sends a message that was encoded before as soon as the link has room for it. Dropped before
-    /// it is done, nothing is sent.
+    /// Queues an already encoded message as soon as the link has room for it. Sends nothing if
+    /// dropped before it completes.
     ///
     /// # Errors
     /// [`SendError`].

@@ -1,24 +1,24 @@
-//! PURE: the cluster's named actors, where they live and in what state, and who wants to know of
-//! their deaths.
+//! PURE: the cluster's named actors: where they live, in what state, and who watches for their
+//! deaths.
 //!
-//! A name belongs to one actor as long as that lives. A watch ends with one notice: at the actor's
-//! death, at once when it is dead already or when another has its name now. A hub that is new does
-//! not know the actors of links that are not there again: a watch of one that lived under the hub
-//! before waits for it, for a while.
+//! A name belongs to one actor while that actor lives. A watch ends with exactly one notice: when
+//! the actor dies, or at once if it is already dead or another actor has its name now. A new hub
+//! does not know the actors of processes that have not linked to it yet; a watch of an actor that
+//! lived under the previous hub therefore waits for it, for [`RETURN_GRACE`].
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::exchange::PeerId;
 use crate::protocol::actors::{ACTOR_NAME_MAX, ActorLife, ActorReport, REASON_MAX};
 
-/// Most actors that live at a time.
+/// Most living actors at a time.
 pub const ACTORS_MAX: usize = 16_384;
 /// Most watches at a time.
 pub const WATCHES_MAX: usize = 16_384;
-/// How long an actor that lived under another hub is waited for: longer than links take to come
-/// back, and than a dead process's lease lasts, which is how long it may be expected.
+/// How long the hub waits for an actor that lived under another hub: longer than links take to come
+/// back, and longer than a dead process's etcd lease, during which it may still be expected.
 pub const RETURN_GRACE: Duration = Duration::from_secs(15);
-/// So many dead ones are remembered.
+/// How many dead actors are remembered.
 const DEAD_MAX: usize = 256;
 
 /// Where an actor lives.
@@ -33,93 +33,93 @@ pub enum Home {
 /// Who watches: the process, and its number for the watch.
 pub type Watcher = (Home, u64);
 
-/// A known actor.
+/// An actor that the registry knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// What its process says.
+    /// The last report of its process.
     pub report: ActorReport,
-    /// Its process's node name.
+    /// The node name of its process.
     pub node: String,
-    /// Where it lives; of a dead one, where it lived.
+    /// Where it lives, or lived if it is dead.
     pub home: Home,
-    /// Restarts under this name, of all generations.
+    /// Restarts under this name, over all generations.
     pub restarts: u32,
 }
 
-/// A watcher is to be told.
+/// A watcher to be told of a death.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Notice {
-    /// Who.
+    /// The watcher.
     pub watcher: Watcher,
     /// Why the actor is dead.
     pub reason: String,
 }
 
-/// A report or a watch is not taken.
+/// Why a report or a watch is rejected.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RegistryError {
-    /// The name cannot be one.
+    /// The name is not valid.
     #[error("an actor's name has 1 to {ACTOR_NAME_MAX} bytes and no control characters")]
     BadName,
-    /// Names with a slash are the cluster's own.
+    /// Names with a slash are reserved for the cluster itself.
     #[error("names with a slash are for the cluster's own actors")]
     Reserved,
-    /// Another actor has it.
+    /// Another actor has the name.
     #[error("the name is taken by an actor of {0}")]
     Taken(String),
-    /// There are too many.
+    /// A limit is reached.
     #[error("there are {0} already, the bound")]
     Full(usize),
 }
 
-/// What a watch begins with.
+/// The first answer to a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watching {
     /// The actor lives.
     Alive {
-        /// Its generation.
+        /// The actor's generation.
         generation: u64,
     },
-    /// It is not here, and may come back: what becomes of it is told later.
+    /// It is not known here and may come back: the outcome follows later.
     Awaited,
-    /// It is dead, or was never there: this is the watch's one notice.
+    /// It is dead, or never existed: this is the watch's one notice.
     Over {
         /// Why.
         reason: String,
     },
 }
 
-/// See the module's documentation.
+/// The registry; see the module's documentation.
 #[derive(Debug, Default)]
 pub struct Registry {
     actors: BTreeMap<String, Known>,
-    /// Names of dead actors, longest dead first.
+    /// Names of dead actors, the longest dead first.
     dead: VecDeque<String>,
     watches: BTreeMap<Watcher, String>,
-    /// Who watches each name; nobody is not listed.
+    /// Watchers of each name; names without any are not listed.
     watchers: BTreeMap<String, BTreeSet<Watcher>>,
-    /// Watches of actors that are not here yet.
+    /// Watches of actors that are not known yet.
     awaited: BTreeMap<Watcher, Awaited>,
-    /// Watches that have found their actor, which their watchers have not been told.
+    /// Watches whose actor has appeared, and its generation; their watchers have not been told yet.
     found: Vec<(Watcher, u64)>,
-    /// Until when unknown actors may be those of processes that are not linked again.
+    /// Until when an unknown actor may belong to a process that has not linked again.
     settles: Duration,
 }
 
-/// See [`Registry::watch`].
+/// A watch that waits for its actor; see [`Registry::watch`].
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
-    /// The one that is meant, where that is known.
+    /// The generation meant, if known.
     generation: Option<u64>,
     until: Duration,
 }
 
 impl Registry {
-    /// An actor's process tells of it. Of reports of one actor the newest counts; links keep their
+    /// Takes a report from an actor's process. The latest report of an actor counts; links preserve
     /// order.
     ///
     /// # Errors
-    /// [`RegistryError`]; nothing changes then.
+    /// [`RegistryError`]; then nothing changes.
     pub fn report(
         &mut self,
         home: Home,
@@ -143,7 +143,8 @@ impl Registry {
         let mut restarts = report.restarts;
         match self.actors.get(&name) {
             None if report.life == ActorLife::Dead => {
-                // It died while its process had no link: some may wait for just this.
+                // It died while its process had no link: some watchers may be waiting for this
+                // news.
                 let reason = report.reason.as_deref().unwrap_or("it ended");
                 self.ends_awaited(&name, report.generation, reason, notices);
                 return Ok(());
@@ -152,7 +153,7 @@ impl Registry {
             Some(old)
                 if old.report.generation != report.generation && report.life == ActorLife::Dead =>
             {
-                // Of one that had the name before.
+                // A report on an earlier actor of this name.
                 return Ok(());
             }
             Some(old) if old.report.generation == report.generation => {
@@ -160,7 +161,7 @@ impl Registry {
                     return Ok(());
                 }
                 if old.report.life == ActorLife::Dead {
-                    // Its link was lost and is back: it was thought dead.
+                    // Its link was lost, so it was taken for dead; the link is back.
                     self.room()?;
                 } else if old.home != home && home != Home::Here {
                     return Err(RegistryError::Taken(old.node.clone()));
@@ -172,7 +173,7 @@ impl Registry {
                 self.room()?;
                 restarts = old.restarts.saturating_add(1).saturating_add(report.restarts);
             }
-            // Its own process has given the name to another.
+            // The same process has given the name to another actor.
             Some(old) if old.home == home => {
                 restarts = old.restarts.saturating_add(1).saturating_add(report.restarts);
                 let reason = "another actor of its process has its name now";
@@ -193,12 +194,12 @@ impl Registry {
         Ok(())
     }
 
-    /// Processes that were another hub's are about to link, for [`RETURN_GRACE`].
+    /// For [`RETURN_GRACE`] from now, processes of the previous hub may still link to this one.
     pub fn settle(&mut self, now: Duration) {
         self.settles = now + RETURN_GRACE;
     }
 
-    /// Watches of actors that did not come back are over.
+    /// Ends the watches whose actors did not come back in time.
     pub fn tick(&mut self, now: Duration, notices: &mut Vec<Notice>) {
         let over =
             |(watcher, awaited): (&Watcher, &Awaited)| (awaited.until <= now).then_some(*watcher);
@@ -210,18 +211,19 @@ impl Registry {
         }
     }
 
-    /// Whether there is something to do at some time.
+    /// Whether [`tick`](Self::tick) has something to wait for.
     #[must_use]
     pub fn awaits(&self) -> bool {
         !self.awaited.is_empty()
     }
 
-    /// Watches that have found the actor they waited for, and its generation.
+    /// Takes the watches whose actor has appeared, with its generation.
     pub fn take_found(&mut self) -> Vec<(Watcher, u64)> {
         std::mem::take(&mut self.found)
     }
 
-    /// An actor is here: those who waited for it know, those who meant another under its name, too.
+    /// An actor appeared: resolves the watches waiting for it, and ends those that meant another
+    /// generation of its name.
     fn appeared(&mut self, name: &str, generation: u64, notices: &mut Vec<Notice>) {
         if self.awaited.is_empty() {
             return;
@@ -241,7 +243,7 @@ impl Registry {
         }
     }
 
-    /// One that was never here is dead.
+    /// An actor that never appeared here is dead: ends the watches waiting for it.
     fn ends_awaited(
         &mut self,
         name: &str,
@@ -281,8 +283,8 @@ impl Registry {
         }
     }
 
-    /// Someone wants to know of an actor's death; `generation` names the one it means, where it
-    /// knows: one that it was told before was alive, and that may come back under this hub.
+    /// Watches for an actor's death. `generation` is the actor meant, if the watcher knows it: one
+    /// that it was told was alive, and that may reappear under this hub.
     ///
     /// # Errors
     /// [`RegistryError::Full`].
@@ -325,7 +327,7 @@ impl Registry {
         Ok(())
     }
 
-    /// It does not want to know any more.
+    /// Ends a watch without a notice.
     pub fn unwatch(&mut self, watcher: Watcher) {
         self.awaited.remove(&watcher);
         let Some(name) = self.watches.remove(&watcher) else { return };
@@ -337,14 +339,14 @@ impl Registry {
         }
     }
 
-    /// Where a living actor is.
+    /// Where the actor `name` is, if it lives.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<Home> {
         let known = self.actors.get(name)?;
         (known.report.life != ActorLife::Dead).then_some(known.home)
     }
 
-    /// Nothing is known of a dead actor any more.
+    /// Forgets a dead actor.
     pub fn forget(&mut self, name: &str) {
         if self.actors.get(name).is_some_and(|known| known.report.life == ActorLife::Dead) {
             self.actors.remove(name);
@@ -352,12 +354,12 @@ impl Registry {
         }
     }
 
-    /// All known actors by name, those that died lately included.
+    /// All known actors by name, including recently dead ones.
     pub fn list(&self) -> impl Iterator<Item = &Known> {
         self.actors.values()
     }
 
-    /// Watches under way.
+    /// Number of watches.
     #[must_use]
     pub fn watches(&self) -> usize {
         self.watches.len()
@@ -387,7 +389,7 @@ impl Registry {
     }
 }
 
-/// Is this a name for an actor?
+/// Checks that `name` is a valid actor name.
 ///
 /// # Errors
 /// [`RegistryError::BadName`].

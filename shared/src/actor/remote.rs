@@ -11,14 +11,14 @@ use super::runtime::ActorRuntime;
 use crate::protocol::actors::{AskError, Wants};
 use crate::wire::codec;
 
-/// A message for a named actor. Both sides must have the same type behind it.
+/// A message for a named actor. Both sides must use the same Rust type.
 pub trait ActorMessage: Serialize + DeserializeOwned + Send + 'static {
-    /// What is replied to it.
+    /// The type of its reply.
     type Reply: Serialize + DeserializeOwned + Send + 'static;
 }
 
-/// The address of a named actor that takes messages of type `M`. It says nothing of whether the
-/// actor is there: that is found out with each message.
+/// The address of a named actor that takes messages of type `M`. It does not tell whether the actor
+/// exists: each message finds that out.
 pub struct RemoteAddr<M> {
     runtime: ActorRuntime,
     name: String,
@@ -48,9 +48,9 @@ impl<M: ActorMessage> RemoteAddr<M> {
         &self.name
     }
 
-    /// Sends a message and waits for nothing. What goes wrong in this process is said here; what
-    /// goes wrong beyond a link is counted there and not told: those who must know use
-    /// [`RemoteAddr::deliver`] or [`RemoteAddr::ask`].
+    /// Sends a message and waits for nothing. Failures in this process are returned; failures
+    /// beyond a link are only counted there. Senders that must know use [`RemoteAddr::deliver`] or
+    /// [`RemoteAddr::ask`].
     ///
     /// # Errors
     /// [`AskError`]: no such actor, a full mailbox, no link.
@@ -59,20 +59,20 @@ impl<M: ActorMessage> RemoteAddr<M> {
         sent.lost.clone().map_or(Ok(()), Err)
     }
 
-    /// Sends a message and waits until the actor's mailbox has it, wherever that is.
+    /// Sends a message and waits until it is in the actor's mailbox, in whichever process.
     ///
     /// # Errors
-    /// [`AskError`], at the deadline at the latest.
+    /// [`AskError`], at the latest at the deadline.
     pub async fn deliver(&self, message: &M, deadline: Duration) -> Result<(), AskError> {
         let outgoing = self.outgoing(message, Wants::Delivery, deadline)?;
         self.runtime.dispatch(outgoing).outcome().await.map(drop)
     }
 
-    /// Sends a message and waits for the reply. On the current tokio runtime.
+    /// Sends a message and waits for the reply, on the current tokio runtime.
     ///
     /// # Errors
-    /// [`AskError`], at the deadline at the latest: a lost link, a full mailbox or a failed actor
-    /// are told as soon as they are known.
+    /// [`AskError`], at the latest at the deadline; a lost link, a full mailbox or a failed actor
+    /// are reported as soon as they are known.
     pub async fn ask(&self, message: &M, deadline: Duration) -> Result<M::Reply, AskError> {
         let outgoing = self.outgoing(message, Wants::Reply, deadline)?;
         let reply = self.runtime.dispatch(outgoing).outcome().await?;

@@ -1,10 +1,12 @@
-//! The actors' side of one process: its links, the mailboxes of its own actors, what it waits for.
+//! The actor side of one process: its links, the mailboxes of its own actors, its pending waits.
 //!
-//! One lock around the pure [`Exchange`](super::exchange::Exchange) and
-//! [`Registry`](super::registry::Registry) and the tables that turn their effects into sends; nothing
-//! waits while it is held. A message that has no effect is counted, and who waits for one is told.
+//! One lock guards the pure [`Exchange`](super::exchange::Exchange) and
+//! [`Registry`](super::registry::Registry) and the tables that turn their effects into sends;
+//! nothing blocks while it is held. A lost message is counted, and whoever waits for its outcome is
+//! told.
 //!
-//! - `state`: what is under the lock; `deadlines`: the thread that looks at those of asks
+//! - `state`: what the lock guards, and sending
+//! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: who waits for an outcome or a death
 mod deadlines;
 mod state;
@@ -33,19 +35,19 @@ use crate::metrics::{Counter, SharedStats};
 use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use crate::wire::codec;
 
-/// What a mailbox, and whoever asks, gets.
+/// The outcome of a message, for its mailbox and its sender.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
 
-/// Whether a process passes on what is for others.
+/// Whether a process forwards messages for others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Role {
-    /// The coordinator.
+    /// The coordinator: it forwards.
     Hub,
-    /// Any other process; its one link leads to the hub.
+    /// Any other process; its only link leads to the hub.
     Spoke,
 }
 
-/// See the module's documentation. Clones share it.
+/// The actor side of one process; see the module's documentation. Clones share it.
 #[derive(Clone)]
 pub struct ActorRuntime {
     inner: Arc<Inner>,
@@ -72,13 +74,13 @@ impl fmt::Debug for ActorRuntime {
 }
 
 impl ActorRuntime {
-    /// The coordinator's. `run` differs for each process run.
+    /// The coordinator's runtime. `run` differs for each process run.
     #[must_use]
     pub fn hub(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
         Self::new(Role::Hub, node, run, clock)
     }
 
-    /// Any other process's.
+    /// The runtime of any other process.
     #[must_use]
     pub fn spoke(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
         Self::new(Role::Spoke, node, run, clock)
@@ -97,25 +99,25 @@ impl ActorRuntime {
         Self { inner: Arc::new(Inner { role, clock, stats, counters, state: Mutex::new(state) }) }
     }
 
-    /// What is counted here.
+    /// The counters of this runtime.
     #[must_use]
     pub fn stats(&self) -> &SharedStats {
         &self.inner.stats
     }
 
-    /// The address of a named actor, wherever it is, there or not.
+    /// The address of a named actor anywhere in the cluster, whether or not it exists.
     #[must_use]
     pub fn addr<M: ActorMessage>(&self, name: &str) -> RemoteAddr<M> {
         RemoteAddr::new(self.clone(), name)
     }
 
-    /// Resolves once, when the actor of this name is dead: at once when it is already, or when
-    /// there is none. Where the coordinator cannot be asked now, it is when it can be. With an error
-    /// where it cannot be watched, which says nothing of its life.
+    /// Resolves once, when the actor `name` is dead; at once if it is dead already or does not
+    /// exist. While the coordinator cannot be reached, it waits until it can. Resolves to an error
+    /// when the actor cannot be watched, which says nothing about its life.
     ///
-    /// A coordinator that has just taken over waits for what it does not know yet
-    /// ([`RETURN_GRACE`](super::registry::RETURN_GRACE)): that a living actor has not reported to it
-    /// is no death.
+    /// A coordinator that has just taken over waits [`RETURN_GRACE`](super::registry::RETURN_GRACE)
+    /// for actors that it does not know yet: a living actor that has not reported to it is not
+    /// dead.
     #[must_use]
     pub fn watch(&self, name: &str) -> DeathWatch {
         let (told, dead) = oneshot::channel();
@@ -141,20 +143,19 @@ impl ActorRuntime {
         DeathWatch { runtime: Arc::downgrade(&self.inner), id, dead }
     }
 
-    /// This hub has taken over from another: processes that were linked to that one are about to be
-    /// linked to this.
+    /// This hub has taken over from another: that hub's processes are about to link to this one.
     pub fn settle(&self) {
         let now = self.inner.clock.now();
         self.state().registry.settle(now);
     }
 
-    /// All actors known here: of the whole cluster at the hub, of this process elsewhere.
+    /// All actors known here: the whole cluster's at the hub, this process's elsewhere.
     #[must_use]
     pub fn list(&self) -> Vec<Known> {
         self.state().registry.list().cloned().collect()
     }
 
-    /// How many of those are in which state.
+    /// The number of known actors in each state.
     #[must_use]
     pub fn lives(&self) -> [(ActorLife, u64); 6] {
         let mut lives = [
@@ -174,7 +175,8 @@ impl ActorRuntime {
         lives
     }
 
-    /// Tells of an actor of the cluster's own: a worker, a replica. At the hub.
+    /// Reports an actor that belongs to the cluster itself (a worker, a replica); called at the
+    /// hub.
     ///
     /// # Errors
     /// [`RegistryError`].
@@ -186,8 +188,8 @@ impl ActorRuntime {
         taken
     }
 
-    /// A process is linked. Actor frames of the link go to [`ActorRuntime::frame`], its end to
-    /// [`ActorRuntime::peer_lost`].
+    /// Registers a linked process. Pass the link's actor frames to [`ActorRuntime::frame`], and its
+    /// end to [`ActorRuntime::peer_lost`].
     #[must_use]
     pub fn peer_up(&self, node: &str, link: LinkHandle) -> PeerId {
         let peer = self.reserve_peer();
@@ -195,13 +197,13 @@ impl ActorRuntime {
         peer
     }
 
-    /// A number for a link to come: for owners whose receiving side has to know it first.
+    /// Reserves the number of a future link, for owners whose receiving side needs it first.
     #[must_use]
     pub fn reserve_peer(&self) -> PeerId {
         PeerId(self.state().number())
     }
 
-    /// As [`ActorRuntime::peer_up`], under a reserved number.
+    /// As [`ActorRuntime::peer_up`], with a reserved number.
     pub fn peer_up_as(&self, peer: PeerId, node: &str, link: LinkHandle) {
         let mut state = self.state();
         state.peers.insert(peer, Peer { node: node.to_owned(), link });
@@ -227,12 +229,12 @@ impl ActorRuntime {
         }
     }
 
-    /// An actor of the cluster's own is not known any more. Its death was told before.
+    /// Forgets an actor of the cluster itself, whose death was reported before.
     pub fn forget(&self, name: &str) {
         self.state().registry.forget(name);
     }
 
-    /// A link is over.
+    /// A link has ended.
     pub fn peer_lost(&self, peer: PeerId, reason: &str) {
         let (mut effects, mut notices) = (Vec::new(), Vec::new());
         let mut state = self.state();
@@ -244,7 +246,7 @@ impl ActorRuntime {
         self.carry_out(&mut state, effects);
     }
 
-    /// A frame of a linked process; false when it cannot be read: the link is to be closed.
+    /// Takes an actor frame of a linked process; false when it cannot be decoded: close the link.
     #[must_use]
     pub fn frame(&self, peer: PeerId, body: &[u8]) -> bool {
         let frame = match codec::decode_message::<ActorFrame>(body) {
@@ -290,7 +292,8 @@ impl ActorRuntime {
             }
             ActorFrame::Unwatch { id } if hub => state.registry.unwatch((home, id)),
             ActorFrame::Deliver { id, to, wants, within_ms, body } => {
-                // A spoke passes nothing on: two processes would send it to and fro.
+                // A spoke forwards nothing: two processes could otherwise send a message back and
+                // forth.
                 let route = state.route(&to, self.inner.role, !hub);
                 let within = Duration::from_millis(within_ms.into());
                 let message = Outgoing { to, wants, within, body };
@@ -313,7 +316,7 @@ impl ActorRuntime {
                 tracing::error!(actor = name, reason, "the coordinator does not take this actor");
                 let same = |mailbox: &Mailbox| mailbox.generation == generation;
                 if state.mailboxes.get(&name).is_some_and(same) {
-                    // Its task ends with its mailbox.
+                    // Dropping its mailbox ends its task.
                     state.mailboxes.remove(&name);
                 }
             }
@@ -327,8 +330,8 @@ impl ActorRuntime {
         true
     }
 
-    /// Sends a message on its way; the receiver gets its outcome. At once an error when there is
-    /// certainly none.
+    /// Sends a message; the returned receiver gets its outcome, or already holds an error where the
+    /// message certainly cannot arrive.
     pub(super) fn dispatch(&self, message: Outgoing) -> Dispatched {
         let now = self.inner.clock.now();
         let wants = message.wants;
@@ -346,7 +349,7 @@ impl ActorRuntime {
         Dispatched { runtime: Arc::downgrade(&self.inner), waiter, outcome, lost }
     }
 
-    /// An actor of this process takes messages from now on.
+    /// Registers an actor of this process, which takes messages from now on.
     pub(super) fn admit(
         &self,
         mut report: ActorReport,
@@ -368,7 +371,7 @@ impl ActorRuntime {
         Ok(generation)
     }
 
-    /// What became of an actor of this process.
+    /// Reports a change in the life of an actor of this process.
     pub(super) fn became(&self, report: ActorReport) {
         let mut state = self.state();
         if report.life == ActorLife::Dead {
@@ -392,7 +395,7 @@ impl ActorRuntime {
         Ok(())
     }
 
-    /// Stops an actor of this process: it handles what its mailbox holds, then ends.
+    /// Stops an actor of this process: it handles the messages in its mailbox, then ends.
     pub fn stop(&self, name: &str) {
         self.state().mailboxes.remove(name);
     }
@@ -401,7 +404,8 @@ impl ActorRuntime {
         self.inner.stats.with(|stats| stats.add(self.inner.counters.restarts, 1));
     }
 
-    /// An actor of this process has handled, or refused, a message that somebody waits for.
+    /// An actor of this process has handled, or rejected, a message whose outcome someone waits
+    /// for.
     pub(super) fn answer(&self, id: u64, outcome: Outcome) {
         let mut effects = Vec::new();
         let mut state = self.state();
@@ -437,7 +441,7 @@ impl ActorRuntime {
         }
     }
 
-    /// Returns why a message that nobody waits for was lost, if it was.
+    /// Carries out effects. Returns why a message that nobody waits for was lost, if one was.
     fn carry_out(&self, state: &mut State, effects: Vec<Effect>) -> Option<AskError> {
         let mut queue = VecDeque::from(effects);
         let mut lost = None;
@@ -452,12 +456,12 @@ impl ActorRuntime {
                             state.exchange.answered(Some(peer), id, Err(error), &mut more);
                         }
                         ActorFrame::Answer { id, outcome: Ok(_) } => {
-                            // Its asker is told why there is no reply.
+                            // The asker is told why there is no reply.
                             self.count(&error);
                             let frame = ActorFrame::Answer { id, outcome: Err(error) };
                             more.push(Effect::Send { peer, frame });
                         }
-                        // The link is gone, and its peer knows.
+                        // The link is gone, and the peer knows that itself.
                         _ => self.count(&error),
                     }
                 }
@@ -526,7 +530,7 @@ impl fmt::Debug for Inner {
     }
 }
 
-/// A runtime that may be gone.
+/// A weak reference to a runtime.
 #[derive(Clone)]
 pub(super) struct WeakRuntime(Weak<Inner>);
 

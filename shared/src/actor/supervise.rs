@@ -1,16 +1,16 @@
-//! PURE: when a crashed child is started again.
+//! PURE: when a crashed child is restarted.
 use std::time::Duration;
 
-/// How often, and how patiently.
+/// Limits and backoff of restarts.
 #[derive(Clone, Copy, Debug)]
 pub struct RestartPolicy {
     /// Restarts in a row before giving up.
     pub max_restarts: u32,
-    /// First wait; doubles with each restart in a row.
+    /// First backoff; doubles with each restart in a row.
     pub backoff_min: Duration,
-    /// Longest wait.
+    /// Longest backoff.
     pub backoff_max: Duration,
-    /// A child that lived this long starts the count anew.
+    /// A child that lived this long resets the count of restarts in a row.
     pub stable_after: Duration,
 }
 
@@ -25,19 +25,19 @@ impl Default for RestartPolicy {
     }
 }
 
-/// What to do about an end.
+/// What to do when a child has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// Start it again after this wait.
+    /// Restart it after this wait.
     RestartAfter(Duration),
-    /// Leave it.
+    /// Do not restart it.
     GiveUp {
         /// Why, in one sentence.
         reason: String,
     },
 }
 
-/// One child's restarts.
+/// Tracks one child's restarts.
 #[derive(Clone, Debug)]
 pub struct Supervisor {
     policy: RestartPolicy,
@@ -48,7 +48,7 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// A child that is started now, at zero. `seed` spreads the waits of many children.
+    /// A child started now, with no restarts. `seed` spreads the backoff of many children.
     #[must_use]
     pub fn new(policy: RestartPolicy, seed: u64) -> Self {
         Self { policy, in_a_row: 0, total: 0, started: Duration::ZERO, random: seed | 1 }
@@ -60,7 +60,7 @@ impl Supervisor {
         self.total
     }
 
-    /// The child ended at `now`.
+    /// The child ended at time `now`; returns what to do.
     pub fn on_exit(&mut self, now: Duration) -> Decision {
         if now.saturating_sub(self.started) >= self.policy.stable_after {
             self.in_a_row = 0;
@@ -74,7 +74,7 @@ impl Supervisor {
         let wait = doubled.min(self.policy.backoff_max);
         self.in_a_row += 1;
         self.total += 1;
-        // Up to a quarter more, so that children that died together do not return together.
+        // Adds up to a quarter, so that children that died together do not come back together.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;

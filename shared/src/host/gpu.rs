@@ -1,4 +1,4 @@
-//! GPUs by NVML, NVIDIA's management library: found at run time, never needed.
+//! GPUs by NVML, NVIDIA's management library: loaded at run time, never required.
 use std::path::Path;
 
 use nvml_wrapper::Nvml;
@@ -17,9 +17,9 @@ pub struct GpuDevice {
     pub index: u32,
     /// The product's name.
     pub name: String,
-    /// Its own identity.
+    /// Its UUID, as NVML prints it.
     pub uuid: String,
-    /// Its memory.
+    /// Its total memory, in bytes.
     pub memory_bytes: u64,
 }
 
@@ -41,14 +41,15 @@ struct Handles {
 fn load(library: Option<&Path>) -> Result<Nvml, NvmlError> {
     match library {
         Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
-        // The loader's name on systems without development packages.
+        // The library's name on systems without development packages.
         None => Nvml::builder().lib_path("libnvidia-ml.so.1".as_ref()).init(),
     }
 }
 
-/// The island of the GPU with this UUID: all GPUs of the host that NVLink joins, directly or over
-/// others of them, or a switch. It is named after the first UUID in it, so that every GPU of it
-/// gives the same answer. `None` for a GPU that is joined to none, and where NVML cannot tell.
+/// The NVLink island of the GPU with this UUID: all GPUs of the host that NVLink connects to it,
+/// directly, through other GPUs or through a switch. The island is named after its first UUID, so
+/// that each of its GPUs gives the same answer. `None` for a GPU without NVLink connections, and
+/// where NVML cannot tell.
 #[must_use]
 pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
     let nvml = load(library).ok()?;
@@ -68,7 +69,8 @@ pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
     island.into_iter().map(|index| devices[index].0.clone()).min()
 }
 
-/// Which of `count` are joined with `own`, directly or over others, itself included.
+/// The indices below `count` that are connected to `own`, directly or through others; includes
+/// `own`.
 fn island(own: usize, count: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<usize> {
     let mut found = vec![own];
     let mut next = 0;
@@ -118,7 +120,7 @@ impl Gpus {
         self.handles.resize_with(count as usize, || None);
         for (index, held) in (0u32..).zip(&mut self.handles) {
             let Ok(device) = nvml.device_by_index(index) else {
-                // Fallen off the bus: what was last seen of it is not true any more.
+                // The GPU has fallen off the bus: its last values no longer hold.
                 if let Some(held) = held {
                     for gauge in held.all() {
                         stats.clear(gauge);
@@ -147,7 +149,7 @@ impl Gpus {
             let utilization = device.utilization_rates().map(|rates| f64::from(rates.gpu) / 100.0);
             let celsius = device.temperature(TemperatureSensor::Gpu).map(f64::from);
             let watts = device.power_usage().map(|milliwatts| f64::from(milliwatts) / 1000.0);
-            // A question that a device does not answer leaves its own series absent, no other.
+            // A query that a device does not answer leaves only its own series absent.
             for (gauge, value) in [
                 (held.utilization, utilization.ok()),
                 (held.memory_used, used),

@@ -1,21 +1,21 @@
-//! Memory that a process may still have: of the host, or of its control group where that is less.
+//! Memory still available to a process: of the host, or of its control group (cgroup) if less.
 use std::fs;
 use std::path::Path;
 
-/// Memory that could be had without swapping, in bytes; `None` where the system does not say.
+/// Memory available without swapping, in bytes; `None` where the system does not say.
 ///
-/// `root` is `/` but in tests. Of control groups only version 2 is known, as a container sees its
-/// own: there the group's files are at the top of the hierarchy.
+/// `root` is `/` except in tests. Only cgroup v2 is supported, as seen from within a container:
+/// there the group's own files are at the top of the hierarchy.
 #[must_use]
 pub fn available_memory(root: &Path) -> Option<u64> {
     let read = |file: &str| fs::read_to_string(root.join(file)).ok();
     let host = of_host(&read("proc/meminfo")?)?;
     let group = || {
         let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
-        // `max` is no number: no limit.
+        // `max` is not a number: there is no limit.
         let limit = number("sys/fs/cgroup/memory.max")?;
         let used = number("sys/fs/cgroup/memory.current")?;
-        // What the group holds of files is given back when memory is short.
+        // The kernel reclaims the group's page cache when memory runs short.
         let cached = cached(&read("sys/fs/cgroup/memory.stat").unwrap_or_default());
         Some(limit.saturating_sub(used.saturating_sub(cached)))
     };

@@ -1,29 +1,29 @@
-//! Text on its way to a reader that may stall: a thread of its own writes it, so that nobody who logs
-//! waits for whoever reads.
+//! Text for a reader that may stall (such as stderr into a pipe): a separate thread writes it, so
+//! that logging never waits for the reader.
 //!
-//! What waits has a bound. Lines beyond it are dropped and counted, and the reader is told how many
-//! when it goes on.
+//! The backlog is bounded. Lines beyond the bound are dropped and counted, and the reader is told
+//! how many once it reads again.
 use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Most bytes that wait; as many again may be on their way.
+/// Most bytes queued; the thread may hold as many again.
 pub const WAITING_MAX: usize = 1 << 20;
-/// Between two attempts to write where a pipe says that it is full instead of waiting.
+/// Wait between two attempts to write to a full non-blocking pipe.
 const AGAIN: Duration = Duration::from_millis(10);
 
-/// Of the whole process, as its stderr is.
+/// Lines dropped by the whole process.
 static DROPPED: AtomicU64 = AtomicU64::new(0);
 
-/// Lines of this process that its readers were too slow for.
+/// Number of this process's log lines dropped because a reader was too slow.
 #[must_use]
 pub fn lines_dropped() -> u64 {
     DROPPED.load(Ordering::Relaxed)
 }
 
-/// See the module's documentation. Clones share it; the thread ends with the last one, when all is
-/// written.
+/// A bounded queue of log text; see the module's documentation. Clones share it; the thread ends
+/// after the last clone is dropped, once everything is written.
 #[derive(Clone, Debug)]
 pub struct LineQueue(Arc<Handle>);
 
@@ -41,7 +41,7 @@ struct State {
     waiting: Vec<u8>,
     /// Lines dropped since the reader was last told.
     dropped: u64,
-    /// The thread has taken what waited and writes it.
+    /// The thread has taken the queued text and is writing it.
     writing: bool,
     closed: bool,
 }
@@ -51,7 +51,7 @@ impl State {
         self.waiting.is_empty() && self.dropped == 0
     }
 
-    /// All that is to be written now.
+    /// Takes all queued text, and the note of dropped lines.
     fn take(&mut self) -> Vec<u8> {
         let mut text = std::mem::take(&mut self.waiting);
         let dropped = std::mem::take(&mut self.dropped);
@@ -68,7 +68,7 @@ impl State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // A panic elsewhere leaves whole pieces of text behind.
+        // A panic elsewhere leaves only whole pieces of text behind.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -92,7 +92,8 @@ impl Shared {
     }
 }
 
-/// Writes everything, however long that takes. A reader that is gone is no reason to end.
+/// Writes all of `text`, however long that takes; gives up without an error when the reader is
+/// gone.
 fn write_all(out: &mut impl Write, mut text: &[u8]) {
     while !text.is_empty() {
         match out.write(text) {
@@ -110,7 +111,7 @@ impl LineQueue {
     /// Starts the thread `name` that writes to `out`.
     ///
     /// # Errors
-    /// When the operating system gives no thread.
+    /// When the operating system refuses a thread.
     pub fn start(name: &str, out: impl Write + Send + 'static) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let writer = shared.clone();
@@ -118,8 +119,8 @@ impl LineQueue {
         Ok(Self(Arc::new(Handle(shared))))
     }
 
-    /// Adds text, which is one or more lines; it is dropped where there is no room for all of it,
-    /// and what comes behind it, too, until the reader goes on.
+    /// Queues text of one or more lines. If not all of it fits it is dropped, and so is everything
+    /// after it until the reader catches up.
     pub fn push(&self, text: &[u8]) {
         let shared = &self.0.0;
         let mut state = shared.state();
@@ -134,7 +135,7 @@ impl LineQueue {
         shared.changed.notify_all();
     }
 
-    /// Waits until everything is written, for so long at most; returns whether it is.
+    /// Waits up to `patience` until everything is written; returns whether it is.
     pub fn flush(&self, patience: Duration) -> bool {
         let (shared, until) = (&self.0.0, Instant::now() + patience);
         let mut state = shared.state();
@@ -150,7 +151,7 @@ impl LineQueue {
     }
 }
 
-/// Never waits; every write is a piece of text of its own.
+/// Never blocks; each write is one piece of text.
 impl Write for LineQueue {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         self.push(text);
@@ -177,7 +178,7 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(20);
 
-    /// Writes when it is let.
+    /// A writer that blocks until it is released.
     struct Gate {
         let_on: Receiver<()>,
         written: Sender<Vec<u8>>,
@@ -188,7 +189,7 @@ mod tests {
             if self.let_on.recv().is_err() {
                 return Err(ErrorKind::BrokenPipe.into());
             }
-            // Pipes take parts.
+            // A pipe may accept only a part.
             let some = text.len().min(64 << 10);
             let _ = self.written.send(text[..some].to_vec());
             Ok(some)
@@ -214,7 +215,8 @@ mod tests {
             queue.push(line.as_bytes());
         }
         assert!(began.elapsed() < LONG);
-        // 1024 lines wait and as many may be on their way; others of this process may drop, too.
+        // 1024 lines are queued, as many may be in the thread's hands; other tests of this process
+        // may drop lines, too.
         let dropped = lines_dropped() - before;
         assert!((2047..=3073).contains(&dropped), "{dropped}");
         assert!(!queue.flush(Duration::from_millis(20)), "nothing is written yet");

@@ -1,7 +1,7 @@
-//! PURE: what files of Gemma 3 leave to the architecture: of the larger models most of it.
+//! PURE: defaults of Gemma 3's architecture; the files of its larger models leave out most keys.
 use serde_json::{Value, json};
 
-/// Says what a table of this architecture does not, as transformers and vLLM take it then.
+/// Adds the keys that `config` lacks, with the defaults of transformers and vLLM.
 pub(super) fn complete(config: &mut Value) {
     let usual = [
         ("vocab_size", json!(262_208)),

@@ -1,18 +1,18 @@
-//! Messages between named actors of any two processes. The coordinator is the hub of the star: what
-//! is for an actor of another process goes through it.
+//! Messages between named actors of any two processes. The coordinator is the hub of the star: it
+//! forwards messages between other processes.
 use serde::{Deserialize, Serialize};
 
 /// Longest name of an actor, in bytes.
 pub const ACTOR_NAME_MAX: usize = 128;
-/// Longest reason that is passed on, in bytes.
+/// Longest forwarded reason, in bytes.
 pub const REASON_MAX: usize = 1024;
 
-/// One frame of kind `actor`.
+/// The content of one frame of kind `actor`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ActorFrame {
-    /// What became of an actor of the sender's process; the first report makes it known.
+    /// The new state of an actor of the sender's process; the first report registers it.
     Report(ActorReport),
-    /// The hub does not take a report.
+    /// The hub rejects a report.
     Refused {
         /// The actor's name.
         name: String,
@@ -23,11 +23,11 @@ pub enum ActorFrame {
     },
     /// A message for an actor.
     Deliver {
-        /// The sender's number for it; 0 when nothing is expected back.
+        /// The sender's number for it; 0 when it expects nothing back.
         id: u64,
         /// The actor's name.
         to: String,
-        /// What is expected back.
+        /// What the sender expects back.
         wants: Wants,
         /// How long the sender waits, in milliseconds.
         within_ms: u32,
@@ -35,43 +35,44 @@ pub enum ActorFrame {
         #[serde(with = "crate::wire::bytes")]
         body: Vec<u8>,
     },
-    /// What became of it.
+    /// The outcome of a message.
     Answer {
-        /// The number it came with.
+        /// The number that the message had.
         id: u64,
-        /// The reply, empty for a delivery; or why there is none.
+        /// The reply (empty for a delivery), or why there is none.
         #[serde(with = "crate::wire::bytes::or_error")]
         outcome: Result<Vec<u8>, AskError>,
     },
-    /// Tell me of this actor's death.
+    /// Asks for one notice when this actor dies.
     Watch {
         /// The watcher's number for it.
         id: u64,
         /// The actor's name.
         name: String,
-        /// The one that was watched before the link broke.
+        /// The actor's generation, if it was watched before the link broke.
         generation: Option<u64>,
     },
-    /// It is alive, and this is its generation.
+    /// The watched actor is alive, with this generation.
     Watching {
         /// The watcher's number.
         id: u64,
         /// The actor's generation.
         generation: u64,
     },
-    /// Tell me no more.
+    /// Ends a watch.
     Unwatch {
         /// The watcher's number.
         id: u64,
     },
-    /// It is dead. Said once for each watch.
+    /// The watched actor is dead. Sent once per watch.
     Died {
         /// The watcher's number.
         id: u64,
         /// Why, in one sentence.
         reason: String,
     },
-    /// It is not watched, which says nothing of its life. Last, as the number goes over the wire.
+    /// The actor cannot be watched, which says nothing about its life. The last variant, since its
+    /// index goes over the wire.
     NotWatched {
         /// The watcher's number.
         id: u64,
@@ -85,32 +86,32 @@ pub enum ActorFrame {
 pub enum Wants {
     /// Nothing.
     Nothing,
-    /// That the actor's mailbox took it.
+    /// Confirmation that the message is in the actor's mailbox.
     Delivery,
     /// The actor's reply.
     Reply,
 }
 
-/// Where an actor is in its life.
+/// The state of an actor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ActorLife {
     /// Not placed yet.
     Pending,
-    /// Coming up.
+    /// Being started.
     Starting,
     /// Takes messages.
     Alive,
-    /// Finishing what it holds.
+    /// Finishing the messages that it holds.
     Draining,
-    /// Waiting to be started again.
+    /// Waiting to be restarted.
     Restarting,
     /// Gone for good.
     Dead,
 }
 
 impl ActorLife {
-    /// The name operators see.
+    /// The name shown to operators.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -124,48 +125,47 @@ impl ActorLife {
     }
 }
 
-/// An actor, as its own process tells of it.
+/// An actor's state, as reported by its own process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ActorReport {
     /// Its name, unique in the cluster while it lives.
     pub name: String,
-    /// What it is, for operators.
+    /// Its kind, shown to operators.
     pub kind: String,
-    /// Differs for each actor that ever had the name; the same over restarts of one.
+    /// Differs for each actor that ever had the name; stays the same over an actor's restarts.
     pub generation: u64,
-    /// Where it is in its life.
+    /// Its state.
     pub life: ActorLife,
-    /// How often it was started again.
+    /// Number of restarts.
     pub restarts: u32,
-    /// How often in a row it may be; absent when that is nobody's to say.
+    /// Most restarts in a row; absent where no such limit is known.
     pub max_restarts: Option<u32>,
     /// Why it is restarting or dead.
     pub reason: Option<String>,
 }
 
-/// Why there is no reply. A message is never lost in silence: who asks gets its reply or one of
-/// these.
+/// Why there is no reply. No message is lost silently: the asker gets its reply or one of these.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum AskError {
-    /// Nobody has this name.
+    /// No actor has this name.
     #[error("there is no actor `{0}`")]
     NoSuchActor(String),
-    /// The actor does not keep up; its mailbox has a bound.
+    /// The actor does not keep up: its bounded mailbox is full.
     #[error("the mailbox of `{0}` is full")]
     MailboxFull(String),
-    /// Too many asks are under way.
+    /// Too many asks are pending.
     #[error("{0} asks are under way, the bound")]
     TooManyAsks(u32),
-    /// The way there broke. The message may have been handled.
+    /// A link on the way broke. The message may have been handled.
     #[error("the link to {0} is gone")]
     LinkLost(String),
     /// No reply came in time. The message may be handled later.
     #[error("no reply within {0} ms")]
     Deadline(u32),
-    /// The actor failed over this message, or before it.
+    /// The actor failed on this message, or before it.
     #[error("the actor failed: {0}")]
     Failed(String),
-    /// The message has no wire form, or the actor does not understand it.
+    /// The message cannot be encoded, or the actor cannot decode it.
     #[error("not a message that this actor takes: {0}")]
     Malformed(String),
     /// The message is too large for a frame.

@@ -1,9 +1,9 @@
-//! Messages between the coordinator and a front end of its own process.
+//! Messages between the coordinator and a front end in a process of its own.
 //!
-//! A front end dials, sends [`FrontendHello`], gets [`FrontendWelcome`]; then requests go one way
-//! ([`FromFrontend`]), what happens to them the other ([`ToFrontend`]), many events in one frame.
-//! Text stays with the front end; the engine gets stop strings because the accepted-token log ends
-//! where the first is complete.
+//! A front end dials, sends [`FrontendHello`] and gets [`FrontendWelcome`]; then requests go to the
+//! coordinator ([`FromFrontend`]) and their events come back ([`ToFrontend`]), many events per
+//! frame. Text stays in the front end, except for stop strings: the engine needs them because the
+//! accepted-token log ends where the first one is complete.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -17,8 +17,8 @@ use crate::ids::{Incarnation, RequestId};
 use crate::sampling::SamplingParams;
 use crate::wire::frame::FrameKind;
 
-/// One front end process slot, as the coordinator numbers them; survives the process's restart.
-/// Slot 0 is the coordinator's own front end.
+/// A front end's slot, as the coordinator numbers them; survives the process's restart. Slot 0 is
+/// the coordinator's own front end.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
 )]
@@ -33,8 +33,8 @@ impl fmt::Display for FrontendId {
 /// A front end's first message.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FrontendHello {
-    /// The node's name, unique among front ends; one that restarts under the same name takes its
-    /// old slot again.
+    /// The node's name, unique among front ends; a front end that restarts under the same name gets
+    /// its old slot again.
     pub node: String,
     /// This process run.
     pub incarnation: Incarnation,
@@ -42,30 +42,30 @@ pub struct FrontendHello {
     pub pid: u32,
     /// The program's version; informational.
     pub version: String,
-    /// The slot it had at its last coordinator: a hint, so that a new one may give it the same.
+    /// The slot at its previous coordinator: a hint, so that a new coordinator may assign the same.
     pub slot: Option<FrontendId>,
 }
 
 /// The coordinator's answer to [`FrontendHello`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FrontendWelcome {
-    /// The slot this front end has in the cluster.
+    /// The slot assigned to this front end.
     pub frontend: FrontendId,
     /// Interval of its stats reports, in milliseconds.
     pub stats_interval_ms: u64,
-    /// What is served.
+    /// The model that is served.
     pub serving: Serving,
 }
 
-/// Most names of one model in the API, and bytes of each.
+/// Most names of one model in the API.
 pub const MODEL_NAMES_MAX: usize = 16;
-/// See [`MODEL_NAMES_MAX`].
+/// Longest such name, in bytes.
 pub const MODEL_NAME_MAX: usize = 1024;
 
-/// Checks the names that a model is to have in the API.
+/// Checks the names that a model shall have in the API.
 ///
 /// # Errors
-/// Which bound is broken, in one sentence.
+/// One sentence naming the bound that is broken.
 pub fn check_model_names(names: &[String]) -> Result<(), String> {
     let count = names.len();
     if !(1..=MODEL_NAMES_MAX).contains(&count) {
@@ -86,28 +86,28 @@ pub fn check_model_names(names: &[String]) -> Result<(), String> {
     Ok(())
 }
 
-/// What a front end must know of the model to take requests for it.
+/// What a front end must know about the model to take requests for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Serving {
     /// The model folder, as a path on the coordinator's host.
     pub model: String,
     /// The model's name in the API.
     pub served_model_name: String,
-    /// Its other names there.
+    /// Its other names in the API.
     pub model_aliases: Vec<String>,
-    /// The adapters beside it.
+    /// The LoRA adapters served beside it.
     pub adapters: Vec<Adapter>,
     /// Longest sequence, in tokens.
     pub max_model_len: u32,
-    /// Of the files that turn text into tokens and back: both sides must have the same.
+    /// Fingerprint of the tokenizer's files: both sides must have the same.
     pub text_fingerprint: u64,
-    /// Whether requests have priorities.
+    /// Whether requests are scheduled by priority.
     pub priorities: bool,
 }
 
 impl Serving {
-    /// Whether requests for one are requests for the other: where the folder lies on a coordinator's
-    /// host does not matter.
+    /// Whether a request for one can be served by the other; the path of the folder on the
+    /// coordinator's host does not matter.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
@@ -127,45 +127,46 @@ pub struct SubmitRequest {
     pub id: RequestId,
     /// The prompt.
     pub prompt: Vec<u32>,
-    /// Of the first choice; the others differ in their index alone.
+    /// Parameters of the first choice; the other choices differ only in their index.
     pub sampling: SamplingParams,
     /// Number of choices.
     pub n: u32,
     /// Stop strings.
     pub stops: Vec<String>,
-    /// They are looked for in text with its special tokens.
+    /// Look for stop strings in text that includes special tokens.
     pub keep_special: bool,
-    /// The text of each choice goes on from the prompt's: a space that its first token begins with is
-    /// part of it, whatever the tokenizer does at the beginning of a text.
+    /// Each choice's text continues the prompt's: a leading space of its first token belongs to it,
+    /// whatever the tokenizer does at the beginning of a text.
     pub goes_on: bool,
     /// Most tokens per choice.
     pub max_tokens: u32,
-    /// The client named no bound: fewer will do where the KV cache has no room for as many.
+    /// The client gave no bound: if the KV cache lacks room for `max_tokens`, fewer will do.
     pub open_ended: bool,
-    /// What the output of each choice must be, as a whole.
+    /// The structured output (guided decoding) that each choice as a whole must match.
     pub guide: Option<GuideSpec>,
-    /// Lower is earlier.
+    /// Lower values are scheduled earlier.
     pub priority: i32,
-    /// Requests of another salt do not share what is cached of their prompts.
+    /// Requests with different salts do not share cached prompt prefixes.
     pub cache_salt: u64,
-    /// The adapter that it is computed with; 0 for none.
+    /// The number of its LoRA adapter; 0 for none.
     pub adapter: u32,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
-    /// Microseconds since the front end received it: clocks of two processes are never compared.
+    /// Microseconds since the front end received it; an age, since clocks of two processes are
+    /// never compared.
     pub waited_us: u64,
-    /// The id of the client's response.
+    /// The response id that the client sees.
     pub response_id: String,
 }
 
-/// What happens to a request, in order. A request ends with `Finished` for each choice, or with one
-/// `Failed`.
+/// An event of a request; events are in order. A request ends with `Finished` for each choice, or
+/// with one `Failed`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum EngineEvent {
-    /// Log-probabilities of the prompt tokens 1.., complete before the first token; a long prompt's
-    /// come in several pieces, in order.
+    /// Log-probabilities of the prompt tokens from index 1 on, complete before the first generated
+    /// token. Those of a long prompt come in several pieces, in order.
     PromptLogprobs(Vec<TokenLogprobs>),
-    /// The prompt's embedding, complete, as the model gives it: of no particular length.
+    /// The prompt's complete embedding, as the model gives it, not normalised.
     Embedding(Vec<f32>),
     /// One accepted token.
     Token {
@@ -182,7 +183,7 @@ pub enum EngineEvent {
         choice: u32,
         /// Why.
         reason: FinishReason,
-        /// Prompt tokens that the KV cache had when it began.
+        /// Prompt tokens found in the KV cache when it began (prefix caching).
         cached: u32,
     },
     /// The request failed as a whole.
@@ -198,11 +199,11 @@ pub enum FinishReason {
     StopString,
     /// `max_tokens` or the model's length was reached.
     Length,
-    /// The text is complete by what it must be: nothing can come behind it.
+    /// Structured output is complete: no token may follow.
     Complete,
 }
 
-/// Why the engine refused or gave up a request.
+/// Why the engine rejected or gave up a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum EngineError {
     /// The bounded queue is full.
@@ -211,21 +212,21 @@ pub enum EngineError {
          bound is {max}"
     )]
     QueueFull {
-        /// Requests waiting now, or of requests that wait the choices, or the tokens of their prompts.
+        /// What is waiting now: requests, or the choices or prompt tokens of those requests.
         queued: u32,
         /// The bound.
         max: u32,
         /// When to try again, in seconds.
         retry_after_s: u32,
     },
-    /// The request can never fit.
+    /// The request can never fit into the KV cache.
     #[error(
         "prompt and max_tokens need {needed} blocks of the KV cache, which has {available}: ask for fewer tokens, or serve with more --kv-cache-memory"
     )]
     TooLarge {
-        /// Blocks for prompt and output.
+        /// Blocks needed for prompt and output.
         needed: u32,
-        /// Blocks there are.
+        /// Blocks that exist.
         available: u32,
     },
     /// No replica can serve, and none came back in time.
@@ -237,16 +238,16 @@ pub enum EngineError {
     /// The model produced values that are not finite.
     #[error("the model produced invalid numbers for this request")]
     Corrupted,
-    /// What the output must be cannot be followed any further.
+    /// The structured output cannot be continued.
     #[error("the structured output cannot go on: {message}")]
     Guide {
         /// Why.
         message: String,
     },
-    /// Replicas keep ending while they compute this request and nothing else.
+    /// Replicas repeatedly failed while computing this request and nothing else.
     #[error("{epochs} times the engine stopped while it computed this request; it is given up")]
     Quarantined {
-        /// How often.
+        /// In how many epochs.
         epochs: u32,
     },
     /// The coordinator is shutting down.
@@ -254,12 +255,12 @@ pub enum EngineError {
     ShuttingDown,
 }
 
-/// Everything a front end says to the coordinator after the handshake.
+/// All messages from a front end to the coordinator after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum FromFrontend {
     /// Run a request.
     Submit(Box<SubmitRequest>),
-    /// The client is gone.
+    /// The client is gone: cancel its request.
     Cancel(RequestId),
     /// Cumulative stats, on a timer.
     Stats(WorkerStats),
@@ -270,16 +271,16 @@ pub enum FromFrontend {
     },
 }
 
-/// Everything the coordinator says to a front end after the handshake.
+/// All messages from the coordinator to a front end after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum ToFrontend {
-    /// What happened, in order.
+    /// Events of requests, in order.
     Events(Vec<(RequestId, EngineEvent)>),
-    /// Whether requests can be served, whenever that changes.
+    /// Whether requests can be served; sent whenever that changes.
     Readiness {
-        /// They can.
+        /// Requests can be served.
         ready: bool,
-        /// What is being waited for, when not.
+        /// What is being waited for, if not ready.
         message: String,
     },
 }

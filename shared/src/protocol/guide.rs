@@ -1,55 +1,55 @@
-//! What a request's output shall look like, as it travels from a front end to the engine: text that
-//! the coordinator makes a grammar of. Workers get masks over tokens.
+//! Structured output (guided decoding) as a front end describes it to the engine: text that the
+//! coordinator compiles to a grammar. Workers only get masks over tokens.
 use serde::{Deserialize, Serialize};
 
 /// Most bytes of a JSON schema.
 pub const SCHEMA_BYTES_MAX: usize = 256 << 10;
-/// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`].
+/// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`] together.
 pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
-/// Most bytes of [`GuideSpec::Made`]: of a schema, of tools, and of what is around them.
+/// Most bytes of [`GuideSpec::Made`]: the client's schema and tools, and the grammar around them.
 pub const MADE_BYTES_MAX: usize = 2 * SCHEMA_BYTES_MAX;
 /// Most bytes of a regular expression.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
 /// Most alternatives of [`GuideSpec::Choice`], and tokens of [`GuideSpec::Tokens`].
 pub const GUIDE_ITEMS_MAX: usize = 4096;
 
-/// What the whole output must be.
+/// What the whole output must match.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GuideSpec {
-    /// JSON that a schema describes.
+    /// JSON that a schema describes (JSON Schema).
     Json {
-        /// The schema, JSON itself.
+        /// The schema, as JSON.
         schema: String,
-        /// What may stand between the JSON's parts.
+        /// Whitespace allowed between the parts of the JSON.
         whitespace: Whitespace,
     },
-    /// What a regular expression matches as a whole.
+    /// Text that this regular expression matches as a whole.
     Regex(String),
     /// One of these strings.
     Choice(Vec<String>),
-    /// What a grammar in Lark's notation derives.
+    /// Text derived by this grammar, in Lark's notation.
     Lark(String),
-    /// The same of a grammar that a front end wrote, around what its client did.
+    /// As `Lark`, for a grammar that a front end wrote around what its client asked for.
     Made(String),
     /// Any sequence of these tokens.
     Tokens(Vec<u32>),
 }
 
-/// What may stand between the parts of JSON.
+/// Whitespace allowed between the parts of JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Whitespace {
     /// A space, or a line break with its indentation: once in each place, so that no model writes
-    /// nothing else for ever.
+    /// whitespace for ever.
     #[default]
     Usual,
     /// Nothing.
     None,
-    /// What a regular expression matches, once in each place.
+    /// What this regular expression matches, once in each place.
     Pattern(String),
 }
 
 impl GuideSpec {
-    /// Bytes of its text.
+    /// Length of its text, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
@@ -65,10 +65,10 @@ impl GuideSpec {
         }
     }
 
-    /// Whether it is within the bounds.
+    /// Checks the bounds.
     ///
     /// # Errors
-    /// One sentence that says which bound it is over.
+    /// One sentence naming the bound that is exceeded.
     pub fn check(&self) -> Result<(), String> {
         let items = match self {
             Self::Choice(strings) => strings.len(),

@@ -1,17 +1,17 @@
-//! LoRA adapters that are served beside the model.
+//! LoRA adapters served beside the model.
 use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// Most adapters of a model: all of them fit into the messages that name them.
+/// Most adapters of a model: the messages that name them all must fit their bounds.
 pub const ADAPTERS_MAX: usize = 64;
 /// Longest name of an adapter, in bytes.
 pub const ADAPTER_NAME_MAX: usize = 128;
 /// Longest path of an adapter's folder, in bytes.
 pub const ADAPTER_PATH_MAX: usize = 1024;
 
-/// One adapter. Requests name it as they name the model; below HTTP it is its place in the list, from 1
-/// on, and 0 is the model alone.
+/// One LoRA adapter. Requests name it as they name the model; below HTTP it is its index in the
+/// list, from 1, and 0 is the base model alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Adapter {
     /// Its name in the API.
@@ -20,20 +20,20 @@ pub struct Adapter {
     pub path: String,
 }
 
-/// All adapters of a replica, which every rank holds.
+/// All adapters of a replica; every rank holds them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Lora {
-    /// In the order of their numbers.
+    /// The adapters, in the order of their numbers.
     pub adapters: Vec<Adapter>,
-    /// The greatest rank that an adapter may have.
+    /// The largest LoRA rank of an adapter.
     pub max_rank: u32,
 }
 
 impl Lora {
-    /// Checks the bounds, and that every name means one thing beside the model's own.
+    /// Checks the bounds, and that each name is unique, also beside the model's own names.
     ///
     /// # Errors
-    /// Which bound, in one sentence.
+    /// One sentence naming the bound that is broken.
     pub fn check<'a>(&'a self, model_names: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let count = self.adapters.len();
         if count > ADAPTERS_MAX {

@@ -1,39 +1,38 @@
-//! Which tokens a sequence may get in a step, as it travels behind a plan: workers know nothing of
-//! grammars. A grammar allows a handful of tokens, all but a handful, or about half of them, so
-//! there is a form for each; whoever makes a mask takes the one with the fewest bytes.
+//! Token masks: which tokens a sequence may get in a step, sent after the step's plan, so that
+//! workers need no grammars. A grammar allows a handful of tokens, all but a handful, or about half
+//! of them, so there is a form for each; the maker of a mask takes the one with the fewest bytes.
 use serde::{Deserialize, Serialize};
 
-/// Bits of a word of [`TokenMask::Bits`].
+/// Bits per word of [`TokenMask::Bits`].
 const WORD: u32 = u32::BITS;
 
-/// Which tokens may be sampled. Each form is whole: it says of every token of the vocabulary
-/// whether it is allowed.
+/// Which tokens may be sampled. Each form is complete: it covers the whole vocabulary.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TokenMask {
-    /// These tokens, ascending, each once.
+    /// Only these tokens are allowed: ascending, each once.
     Only(Vec<u32>),
-    /// All tokens of the vocabulary but these: ascending, each once.
+    /// All tokens of the vocabulary except these are allowed: ascending, each once.
     Except(Vec<u32>),
-    /// Bit `i % 32` of word `i / 32` is set when token `i` is allowed; `words(vocab)` words, the
-    /// bits beyond the vocabulary 0.
+    /// A bitmap of `words(vocab)` words: bit `i % 32` of word `i / 32` is set if token `i` is
+    /// allowed; bits beyond the vocabulary are 0.
     Bits(Vec<u32>),
 }
 
-/// How many words of bits a vocabulary of `vocab` tokens takes.
+/// Number of words in the bitmap of a vocabulary of `vocab` tokens.
 #[must_use]
 pub const fn words(vocab: u32) -> usize {
     vocab.div_ceil(WORD) as usize
 }
 
 impl TokenMask {
-    /// The mask that allows the tokens whose bits are set in `bits` (as in [`TokenMask::Bits`]),
-    /// in the form that takes the fewest bytes. Words that are missing allow nothing; bits beyond
-    /// the vocabulary of `vocab` tokens are dropped.
+    /// The mask that allows the tokens whose bits are set in `bits` (as in [`TokenMask::Bits`]), in
+    /// the form with the fewest bytes. Missing words allow nothing; bits beyond a vocabulary of
+    /// `vocab` tokens are dropped.
     #[must_use]
     pub fn from_bits(vocab: u32, bits: &[u32]) -> Self {
         let word = |at: usize| bits.get(at).copied().unwrap_or(0) & valid(vocab, at);
         let rest = |at: usize| !word(at) & valid(vocab, at);
-        // Which form weighs least is known without looking at each token.
+        // The smallest form can be found without visiting each token.
         let (mut only, mut except, mut dense, mut count) = (0, 0, 0, 0);
         for at in 0..words(vocab) {
             let (yes, valid) = (word(at), valid(vocab, at));
@@ -57,9 +56,8 @@ impl TokenMask {
         }
     }
 
-    /// Writes the mask as bits (as in [`TokenMask::Bits`]) over what `bits` had:
-    /// `words(vocab)` words. Ids beyond the vocabulary, which [`check`](Self::check) refuses, are
-    /// left out.
+    /// Overwrites `bits` with the mask's bitmap (as in [`TokenMask::Bits`]) of `words(vocab)`
+    /// words. Ignores ids beyond the vocabulary, which [`check`](Self::check) rejects.
     pub fn to_bits(&self, vocab: u32, bits: &mut Vec<u32>) {
         bits.clear();
         match self {
@@ -85,7 +83,7 @@ impl TokenMask {
         }
     }
 
-    /// Whether `token` is allowed. For lists this looks through them by halves.
+    /// Whether `token` is allowed. A binary search for lists.
     #[must_use]
     pub fn allows(&self, token: u32) -> bool {
         match self {
@@ -98,13 +96,13 @@ impl TokenMask {
         }
     }
 
-    /// Whether this is a mask over a vocabulary of `vocab` tokens.
+    /// Checks that this is a mask over a vocabulary of `vocab` tokens.
     ///
     /// # Errors
     ///
-    /// One sentence when a list is not ascending, names a token beyond the vocabulary, or the
-    /// number of words is not the vocabulary's; when a bit beyond it is set; when no token at all
-    /// is allowed.
+    /// One sentence when a list is not ascending or names a token beyond the vocabulary, when the
+    /// number of words does not match the vocabulary or a bit beyond it is set, or when no token is
+    /// allowed.
     pub fn check(&self, vocab: u32) -> Result<(), String> {
         match self {
             Self::Only(tokens) => {
@@ -132,14 +130,14 @@ impl TokenMask {
         }
     }
 
-    /// Bytes of the mask in a message, exactly: what bounds those adds this up.
+    /// The mask's exact size in a message, in bytes, for bounds on messages.
     #[must_use]
     pub fn weight(&self) -> usize {
         let (Self::Only(numbers) | Self::Except(numbers) | Self::Bits(numbers)) = self;
         1 + length(numbers.len()) + numbers.iter().copied().map(number).sum::<usize>()
     }
 
-    /// Most bytes that a mask of [`from_bits`](Self::from_bits) takes over a vocabulary of `vocab`
+    /// Most bytes of a mask from [`from_bits`](Self::from_bits) over a vocabulary of `vocab`
     /// tokens.
     #[must_use]
     pub const fn weight_max(vocab: u32) -> usize {
@@ -147,13 +145,13 @@ impl TokenMask {
     }
 }
 
-/// The bits of word `at` that belong to tokens of the vocabulary.
+/// A bitmap of the tokens of word number `at` that are in the vocabulary.
 const fn valid(vocab: u32, at: usize) -> u32 {
     let rest = (vocab as usize).saturating_sub(at * WORD as usize);
     if rest >= WORD as usize { u32::MAX } else { (1 << rest) - 1 }
 }
 
-/// The tokens of all words' set bits, ascending; they are `count`.
+/// The tokens of all set bits, ascending; `count` is their number.
 fn list_of(vocab: u32, count: usize, word: impl Fn(usize) -> u32) -> Vec<u32> {
     let mut ids = Vec::with_capacity(count);
     for at in 0..words(vocab) {
@@ -166,19 +164,19 @@ fn list_of(vocab: u32, count: usize, word: impl Fn(usize) -> u32) -> Vec<u32> {
     ids
 }
 
-/// Bytes of the ids of a word's set bits; `first` is its first id.
+/// Encoded bytes of the ids of a word's set bits; `first` is the id of its lowest bit.
 const fn weight_of_ids(first: u32, word: u32) -> usize {
     let low = if first < ONE_BYTE_BELOW && ONE_BYTE_BELOW < first + WORD {
         word & ((1 << (ONE_BYTE_BELOW - first)) - 1)
     } else {
         0
     };
-    // All other words' ids take equally many bytes.
+    // In all other words, every id takes the same number of bytes.
     let (low, high) = (low.count_ones() as usize, (word & !low).count_ones() as usize);
     low * number(first) + high * number(first + (WORD - 1))
 }
 
-/// Numbers below take one byte.
+/// Numbers below this take one byte (bincode's varint encoding).
 const ONE_BYTE_BELOW: u32 = 251;
 
 /// Bytes of an encoded number.
@@ -190,7 +188,7 @@ const fn number(value: u32) -> usize {
     }
 }
 
-/// Bytes of an encoded length of a list: no mask that fits a frame has 2^32 numbers.
+/// Bytes of an encoded list length; no mask that fits a frame has 2^32 numbers.
 const fn length(len: usize) -> usize {
     if len > u32::MAX as usize { 9 } else { number(len as u32) }
 }
@@ -238,7 +236,7 @@ mod tests {
         assert_eq!(TokenMask::from_bits(64, &[u32::MAX; 2]), TokenMask::Except(vec![]));
         let half = vec![0x5555_5555; 100];
         assert_eq!(TokenMask::from_bits(3200, &half), TokenMask::Bits(half));
-        // What is missing is not allowed, what is too much is dropped.
+        // Missing words allow nothing, surplus bits are dropped.
         assert_eq!(TokenMask::from_bits(70, &[2]), TokenMask::Only(vec![1]));
         assert_eq!(TokenMask::from_bits(3, &[0b1100, 9]), TokenMask::Only(vec![2]));
     }
@@ -286,7 +284,7 @@ mod tests {
     }
 
     proptest! {
-        /// All three forms of one set say the same, and the one chosen weighs no more than others;
+        /// All three forms of one set agree, and the chosen one is no larger than the others, for
         /// densities from nothing to everything.
         #[test]
         fn forms_agree(vocab in 1u32..3000, per_mille in 0u32..=1000, seed in any::<u32>()) {

@@ -1,13 +1,13 @@
-//! PURE: bytes in messages, taken whole: serde takes a `Vec<u8>` for a list and goes through it
-//! one by one. The form is the same.
+//! PURE: byte fields, encoded in one piece: serde treats a `Vec<u8>` as a list and visits each
+//! byte. The wire form is the same.
 //!
-//! For fields: `#[serde(with = "bytes")]`, and `#[serde(with = "bytes::or_error")]` of a `Result`.
+//! Usage: `#[serde(with = "bytes")]`, or `#[serde(with = "bytes::or_error")]` on a `Result`.
 use std::fmt;
 
 use serde::de::Visitor;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// Writes them.
+/// Serializes bytes.
 ///
 /// # Errors
 /// The serializer's.
@@ -15,7 +15,7 @@ pub fn serialize<S: Serializer>(bytes: &[u8], serializer: S) -> Result<S::Ok, S:
     serializer.serialize_bytes(bytes)
 }
 
-/// Reads them.
+/// Deserializes bytes.
 ///
 /// # Errors
 /// The deserializer's.
@@ -41,7 +41,7 @@ pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>
     deserializer.deserialize_byte_buf(Whole)
 }
 
-/// Bytes, or why there are none.
+/// Bytes, or the reason why there are none.
 pub mod or_error {
     use super::*;
 
@@ -51,7 +51,7 @@ pub mod or_error {
     #[derive(Deserialize)]
     struct Owned(#[serde(deserialize_with = "super::deserialize")] Vec<u8>);
 
-    /// Writes them.
+    /// Serializes bytes or an error.
     ///
     /// # Errors
     /// The serializer's.
@@ -62,7 +62,7 @@ pub mod or_error {
         outcome.as_ref().map(|bytes| Bytes(bytes)).serialize(serializer)
     }
 
-    /// Reads them.
+    /// Deserializes bytes or an error.
     ///
     /// # Errors
     /// The deserializer's.

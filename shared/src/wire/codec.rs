@@ -1,22 +1,23 @@
-//! Values to bytes and back: bincode's standard configuration, bounded, nothing left over.
+//! Values to bytes and back: bincode's standard configuration, with bounds; no bytes may be left
+//! over.
 //!
 //! Framing, checksums and handshakes are not here.
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Why a value could not be coded.
+/// Why a value could not be encoded or decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
     /// The value cannot be encoded.
     #[error("cannot encode: {0}")]
     Encode(String),
-    /// The bytes do not hold the value, or hold one that claims more memory than allowed.
+    /// The bytes are not a valid value, or the value claims more memory than allowed.
     #[error("cannot decode: {0}")]
     Decode(String),
     /// Bytes are left after the value.
     #[error("{extra} bytes follow the encoded value")]
     Trailing {
-        /// How many.
+        /// Their number.
         extra: usize,
     },
 }
@@ -45,9 +46,9 @@ pub fn decode<T: DeserializeOwned, const LIMIT: usize>(bytes: &[u8]) -> Result<T
     }
 }
 
-/// Most bytes of memory that the value of a frame may claim while it is decoded. Numbers take more
-/// there than on the wire, up to eight times as much (a byte of a `u64`, or of a length), so that
-/// whatever fits into a frame can be read.
+/// Most memory, in bytes, that the value of a frame may claim while it is decoded. Numbers take up
+/// to eight times as much there as on the wire (one byte for a `u64` or a length), so this admits
+/// whatever fits into a frame.
 pub const MESSAGE_MAX: usize = 16 * super::frame::BODY_MAX as usize;
 
 /// Decodes the body of a frame.

@@ -14,8 +14,8 @@
 //!      -    16  the tag: HMAC-SHA-256 over header and body, its first bytes; see `auth`
 //! ```
 //!
-//! The length is checked against the kind's bound before anything is reserved, and the buffer grows
-//! as bytes arrive, so a lying length costs nothing.
+//! The length is checked against the kind's bound before memory is reserved, and the buffer grows
+//! only as bytes arrive, so a false length costs nothing.
 use super::auth::{MacKey, TAG_LEN};
 use crate::protocol::PROTOCOL_VERSION;
 
@@ -25,13 +25,13 @@ pub const MAGIC: [u8; 4] = *b"TUTI";
 pub const HEADER_LEN: usize = 32;
 /// The flag of frames with a tag.
 const AUTHENTICATED: u8 = 1;
-/// Largest body of any kind. The coordinator's scheduler sees to it that a step plan fits.
+/// Largest body of any kind, in bytes. The coordinator's scheduler ensures that a step plan fits.
 pub const BODY_MAX: u32 = 16 << 20;
-/// Largest body of the handshake.
+/// Largest body of a handshake frame, in bytes.
 pub const HANDSHAKE_MAX: u32 = 4 << 10;
-/// Largest body of a welcome, which names all that is served.
+/// Largest body of a welcome, which lists all that is served, in bytes.
 pub const WELCOME_MAX: u32 = 128 << 10;
-/// Largest body of control messages.
+/// Largest body of a control message, in bytes.
 pub const CONTROL_MAX: u32 = 1 << 20;
 
 /// What a frame carries.
@@ -40,9 +40,9 @@ pub const CONTROL_MAX: u32 = 1 << 20;
 pub enum FrameKind {
     /// A worker introduces itself: `protocol::Hello`.
     Hello = 1,
-    /// The coordinator takes it: `protocol::Welcome`.
+    /// The coordinator accepts it: `protocol::Welcome`.
     Welcome = 2,
-    /// The coordinator does not: a sentence, as a string. The same in all versions of the protocol.
+    /// The coordinator rejects it: a sentence, as a string. The same in all protocol versions.
     Refused = 3,
     /// Are you there? No body.
     Ping = 4,
@@ -50,7 +50,7 @@ pub enum FrameKind {
     Pong = 5,
     /// A `protocol::ToWorker` or `protocol::FromWorker` of the control plane.
     Control = 6,
-    /// A step plan or result, in the same enums.
+    /// A step's plan, masks or result, in the same enums.
     Step = 7,
     /// A front end introduces itself: `protocol::FrontendHello`.
     FrontendHello = 8,
@@ -60,7 +60,7 @@ pub enum FrameKind {
     Events = 10,
     /// Between named actors: `protocol::actors::ActorFrame`.
     Actor = 11,
-    /// The coordinator does not take it now, it may dial again: a sentence, as a string.
+    /// The coordinator cannot take it now; it may dial again: a sentence, as a string.
     NotYet = 12,
 }
 
@@ -107,13 +107,13 @@ pub struct Frame {
     pub body: Vec<u8>,
 }
 
-/// A stream that is not ours, or not whole. The link is closed on any of these.
+/// Why a stream is invalid or incomplete. Any of these closes the link.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// The peer speaks something else.
+    /// The peer speaks another protocol.
     #[error("not a Tutti frame: it begins with {0:02x?}")]
     BadMagic([u8; 4]),
-    /// The peer is of another version.
+    /// The peer speaks another version of it.
     #[error("the peer speaks protocol {theirs}, this side {ours}: run the same version on both")]
     VersionMismatch {
         /// Our version.
@@ -121,7 +121,7 @@ pub enum FrameError {
         /// Its version.
         theirs: u16,
     },
-    /// A kind or flag this version does not know.
+    /// A kind or flag unknown to this version.
     #[error("unknown frame kind {kind} with flags {flags}")]
     UnknownKind {
         /// The kind's byte.
@@ -129,48 +129,48 @@ pub enum FrameError {
         /// The flags' byte.
         flags: u8,
     },
-    /// A body over its kind's bound.
+    /// A body that exceeds its kind's bound.
     #[error("a {kind:?} frame of {len} bytes is over the bound of {max}")]
     TooLarge {
         /// The kind.
         kind: FrameKind,
-        /// The length claimed or given.
+        /// The length, claimed or actual.
         len: u64,
         /// The bound.
         max: u32,
     },
-    /// Bytes changed on the way.
+    /// Bytes were corrupted on the way.
     #[error("checksum mismatch: {computed:08x} computed, {received:08x} received")]
     BadChecksum {
-        /// Over what arrived.
+        /// The checksum of what arrived.
         computed: u32,
-        /// What the frame says.
+        /// The checksum in the frame.
         received: u32,
     },
-    /// The frame is not from the peer that authenticated.
+    /// The frame does not come from the peer that authenticated.
     #[error("the frame's tag is wrong: it is not from the peer that authenticated")]
     BadTag,
     /// A frame was lost, repeated or injected.
     #[error("frame {received} arrived where {expected} was due")]
     BadSequence {
-        /// The sequence that was due.
+        /// The expected sequence number.
         expected: u64,
-        /// The one that came.
+        /// The received one.
         received: u64,
     },
 }
 
-/// Writes frames of one direction of a link.
+/// Encodes the frames of one direction of a link.
 #[derive(Clone, Debug, Default)]
 pub struct FrameEncoder {
     sequence: u64,
     key: Option<MacKey>,
-    /// Another version than this one's.
+    /// The protocol version to write, if not our own.
     version: Option<u16>,
 }
 
 impl FrameEncoder {
-    /// For a peer of another version, whose kinds and bodies are its own.
+    /// For a peer of another version, which has frame kinds and bodies of its own.
     #[must_use]
     pub fn of_version(version: u16) -> Self {
         Self { version: Some(version), ..Self::default() }
@@ -184,7 +184,7 @@ impl FrameEncoder {
     /// Appends a frame to `out`.
     ///
     /// # Errors
-    /// [`FrameError::TooLarge`]; nothing is written then.
+    /// [`FrameError::TooLarge`]; then nothing is written.
     pub fn encode(
         &mut self,
         kind: FrameKind,
@@ -218,23 +218,23 @@ impl FrameEncoder {
     }
 }
 
-/// Reads frames of one direction of a link.
+/// Decodes the frames of one direction of a link.
 #[derive(Debug, Default)]
 pub struct FrameDecoder {
     buffer: Vec<u8>,
-    /// Bytes at the front of `buffer` that were taken already.
+    /// Bytes at the front of `buffer` that are already consumed.
     taken: usize,
     sequence: u64,
     key: Option<MacKey>,
 }
 
 impl FrameDecoder {
-    /// Takes authenticated frames alone from now on.
+    /// Accepts only authenticated frames from now on.
     pub fn set_key(&mut self, key: MacKey) {
         self.key = Some(key);
     }
 
-    /// Adds bytes that arrived.
+    /// Appends received bytes.
     pub fn feed(&mut self, bytes: &[u8]) {
         if self.taken > 0 {
             self.buffer.drain(..self.taken);
@@ -252,7 +252,7 @@ impl FrameDecoder {
     /// Takes the next whole frame; `None` until more bytes arrive.
     ///
     /// # Errors
-    /// [`FrameError`]; the stream is useless from there on.
+    /// [`FrameError`]; the rest of the stream is unusable.
     pub fn next_frame(&mut self) -> Result<Option<Frame>, FrameError> {
         let bytes = &self.buffer[self.taken..];
         let seen = bytes.len().min(MAGIC.len());

@@ -1,5 +1,5 @@
-//! `config.json` of a Hugging Face model folder, in the dialects of transformers 4 (`rope_theta`,
-//! `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`), validated.
+//! `config.json` of a Hugging Face model folder, validated; in the dialects of transformers 4
+//! (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`).
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation, Routing};
@@ -17,7 +17,7 @@ mod gemma3;
 mod gpt_oss;
 mod rope;
 
-/// Architectures this worker computes.
+/// The architectures that this worker supports.
 pub const ARCHITECTURES: [&str; 10] = [
     gemma3::ARCHITECTURE,
     gpt_oss::ARCHITECTURE,
@@ -31,36 +31,37 @@ pub const ARCHITECTURES: [&str; 10] = [
     "SmolLM3ForCausalLM",
 ];
 
-/// A decoder-only model, as much of it as the forward pass needs.
+/// The configuration of a decoder-only model, as far as the forward pass needs it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ModelConfig {
-    /// Width of the residual stream.
+    /// Width of the residual stream, in elements.
     pub hidden_size: usize,
     /// Width of the MLP of dense layers; 0 when no layer is dense.
     pub intermediate_size: usize,
-    /// Mixtures of experts, where some layers have them instead of an MLP.
+    /// The mixtures of experts (MoE), if some layers have one instead of an MLP.
     pub experts: Option<ExpertsConfig>,
     /// Has attention sinks: a learned logit per head that joins the softmax (gpt-oss).
     pub sinks: bool,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub num_layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     pub num_heads: usize,
-    /// Key and value heads; divides `num_heads`.
+    /// Number of key and value heads (GQA); divides `num_heads`.
     pub num_kv_heads: usize,
     /// Elements per head; even.
     pub head_dim: usize,
-    /// Tokens in the vocabulary.
+    /// Size of the vocabulary, in tokens.
     pub vocab_size: usize,
-    /// Longest sequence the model was made for.
+    /// The longest sequence that the model supports, in tokens.
     pub max_positions: usize,
-    /// Epsilon of every RMSNorm.
+    /// Epsilon of all RMSNorms.
     pub norm_eps: f32,
-    /// Every layer's rotary embedding.
+    /// The rotary embedding of each layer.
     pub ropes: Vec<RopeConfig>,
-    /// How far each layer's attention reaches back, the current token included, where it is limited.
+    /// The sliding window of each layer: how many tokens its attention sees, including the current
+    /// one; `None` for all.
     pub sliding_windows: Vec<Option<u32>>,
-    /// The output head is the embedding.
+    /// The output head is the embedding matrix (tied).
     pub tied: bool,
     /// q, k and v projections have biases.
     pub qkv_bias: bool,
@@ -68,27 +69,27 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// The MLP's projections have biases.
     pub mlp_bias: bool,
-    /// q, k and v are one tensor in the files, and so are gate and up.
+    /// The files store q, k and v as one tensor, and gate and up as one.
     pub is_fused: bool,
-    /// q and k heads are normalised before the rotary embedding.
+    /// RMSNorm on each head of q and k, before the rotary embedding (Qwen3, Gemma 3).
     pub qk_norm: bool,
-    /// What q is multiplied by besides `1 / sqrt(head_dim)`; 1 where heads are not normalised.
+    /// Factor of q besides `1 / sqrt(head_dim)`; 1 unless heads are normalised.
     pub query_scale: f32,
-    /// What embeddings are multiplied by.
+    /// Factor of the embeddings.
     pub embedding_scale: f64,
-    /// What is added to the weights of norms as files have them.
+    /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma 3).
     pub norm_offset: f32,
     /// RMSNorm also on the output of attention and MLP, before the residual add (Gemma 3).
     pub delta_norms: bool,
-    /// Of the MLP's gate.
+    /// Activation of the MLP's gate.
     pub activation: Activation,
-    /// The checkpoint's weights are quantised.
+    /// How the checkpoint's weights are quantised, if they are.
     pub quantised: Option<Quantised>,
     /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
     pub is_bf16: bool,
 }
 
-/// The file, as it is. Unknown keys are other people's business.
+/// The file as it is. Unknown keys are ignored.
 #[derive(Deserialize)]
 struct Raw {
     architectures: Option<Vec<String>>,
@@ -122,7 +123,7 @@ struct Raw {
     torch_dtype: Option<String>,
 }
 
-/// Bounds of every size: far above any model, far below what overflows.
+/// Upper bound of every size: far above any model's, far below what overflows.
 const SIZE_MAX: usize = 1 << 24;
 
 impl ModelConfig {
@@ -182,7 +183,7 @@ impl ModelConfig {
         }
         let qwen2 = architecture == "Qwen2ForCausalLM";
         let qwen3 = ["Qwen3ForCausalLM", "Qwen3MoeForCausalLM"].contains(&architecture.as_str());
-        // Mistral's, Mixtral's, Phi-3's and Qwen2's code does not read the key.
+        // The code of Mistral, Mixtral, Phi-3 and Qwen2 ignores the key.
         let llama = ["LlamaForCausalLM", "SmolLM3ForCausalLM"].contains(&architecture.as_str());
         let is_gpt_oss = architecture == gpt_oss::ARCHITECTURE;
         let reads_bias = qwen3 || is_gemma || llama || is_gpt_oss;
@@ -223,7 +224,7 @@ impl ModelConfig {
             norm_eps: norm_eps as f32,
             sliding_windows,
             ropes,
-            // As transformers has it where nothing is said.
+            // The defaults of transformers.
             tied: raw.tie_word_embeddings.unwrap_or(architecture == "SmolLM3ForCausalLM"),
             qkv_bias: attention_bias || qwen2,
             output_bias: attention_bias,
@@ -240,7 +241,7 @@ impl ModelConfig {
         })
     }
 
-    /// What gate and up of experts become.
+    /// The activation between an expert's gate, up and down projections.
     #[must_use]
     pub fn expert_activation(&self) -> ExpertActivation {
         self.experts.as_ref().map(|experts| experts.activation).unwrap_or_default()
@@ -257,8 +258,8 @@ fn size(key: &str, value: Option<usize>) -> Result<usize, String> {
     }
 }
 
-/// Mixtral and gpt-oss have experts in every layer, of `intermediate_size`; Qwen3-MoE in every
-/// `decoder_sparse_step`th, but for `mlp_only_layers`.
+/// The layers with experts. Mixtral and gpt-oss: all layers, of width `intermediate_size`.
+/// Qwen3-MoE: every `decoder_sparse_step`th layer, except `mlp_only_layers`.
 fn experts(
     raw: &Raw,
     architecture: &str,
@@ -279,7 +280,7 @@ fn experts(
         Some(value) => Err(format!("{key} is {value}, it must be in 1..={most}")),
     };
     let key = if mixtral { "num_local_experts" } else { "num_experts" };
-    // transformers 5 calls it num_local_experts in both.
+    // transformers 5 names it num_local_experts for both.
     let num_experts = raw.num_experts.or(raw.num_local_experts);
     let num_experts = bounded(key, num_experts, experts_most)?;
     let top_k = bounded("num_experts_per_tok", raw.num_experts_per_tok, num_experts.min(top_most))?;
@@ -305,10 +306,12 @@ fn experts(
     Ok(Some(ExpertsConfig { routing, intermediate_size, layers, activation, is_interleaved }))
 }
 
-/// Mistral, Mixtral, Phi-3 and Qwen3-MoE slide in every layer (Qwen if `use_sliding_window`); other
-/// Qwen and SmolLM3, if `use_sliding_window`, and gpt-oss in the layers that `layer_types` names, or
-/// else Qwen from layer `max_window_layers` on, SmolLM3 where positions are not told and gpt-oss in
-/// every second one from the first on; Llama never.
+/// The sliding window of each layer, `None` for full attention:
+/// - Mistral, Mixtral, Phi-3, and Qwen3-MoE if `use_sliding_window`: all layers slide.
+/// - Other Qwen and SmolLM3, if `use_sliding_window`, and gpt-oss: the layers that `layer_types`
+///   names; without that key, Qwen from layer `max_window_layers` on, SmolLM3 in layers without
+///   RoPE, and gpt-oss in every second layer, starting with the first.
+/// - Llama: none.
 fn sliding_windows(
     raw: &Raw,
     architecture: &str,
@@ -339,7 +342,7 @@ fn sliding_windows(
     Ok(slides(types, num_layers)?.into_iter().map(|slides| window.filter(|_| slides)).collect())
 }
 
-/// Which layers `layer_types` says slide.
+/// Which layers slide, according to `layer_types`.
 fn slides(types: &[String], num_layers: usize) -> Result<Vec<bool>, String> {
     if types.len() != num_layers {
         let len = types.len();
@@ -382,8 +385,8 @@ mod tests {
         ModelConfig::check(serde_json::from_str(&text).map_err(|error| error.to_string())?)
     }
 
-    /// As published: of 1B in full, of 4B what is not as the architecture has it, and as transformers 5
-    /// saves the latter.
+    /// As published: 1B in full, 4B with only its differences from the defaults, and the latter as
+    /// transformers 5 saves it.
     #[test]
     fn gemma_3_is_what_its_three_dialects_say() {
         let check = |config: Value| ModelConfig::check(config);
@@ -462,7 +465,7 @@ mod tests {
         assert_eq!(windows("MistralForCausalLM", window), [Some(16); 4]);
         assert_eq!(windows("MistralForCausalLM", r#", "sliding_window": null"#), [None; 4]);
         assert_eq!(windows("LlamaForCausalLM", window), [None; 4]);
-        // Qwen writes a window that it does not use.
+        // Qwen's files contain a window that is not used.
         assert_eq!(windows("Qwen2ForCausalLM", window), [None; 4]);
         let used = r#", "sliding_window": 16, "use_sliding_window": true, "max_window_layers": 3"#;
         assert_eq!(windows("Qwen2ForCausalLM", used), [None, None, None, Some(16)]);
@@ -529,7 +532,7 @@ mod tests {
         };
         assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
 
-        // Either dialect's name; not normalised unless that is said.
+        // The names of both dialects; not normalised by default.
         for count in ["num_experts", "num_local_experts"] {
             let qwen =
                 format!(r#", "{count}": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48"#);

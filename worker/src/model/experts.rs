@@ -1,8 +1,8 @@
-//! Mixtures of experts: what the configuration says of them, and how checkpoints name their tensors.
+//! Mixtures of experts (MoE): their configuration, and the names of their tensors in checkpoints.
 //!
-//! Published checkpoints have a tensor for each projection of each expert, in Mixtral's names or in
-//! Qwen's. transformers 5 holds all experts of a layer in two tensors, and saves them so when asked;
-//! gpt-oss always has them so, in a way of its own (`interleaved`).
+//! Published checkpoints have a tensor for each projection of each expert, named as in Mixtral or
+//! in Qwen. transformers 5 keeps all experts of a layer in two tensors, and can save them that way;
+//! gpt-oss always does, in a layout of its own (`interleaved`).
 use kernels::backend::{ExpertActivation, HostMatrix, Routing};
 
 use super::ModelError;
@@ -15,31 +15,33 @@ mod interleaved;
 /// Inputs that share a scale in MXFP4.
 pub(crate) const MXFP4_GROUP: usize = 32;
 
-/// What all layers with experts have in common.
+/// The configuration shared by all layers with experts.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ExpertsConfig {
-    /// How a row chooses.
+    /// How the router chooses experts for a row.
     pub routing: Routing,
-    /// Width of each expert.
+    /// Width of each expert, in elements.
     pub intermediate_size: usize,
-    /// For every layer of the model whether it has experts.
+    /// For each layer of the model, whether it has experts.
     pub layers: Vec<bool>,
-    /// What gate and up become.
+    /// The activation between gate, up and down projections.
     pub activation: ExpertActivation,
-    /// Router and experts have biases, and lie as those of gpt-oss do.
+    /// Router and experts have biases, and tensors are laid out as in gpt-oss.
     pub is_interleaved: bool,
 }
 
-/// What one rank takes of one layer's experts: checked, not yet read.
+/// One rank's share of one layer's experts: checked, not read yet.
 #[derive(Debug)]
 pub(crate) struct ExpertParts<'a> {
-    /// `[num_experts, hidden]`, the same on every rank.
+    /// `[num_experts, hidden]`, the same on all ranks.
     pub(crate) router: HostMatrix<'a>,
-    /// Each expert's gate, then its up, `[own, hidden]`.
+    /// The gate of each expert, followed by its up: `[own, hidden]` each, `own` being this rank's
+    /// columns.
     pub(crate) gate_up: Vec<HostMatrix<'a>>,
-    /// For each part of the sum over columns every expert's down, `[hidden, own / parts]`.
+    /// For each part of the sum over columns, the down projections of all experts: `[hidden, own /
+    /// parts]`.
     pub(crate) down: Vec<Vec<HostMatrix<'a>>>,
-    /// Where the model has them.
+    /// The biases, if the model has any.
     pub(crate) biases: Biases,
 }
 
@@ -48,13 +50,14 @@ pub(crate) struct ExpertParts<'a> {
 pub(crate) struct Biases {
     /// `[num_experts]`
     pub(crate) router: Option<Vec<f32>>,
-    /// Each expert's gate, then its up, `[own]`.
+    /// The gate's bias of each expert, followed by its up's: `[own]` each.
     pub(crate) gate_up: Option<Vec<f32>>,
-    /// Each expert's, `[hidden]`; on rank 0 alone, since its parts are summed.
+    /// The down bias of each expert, `[hidden]`; only on rank 0, since the ranks' results are
+    /// summed.
     pub(crate) down: Option<Vec<f32>>,
 }
 
-/// How a layer's tensors are named.
+/// How a checkpoint names the tensors of a layer.
 enum Names {
     /// `block_sparse_moe.experts.N.w1`, `w3`, `w2`.
     Mixtral,
@@ -65,8 +68,8 @@ enum Names {
 }
 
 impl Names {
-    /// What a layer has by its first expert; Qwen's where it has nothing that is known, so that the
-    /// error names what is missing.
+    /// The naming of a layer, recognised by its first expert. Falls back to Qwen's, so that an
+    /// error names the missing tensor.
     fn of(files: &WeightFiles, layer: &str) -> Self {
         let has = |name: &str| files.has(&format!("{layer}.{name}"));
         let first = "block_sparse_moe.experts.0.w1.";
@@ -82,8 +85,8 @@ impl Names {
 }
 
 impl<'a> ExpertParts<'a> {
-    /// Finds a layer's tensors (`layer` is `model.layers.N`), and cuts a rank's columns of each expert
-    /// out of them, its down projections in as many parts as sums have.
+    /// Finds the tensors of a layer (`layer` is `model.layers.N`) and cuts this rank's columns out
+    /// of each expert; down projections are cut into `shard.parts` parts.
     ///
     /// # Errors
     /// [`ModelError::Tensor`].
@@ -141,13 +144,13 @@ impl<'a> ExpertParts<'a> {
         Ok(Self { router, gate_up, down, biases: Biases::default() })
     }
 
-    /// All of them.
+    /// All matrices: the router, then those of the experts.
     pub(crate) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
         std::iter::once(&self.router).chain(&self.gate_up).chain(self.down.iter().flatten())
     }
 }
 
-/// Columns of down projections that part `index` of a rank's sums has.
+/// The columns of the down projections in part `index` of this rank's sums.
 fn columns(shard: &Shard, index: usize) -> std::ops::Range<usize> {
     let (first, width) = (shard.expert.start, shard.expert.len() / shard.parts);
     first + index * width..first + (index + 1) * width

@@ -1,15 +1,19 @@
-//! LoRA adapters beside the model: for some modules of a layer, `y += scale * B (A x)`, with matrices
-//! of each row's own adapter. All adapters of a replica are held by every rank, all the time.
+//! LoRA adapters beside the model: in some modules of a layer, `y += scale * B (A x)`, with the
+//! matrices of each row's own adapter. Every rank holds its part of all adapters of the replica all
+//! the time.
 //!
-//! Adapters of one module are a stack of matrices of one shape, as a layer's experts are: of smaller
-//! ranks, and where an adapter leaves the module alone, zeros fill it up. Modules that take the same
-//! input are one: q, k and v have one matrix A each, one below the other, and one B with theirs along
-//! its diagonal.
+//! The adapters of a module form a stack of matrices of one shape, like the experts of a layer:
+//! smaller ranks, and adapters that leave the module unchanged, are padded with zeros. Modules with
+//! the same input are merged: q, k and v have one matrix A each, stacked vertically, and one
+//! block-diagonal matrix B.
 //!
-//! What an adapter adds goes where the model's own product goes, so that a row's sums have one order at
-//! every tensor-parallel degree: column-parallel modules have A whole and their rows of B; row-parallel
-//! ones have their columns of A, for each part of the sum that the model's product is made of, and B
-//! whole, and add to that part.
+//! An adapter's result is added where the model's own product is made, so that the sums of a row
+//! have the same order at every tensor-parallel degree. Column-parallel modules hold all of A and
+//! their rows of B. Row-parallel modules hold their columns of A, for each part of the sum that the
+//! model's product consists of, and all of B, and add to that part.
+//!
+//! - `config`: `adapter_config.json`
+//! - `files`: an adapter's matrices
 mod config;
 mod files;
 
@@ -27,19 +31,19 @@ use super::config::ModelConfig;
 use super::modules::Module;
 use super::shard::Shard;
 
-/// Ranks are filled up to a multiple of this, for products take their inputs by so many.
+/// Ranks are padded to a multiple of this, in which matrix products take their inputs.
 const RANK_STEP: usize = 8;
 
-/// Where in a layer adapters add something.
+/// The places in a layer where adapters add something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Site {
     /// q, k and v, before the rotary embedding.
     Qkv,
     /// The attention's output projection.
     Output,
-    /// gate and up of a dense layer, before SiLU.
+    /// Gate and up projections of a dense layer, before SiLU.
     GateUp,
-    /// Its down projection.
+    /// The down projection of a dense layer.
     Down,
 }
 
@@ -55,7 +59,7 @@ impl Site {
         }
     }
 
-    /// This rank's outputs of each module, and its inputs, part by part.
+    /// This rank's outputs of each module, and its inputs, split into the parts of the sum.
     fn cut(self, config: &ModelConfig, shard: &Shard) -> (Vec<Range<usize>>, Vec<Range<usize>>) {
         let hidden = 0..config.hidden_size;
         let scaled =
@@ -76,14 +80,14 @@ impl Site {
     }
 }
 
-/// Adapters' folders, opened and checked.
+/// The folders of all adapters, opened and checked.
 #[derive(Debug, Default)]
 pub struct LoraFiles {
     adapters: Vec<AdapterFiles>,
 }
 
 impl LoraFiles {
-    /// Opens and checks the folders of all adapters.
+    /// Opens and checks the adapters' folders.
     ///
     /// # Errors
     /// [`ModelError`].
@@ -93,8 +97,8 @@ impl LoraFiles {
         Ok(Self { adapters: lora.adapters.iter().map(open).collect::<Result<_, _>>()? })
     }
 
-    /// Bytes of a rank's part of all adapters, and of the room that steps of `tokens_max` tokens need
-    /// for them: at most so many.
+    /// Upper bound of the memory, in bytes, of this rank's part of all adapters and of the buffers
+    /// for steps of `tokens_max` tokens.
     ///
     /// # Errors
     /// [`ModelError`].
@@ -113,13 +117,13 @@ impl LoraFiles {
             room += tokens_max * (width * 2 + outputs * 4);
             widest = widest.max(outputs);
         }
-        // Products are made in scratch first, of some rows at a time.
+        // Products go to scratch memory first, for a limited number of rows at a time.
         room += tokens_max.min(EXPERT_SLOTS) * widest * 4;
         Ok((matrices as u64, room as u64))
     }
 
-    /// Loads one rank's part of all adapters, with room for `tokens_max` tokens; none when there is
-    /// no adapter.
+    /// Loads this rank's part of all adapters, with buffers for `tokens_max` tokens; `None` when
+    /// there are no adapters.
     ///
     /// # Errors
     /// [`ModelError::Kernel`].
@@ -165,7 +169,7 @@ impl LoraFiles {
         Ok(Some(loaded))
     }
 
-    /// What a site's matrices look like, where some adapter changes something there.
+    /// The shapes of a site's matrices; `None` when no adapter changes the site in any layer.
     fn joint(
         &self,
         site: Site,
@@ -190,7 +194,7 @@ impl LoraFiles {
         Ok((!used.is_empty()).then_some(Joint { site, used, rank, rows, parts }))
     }
 
-    /// A layer's stacks of a site, where some adapter changes something there.
+    /// The stacks of a site in one layer; `None` when no adapter changes the site there.
     fn stacks<B: Backend>(
         &self,
         backend: &mut B,
@@ -236,32 +240,32 @@ impl LoraFiles {
     }
 }
 
-/// A site's matrices on one rank.
+/// The layout of a site's merged matrices on one rank.
 #[derive(Debug)]
 struct Joint {
     site: Site,
-    /// Modules that some adapter changes in some layer.
+    /// The modules that some adapter changes in some layer.
     used: Vec<Module>,
-    /// Room for the rank of each.
+    /// The padded rank of each module.
     rank: usize,
-    /// This rank's outputs of each of the site's modules.
+    /// This rank's outputs of each module of the site.
     rows: Vec<Range<usize>>,
-    /// Its inputs, part by part.
+    /// This rank's inputs, one range per part of the sum.
     parts: Vec<Range<usize>>,
 }
 
 impl Joint {
-    /// Ranks of all modules.
+    /// Sum of the modules' ranks.
     fn width(&self) -> usize {
         self.used.len() * self.rank
     }
 
-    /// Outputs of all modules, used or not.
+    /// Number of outputs of all modules, used or not.
     fn outputs(&self) -> usize {
         self.rows.iter().map(Range::len).sum()
     }
 
-    /// Where a module's outputs begin, and which they are.
+    /// The first row of a module's outputs, and which outputs of the module they are.
     fn outputs_of(&self, module: Module) -> (usize, Range<usize>) {
         let before = self.site.modules().iter().take_while(|other| **other != module).count();
         let first = self.rows[..before].iter().map(Range::len).sum();
@@ -269,7 +273,7 @@ impl Joint {
     }
 }
 
-/// Loads matrices of one shape.
+/// Loads matrices of one shape, one per adapter.
 fn stack<B: Backend>(
     backend: &mut B,
     matrices: &[Vec<f32>],
@@ -296,7 +300,7 @@ fn stack<B: Backend>(
     backend.load_stack(&hosts)
 }
 
-/// One site of one layer: a matrix of each adapter.
+/// The stacks of one site in one layer: one matrix per adapter.
 #[derive(Debug)]
 struct SiteStacks<S> {
     /// A, `[ranks, inputs]`, for each part of the inputs.
@@ -305,7 +309,7 @@ struct SiteStacks<S> {
     up: S,
 }
 
-/// Room for what a site's products make.
+/// Buffers for the products of a site.
 struct Room<B: Backend> {
     /// `A x`, `[tokens, ranks]`
     ranks: B::Buffer,
@@ -313,11 +317,11 @@ struct Room<B: Backend> {
     out: B::Buffer,
 }
 
-/// All adapters' matrices on one rank, by layer and site.
+/// The matrices of all adapters on one rank, by layer and site.
 pub struct Adapters<B: Backend> {
     count: u32,
     layers: Vec<[Option<SiteStacks<B::Stack>>; Site::ALL.len()]>,
-    /// Which adapter each row of the step has.
+    /// The adapter of each row of the step.
     routes: B::Routes,
     rooms: [Option<Room<B>>; Site::ALL.len()],
     bytes: u64,
@@ -329,31 +333,31 @@ impl<B: Backend> std::fmt::Debug for Adapters<B> {
     }
 }
 
-/// Which matrices a row is multiplied with whose request has this adapter: 0 is the model alone.
+/// The matrix in a stack for rows of requests with this adapter; 0 is the base model alone.
 #[must_use]
 pub fn row_of(adapter: u32) -> u32 {
     adapter.checked_sub(1).unwrap_or(NOT_ASSIGNED)
 }
 
 impl<B: Backend> Adapters<B> {
-    /// How many there are.
+    /// Number of adapters.
     #[must_use]
     pub fn count(&self) -> u32 {
         self.count
     }
 
-    /// Bytes of their matrices.
+    /// Size of their matrices, in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The rows of this step have these adapters: see [`row_of`].
+    /// Sets the adapters of this step's rows: see [`row_of`].
     pub(super) fn begin(&mut self, backend: &mut B, rows: &[u32]) -> Result<(), KernelError> {
         backend.assign(rows, &mut self.routes)
     }
 
-    /// What is to be added at a site of a layer, of part `part` of its inputs, which begins at column
+    /// What to add at a site of a layer, for part `part` of its inputs, which begins at column
     /// `first` of `x`.
     pub(super) fn addend(
         &mut self,

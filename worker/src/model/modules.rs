@@ -1,4 +1,4 @@
-//! PURE: the matrices of a decoder layer but for those of experts, and where checkpoints have them.
+//! PURE: the matrices of a decoder layer except those of experts, and where checkpoints keep them.
 use std::ops::Range;
 
 use super::config::ModelConfig;
@@ -15,23 +15,23 @@ pub(crate) enum Module {
     Down,
 }
 
-/// Where a checkpoint has a module.
+/// Where a checkpoint keeps a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// The name, within its layer, of what holds it.
+    /// The name, within its layer, of the checkpoint's matrix that holds it; without `.weight`.
     pub(crate) name: &'static str,
-    /// Outputs and inputs of that.
+    /// That matrix's shape, `[out, in]`.
     pub(crate) shape: [usize; 2],
-    /// Which of the outputs is the module's first.
+    /// The matrix's row that is the module's first output.
     pub(crate) first: usize,
 }
 
 impl Module {
-    /// All of them, in the order in which they are joined where they are.
+    /// All modules, in the order in which checkpoints concatenate them.
     pub(crate) const ALL: [Self; 7] =
         [Self::Q, Self::K, Self::V, Self::O, Self::Gate, Self::Up, Self::Down];
 
-    /// Outputs and inputs of its matrix.
+    /// The shape of its matrix, `[out, in]`.
     pub(crate) fn shape(self, config: &ModelConfig) -> [usize; 2] {
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q = config.num_heads * config.head_dim;
@@ -45,7 +45,7 @@ impl Module {
         }
     }
 
-    /// Where a model's checkpoint has it.
+    /// Where the model's checkpoint keeps it.
     pub(crate) fn place(self, config: &ModelConfig) -> Place {
         let (name, joined): (_, &[Self]) = match (self, config.is_fused) {
             (Self::Q | Self::K | Self::V, true) => {
@@ -66,14 +66,15 @@ impl Module {
         Place { name, shape, first: outputs(&joined[..before]) }
     }
 
-    /// Of some of its outputs, in the files' order, which rows they are of what holds it.
+    /// The rows of the checkpoint's matrix that hold these outputs of the module, in the files'
+    /// order.
     pub(crate) fn rows(self, config: &ModelConfig, outputs: &Range<usize>) -> Range<usize> {
         let first = self.place(config).first;
         first + outputs.start..first + outputs.end
     }
 
-    /// What holds a layer's modules, each once: all of them, or but for the MLP's where the layer has
-    /// experts.
+    /// The checkpoint's matrices of a layer, each once; without those of the MLP where the layer
+    /// has experts.
     pub(crate) fn places(config: &ModelConfig, layer: usize) -> Vec<Place> {
         let mut places: Vec<Place> = Vec::new();
         for module in Self::ALL.into_iter().filter(|module| module.is_in(config, layer)) {
@@ -85,7 +86,7 @@ impl Module {
         places
     }
 
-    /// Whether a layer has it.
+    /// Whether a layer has this module.
     pub(crate) fn is_in(self, config: &ModelConfig, layer: usize) -> bool {
         let is_dense = config.experts.as_ref().is_none_or(|experts| !experts.layers[layer]);
         is_dense || !matches!(self, Self::Gate | Self::Up | Self::Down)

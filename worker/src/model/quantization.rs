@@ -1,9 +1,9 @@
-//! Quantised checkpoints: what `quantization_config` of a `config.json` says, and where the scales of
-//! a quantised tensor are.
+//! Quantised checkpoints: the `quantization_config` of a `config.json`, and the scales of quantised
+//! tensors.
 //!
-//! FP8 and int8 weights are read, each multiplied by its scale, as numbers, and integers of 4 or 8
-//! bits in words (`packed`): activations stay what `--dtype` makes of them, whatever the checkpoint
-//! was made for (`input_scale`, scales of KV caches are left alone).
+//! FP8 and int8 weights are read as numbers, each multiplied by its scale; integers of 4 or 8 bits
+//! are read from words (`packed`). Activations stay in the type of `--dtype`, whatever the
+//! checkpoint was made for: `input_scale` and the scales of KV caches are ignored.
 use std::path::Path;
 
 use kernels::backend::{BlockScales, DType, Scales};
@@ -17,37 +17,38 @@ mod packed;
 pub(crate) use packed::PACKED;
 pub use packed::PackedForm;
 
-/// What is read, for messages.
+/// What is supported, for error messages.
 const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_method \"fp8\", \
                          \"gptq\" of 4 or 8 bits, \"awq\" of 4 bits (version gemm), and \
                          \"compressed-tensors\" with weights of 8 bits, float or symmetric int, \
                          with a scale for each tensor, channel or (float) block, or pack-quantized \
                          of 4 or 8 bits; and of gpt-oss \"mxfp4\"";
 
-/// A checkpoint with quantised weights that can be read.
+/// The format of a quantised checkpoint that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantised {
-    /// Rows and columns that share a scale, where scales are of blocks.
+    /// Rows and columns that share a scale, if scales are per block.
     pub block: Option<(usize, usize)>,
-    /// What is behind a tensor's name in that of its scales, for messages: of both names that are read,
-    /// the one that such checkpoints have.
+    /// The suffix of a scale tensor's name, for messages: of the two suffixes that are read, the
+    /// one that such checkpoints use.
     pub scale: &'static str,
-    /// How integers in words are packed, where there are some.
+    /// How integers are packed into words, if they are.
     pub packed: Option<PackedForm>,
 }
 
 impl Quantised {
-    /// Scales of tensors or channels.
+    /// Scales per tensor or per channel.
     pub(crate) const PLAIN: Self = Self { block: None, scale: SCALES[1], packed: None };
 }
 
-/// DeepSeek's name of scales, all others', behind that of the tensor: by both is multiplied.
+/// The suffixes of scale tensors: DeepSeek's, and that of all others. Weights are multiplied by
+/// both.
 const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
-/// How a checkpoint's weights are quantised.
+/// Reads how a checkpoint's weights are quantised.
 ///
 /// # Errors
-/// What cannot be read by its name, and what is supported.
+/// The name of the unsupported feature, and what is supported.
 pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
     match raw["quant_method"].as_str() {
         Some("fp8") => Ok(match &raw["weight_block_size"] {
@@ -70,7 +71,7 @@ pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
                 }
                 None => "without a quant_method".to_owned(),
             };
-            // A fraction of EXL2's.
+            // EXL2 has fractional numbers of bits.
             let bits = match &raw["bits"] {
                 Value::Number(bits) => format!(", {bits} bits"),
                 _ => String::new(),
@@ -84,7 +85,7 @@ fn unsupported(what: &str) -> String {
     format!("quantization_config ({what}) is not supported; {SUPPORTED}")
 }
 
-/// Rows and columns of a block: `[128, 128]`, or `"128x128"`.
+/// Rows and columns of a block: `[128, 128]` or `"128x128"`.
 fn block(sizes: &Value) -> Result<(usize, usize), String> {
     let numbers: Option<Vec<usize>> = match sizes {
         Value::Array(all) => all.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect(),
@@ -100,7 +101,7 @@ fn block(sizes: &Value) -> Result<(usize, usize), String> {
     }
 }
 
-/// A string as it is, other values as JSON.
+/// A string as it is; other values as JSON.
 fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
@@ -120,7 +121,7 @@ fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
         _ => return refuse("config_groups that are no table".to_owned()),
     };
     let format = &raw["format"];
-    // Each group says its own then.
+    // With mixed precision, each group states its own format.
     let is_mixed = format.as_str() == Some("mixed-precision");
     if !is_mixed && !format.is_null() && !is_readable(format) {
         return refuse(format!("format \"{}\"", text(format)));
@@ -192,12 +193,12 @@ fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
     Ok(found)
 }
 
-/// A model's tensors, quantised ones with their scales.
+/// A model's tensors; quantised ones come with their scales.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tensors<'a> {
     /// The files.
     pub(crate) files: &'a WeightFiles,
-    /// What their configuration says of quantisation.
+    /// The quantisation that their configuration states.
     pub(crate) quantised: Option<Quantised>,
 }
 
@@ -205,13 +206,13 @@ impl<'a> Tensors<'a> {
     /// A weight matrix of exactly this shape, `[out, in]`.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it or its scales are missing, or of another shape or type.
+    /// [`ModelError::Tensor`] when it or its scales are missing, or have another shape or type.
     pub(crate) fn weight(
         &self,
         name: &str,
         shape: &[usize; 2],
     ) -> Result<TensorView<'a>, ModelError> {
-        // The files say which matrices are packed.
+        // The files show which matrices are packed.
         if let Some(form) = self.quantised.and_then(|quantised| quantised.packed)
             && !form.is_of_experts()
             && !self.files.has(name)
@@ -236,7 +237,7 @@ impl<'a> Tensors<'a> {
             let message = "is missing, the scales of a quantised tensor".to_owned();
             return wrong(self.files.folder(), &lacking, message);
         };
-        // Not always in the tensor's file.
+        // Its scales may be in another file.
         let scales = self.files.any_tensor(scale_name, None)?;
         let wrong = |message: String| wrong(scales.file, scale_name, message);
         if matches!(scales.dtype, DType::F8E4M3 | DType::I8) {
@@ -303,7 +304,7 @@ mod tests {
                 "group_0: 8 bits, int, by group",
             ),
             (&group(r#"{"num_bits": 8, "type": "int", "symmetric": false}"#), "asymmetric"),
-            // Of other types than usual: none may hide the method.
+            // Values of unusual types must not hide the method's name.
             (r#"{"quant_method": "exl2", "bits": 4.65}"#, "(quant_method \"exl2\", 4.65 bits)"),
             (r#"{"quant_method": "exl3", "bits": "4-6"}"#, "(quant_method \"exl3\")"),
             (
@@ -374,7 +375,7 @@ mod tests {
             "block_structure": [128, 64]}"#;
         let by_block = Quantised { block: Some((128, 64)), scale: "_scale", packed: None };
         assert_eq!(compressed(weights, "float-quantized"), by_block);
-        // As it was first written.
+        // As the first such files had it.
         let weights = weights.replace("[128, 64]", "\"128x64\"");
         assert_eq!(compressed(&weights, "float-quantized"), by_block);
         let mixed = r#"{"quant_method": "compressed-tensors", "format": "mixed-precision",

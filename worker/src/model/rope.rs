@@ -1,19 +1,20 @@
-//! PURE: rotary position embedding: frequencies, their scalings, tables of cosines and sines; and
-//! where checkpoints have what is rotated.
+//! PURE: rotary position embedding (RoPE): frequencies, their scalings, tables of cosines and
+//! sines, and the order of rotated elements in checkpoints.
 use std::ops::Range;
 
-/// How positions are turned into angles, in one layer or in many.
+/// The rotary embedding of one or more layers.
 #[derive(Clone, Debug, PartialEq)]
 pub struct RopeConfig {
-    /// Elements of a head that are rotated, the first ones: even, and 0 where positions are not told.
+    /// Number of rotated elements at the front of each head: even; 0 for layers without RoPE
+    /// (NoPE).
     pub dim: usize,
     /// Base of the frequencies.
     pub theta: f64,
-    /// Stretching for contexts longer than the model was trained on.
+    /// Scaling for contexts longer than the model was trained on.
     pub scaling: RopeScaling,
 }
 
-/// Known scalings.
+/// Supported scalings.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// None.
@@ -31,48 +32,48 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Wavelengths below `original_positions / high_freq_factor` are kept.
         high_freq_factor: f64,
-        /// Context the model was trained on.
+        /// Original context length, in tokens.
         original_positions: f64,
     },
-    /// YaRN: frequencies that turn seldom in the original context divided by `factor`, those that
-    /// turn often kept, a ramp over the pairs in between.
+    /// YaRN: frequencies with few turns within the original context are divided by `factor`, those
+    /// with many are kept, with a linear ramp over the pairs in between.
     Yarn {
         /// The divisor.
         factor: f64,
-        /// Context the model was trained on.
+        /// Original context length, in tokens.
         original_positions: f64,
-        /// Turns in that context from which on a frequency is kept.
+        /// Turns within that context from which on a frequency is kept.
         beta_fast: f64,
-        /// Turns up to which it is divided.
+        /// Turns up to which a frequency is divided.
         beta_slow: f64,
-        /// The ramp begins and ends at whole pairs.
+        /// Round the ends of the ramp to whole pairs.
         truncate: bool,
-        /// Cosines and sines are multiplied by this.
+        /// Factor of cosines and sines.
         attention_factor: f64,
     },
-    /// Every frequency has its divisor, one while no sequence may be longer than the original
-    /// context, another where some may.
+    /// LongRoPE: each frequency has its own divisor; one set applies if no sequence may exceed the
+    /// original context, another if some may.
     LongRope {
-        /// Context the model was trained on.
+        /// Original context length, in tokens.
         original_positions: f64,
         /// Divisors up to that length, `[dim / 2]`.
         short: Vec<f64>,
-        /// Divisors beyond, `[dim / 2]`.
+        /// Divisors beyond it, `[dim / 2]`.
         long: Vec<f64>,
-        /// Cosines and sines are multiplied by this.
+        /// Factor of cosines and sines.
         attention_factor: f64,
     },
 }
 
 impl RopeConfig {
-    /// Of layers that tell no positions.
+    /// For layers without RoPE (NoPE).
     #[must_use]
     pub fn none() -> Self {
         Self { dim: 0, theta: 1.0, scaling: RopeScaling::None }
     }
 
-    /// Angle per position of each pair of elements that is rotated, `[dim / 2]`, where sequences have
-    /// up to `positions` tokens. All sequences have the same, however long they are.
+    /// The angle per position of each rotated pair of elements, `[dim / 2]`, for sequences of up to
+    /// `positions` tokens. It does not depend on the length of the individual sequence.
     #[must_use]
     pub fn inverse_frequencies(&self, positions: usize) -> Vec<f64> {
         let dim = self.dim as f64;
@@ -107,7 +108,8 @@ impl RopeConfig {
                 truncate,
                 ..
             } => {
-                // The pair, as a number with a fraction, that turns so often in the original context.
+                // The (fractional) index of the pair that makes this many turns in the original
+                // context.
                 let pair = |turns: f64| {
                     let wavelength = original_positions / (turns * 2.0 * std::f64::consts::PI);
                     dim * wavelength.ln() / (2.0 * self.theta.ln())
@@ -135,7 +137,7 @@ impl RopeConfig {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// Factor of cosines and sines.
     #[must_use]
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
@@ -145,10 +147,10 @@ impl RopeConfig {
         }
     }
 
-    /// Where in a head of a checkpoint element `i` of a head is. Backends rotate element `i` with
-    /// `i + head_dim / 2`. Where less than the head is rotated, checkpoints have the pairs at
-    /// `i` and `i + dim / 2`, and all that is not rotated behind them. What attention computes of q and
-    /// k does not hang on the order of their elements.
+    /// The index, within a head of a checkpoint, of the backend's element `i`. Backends rotate
+    /// element `i` with `i + head_dim / 2`. Where only part of a head is rotated, checkpoints have
+    /// the pairs at `i` and `i + dim / 2`, followed by all unrotated elements. The order of
+    /// elements does not matter to the product of q and k.
     #[must_use]
     pub fn source(&self, head_dim: usize, i: usize) -> usize {
         let (rotated, half) = (self.dim / 2, head_dim / 2);
@@ -163,8 +165,8 @@ impl RopeConfig {
         }
     }
 
-    /// Rows of some whole heads in a checkpoint, in the order of [`RopeConfig::source`]: as few ranges
-    /// as there can be.
+    /// The rows of whole heads in a checkpoint, in the order of [`RopeConfig::source`], as the
+    /// smallest number of ranges.
     pub(super) fn rows(&self, head_dim: usize, heads: Range<usize>) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for head in heads {
@@ -178,8 +180,8 @@ impl RopeConfig {
         ranges
     }
 
-    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major; of pairs that are not rotated 1
-    /// and 0. Angles are rounded to f32 before, as transformers does.
+    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major; 1 and 0 for unrotated pairs.
+    /// Angles are first rounded to f32, as transformers does.
     #[must_use]
     pub fn tables(&self, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
         let frequencies: Vec<f32> =

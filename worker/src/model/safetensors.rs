@@ -1,7 +1,8 @@
-//! Weight files: `model.safetensors`, or shards with an index; mapped, checked, never copied whole.
+//! Weight files: `model.safetensors`, or shards with an index; memory-mapped, checked, never copied
+//! as a whole.
 //!
-//! Headers are bounded and validated before a tensor is looked at: offsets lie within the file, so
-//! a truncated file is an error here and not a fault later.
+//! Headers are bounded and validated before any tensor is accessed: all offsets lie within the
+//! file, so a truncated file is an error here rather than a fault later.
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -13,10 +14,10 @@ use safetensors::tensor::{Metadata, TensorInfo};
 
 use super::ModelError;
 
-/// Largest header taken: far above any model's.
+/// Largest accepted header, in bytes: far above any model's.
 const HEADER_MAX: u64 = 16 << 20;
 
-/// A tensor as it lies in its file.
+/// A tensor in its file.
 #[derive(Clone, Copy, Debug)]
 pub struct TensorView<'a> {
     /// Its shape.
@@ -25,15 +26,14 @@ pub struct TensorView<'a> {
     pub dtype: DType,
     /// Its bytes, row-major.
     pub data: &'a [u8],
-    /// What its elements are multiplied by, when it is quantised.
+    /// Factors of its elements, if it is quantised.
     pub scales: Option<Scales<'a>>,
-    /// The file, for messages.
+    /// The file, for error messages.
     pub file: &'a Path,
 }
 
 impl<'a> TensorView<'a> {
-    /// Its rows, outer dimensions taken as one, and its columns: of packed integers those of the
-    /// weights.
+    /// Rows (all outer dimensions merged) and columns; for packed integers, those of the weights.
     pub(crate) fn size(&self) -> (usize, usize) {
         if let Some(Scales::Packed(packed)) = &self.scales {
             return (packed.rows, packed.cols);
@@ -42,7 +42,7 @@ impl<'a> TensorView<'a> {
         (self.shape.iter().rev().skip(1).product(), cols)
     }
 
-    /// Some of its rows and columns.
+    /// A rectangle of its rows and columns.
     pub(crate) fn cut(&self, rows: Range<usize>, cols: Range<usize>) -> HostMatrix<'a> {
         let stride = self.size().1;
         let data: &'a [u8] = match &self.scales {
@@ -64,16 +64,16 @@ impl<'a> TensorView<'a> {
     }
 }
 
-/// Integers as they lie in their file.
+/// A tensor of integers in its file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IntegersView<'a> {
     /// Their shape.
     pub(crate) shape: &'a [usize],
-    /// Bytes of one of them: 4 or 8.
+    /// Bytes per integer: 4 or 8.
     pub(crate) size: usize,
     /// Their bytes.
     pub(crate) data: &'a [u8],
-    /// The file, for messages.
+    /// The file, for error messages.
     pub(crate) file: &'a Path,
 }
 
@@ -82,7 +82,7 @@ struct WeightFile {
     path: PathBuf,
     map: MappedFile,
     metadata: Metadata,
-    /// Where the data begins.
+    /// Offset of the first tensor's data in the file.
     data_start: usize,
 }
 
@@ -91,15 +91,15 @@ struct WeightFile {
 pub struct WeightFiles {
     folder: PathBuf,
     files: Vec<WeightFile>,
-    /// Where each tensor is.
+    /// Where each tensor is, by its name in a text-only model.
     tensors: BTreeMap<String, Place>,
 }
 
 #[derive(Debug)]
 struct Place {
-    /// The file's number.
+    /// Index of the file.
     file: usize,
-    /// What the tensor is called there.
+    /// The tensor's name in that file.
     name: String,
 }
 
@@ -111,9 +111,9 @@ struct Found<'a> {
     data: &'a [u8],
 }
 
-/// What a text model's tensors are called where the model is alone. Models that do more have them
-/// below `language_model`, as transformers 4 saves them, or below `model.language_model`, as it holds
-/// them since; adapters have a prefix of their own before that.
+/// The name that a tensor has in a text-only model. Multimodal models prefix it with
+/// `language_model` (as transformers 4 saves them) or `model.language_model` (as it names them
+/// since); adapters put a prefix of their own before that.
 fn name_alone(name: &str) -> String {
     let adapter = "base_model.model.";
     let (before, name) = match name.strip_prefix(adapter) {
@@ -149,7 +149,7 @@ impl WeightFiles {
         Ok(opened)
     }
 
-    /// Maps one file of weights and checks its header.
+    /// Maps one weight file and checks its header.
     ///
     /// # Errors
     /// [`ModelError::File`].
@@ -160,7 +160,7 @@ impl WeightFiles {
         Ok(opened)
     }
 
-    /// A file, all of whose tensors count.
+    /// Adds a file with all its tensors.
     fn add(&mut self, file: WeightFile) -> Result<(), ModelError> {
         let names: Vec<String> = file.metadata.tensors().into_keys().collect();
         self.files.push(file);
@@ -177,7 +177,7 @@ impl WeightFiles {
         Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
-    /// The names of all tensors, in order.
+    /// The names of all tensors, sorted.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
@@ -219,12 +219,12 @@ impl WeightFiles {
         Ok(())
     }
 
-    /// Where they are.
+    /// The model folder.
     pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// How many files there are, and the bytes of a text model's weights in them.
+    /// Number of files, and bytes of a text model's weights in them.
     #[must_use]
     pub fn size(&self) -> (usize, u64) {
         let text = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
@@ -235,16 +235,16 @@ impl WeightFiles {
         (self.files.len(), bytes)
     }
 
-    /// Whether there is such a tensor.
+    /// Whether the tensor exists.
     #[must_use]
     pub fn has(&self, tensor: &str) -> bool {
         self.tensors.contains_key(tensor)
     }
 
-    /// A tensor of exactly this shape, which is not quantised.
+    /// A tensor of exactly this shape, which must not be quantised.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, of another shape or of another type.
+    /// [`ModelError::Tensor`] when it is missing, or has another shape or type.
     pub fn tensor(&self, tensor: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
         let view = self.any_tensor(tensor, Some(shape))?;
         if let DType::F8E4M3 | DType::I8 = view.dtype {
@@ -256,7 +256,7 @@ impl WeightFiles {
         Ok(view)
     }
 
-    /// The numbers of a tensor of exactly this shape, which is not quantised.
+    /// The elements, as f32, of a tensor of exactly this shape, which must not be quantised.
     ///
     /// # Errors
     /// As [`WeightFiles::tensor`].
@@ -267,10 +267,10 @@ impl WeightFiles {
         Ok(values)
     }
 
-    /// The bytes of a tensor of unsigned integers of 8 bits, of exactly this shape, and their file.
+    /// The bytes of a tensor of 8-bit unsigned integers of exactly this shape, and its file.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, of another shape or of another type.
+    /// [`ModelError::Tensor`] when it is missing, or has another shape or type.
     pub(crate) fn bytes(
         &self,
         tensor: &str,
@@ -288,10 +288,10 @@ impl WeightFiles {
         Ok((data, file))
     }
 
-    /// A tensor, of exactly this shape where one is given; without the scales that it may need.
+    /// A tensor, of exactly `shape` if given; without the scales that it may need.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, of another shape or of an unknown type.
+    /// [`ModelError::Tensor`] when it is missing, has another shape, or has an unknown type.
     pub fn any_tensor(
         &self,
         tensor: &str,
@@ -318,10 +318,10 @@ impl WeightFiles {
         Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file })
     }
 
-    /// A tensor of integers of 32 bits, or of 64.
+    /// A tensor of 32-bit or 64-bit integers.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing or of another type.
+    /// [`ModelError::Tensor`] when it is missing or has another type.
     pub(crate) fn integers(&self, tensor: &str) -> Result<IntegersView<'_>, ModelError> {
         let Found { file, name, info, data } = self.find(tensor)?;
         let size = match info.dtype {
@@ -335,7 +335,7 @@ impl WeightFiles {
         Ok(IntegersView { shape: &info.shape, size, data, file })
     }
 
-    /// Where a tensor is.
+    /// Locates a tensor.
     fn find(&self, tensor: &str) -> Result<Found<'_>, ModelError> {
         let place = self.tensors.get(tensor);
         let found = place.and_then(|Place { file, name }| {
@@ -377,7 +377,7 @@ impl WeightFile {
                 format!("is truncated: its header has {length} bytes, the file {}", bytes.len());
             return Err(ModelError::file(&path, message));
         };
-        // The crate checks that tensors follow one another without gaps and have their shapes' sizes.
+        // The crate checks that tensors are contiguous and match the sizes of their shapes.
         let metadata: Metadata = serde_json::from_slice(header)
             .map_err(|error| ModelError::file(&path, format!("its header is damaged: {error}")))?;
         let (found, described) = (bytes.len() - data_start, metadata.data_len());

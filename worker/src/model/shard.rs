@@ -1,42 +1,42 @@
-//! PURE: which heads, columns and rows of a model one rank holds.
+//! PURE: which heads, columns and rows of a model one rank holds (tensor parallelism).
 //!
-//! Column-parallel: q, k, v, gate, up, also of every expert (a rank holds whole output rows). Row-parallel: the output
-//! and down projections (a rank holds input columns; their partial products are summed). The
-//! vocabulary is divided for the embedding and the output head.
+//! Column-parallel: q, k, v, gate and up, also those of every expert: a rank holds whole output
+//! rows. Row-parallel: the output and down projections: a rank holds input columns, and the ranks'
+//! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
 
 use super::ModelError;
 use super::config::ModelConfig;
 
-/// One rank's part.
+/// One rank's share of a model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// This rank.
     pub rank: usize,
-    /// Ranks.
+    /// Number of ranks.
     pub degree: usize,
-    /// In how many parts the sums over heads and over the MLP are made: see
+    /// Number of parts in which this rank's sums over heads and over the MLP are made: see
     /// [`Shard::with_reduction`].
     pub parts: usize,
-    /// Query heads held.
+    /// Query heads on this rank.
     pub heads: Range<usize>,
-    /// KV heads held; held by several ranks when there are more ranks than heads.
+    /// KV heads on this rank; replicated when there are more ranks than KV heads.
     pub kv_heads: Range<usize>,
-    /// MLP columns held, of dense layers.
+    /// MLP columns on this rank, in dense layers.
     pub intermediate: Range<usize>,
-    /// Columns held of each expert.
+    /// Columns of each expert on this rank.
     pub expert: Range<usize>,
-    /// Token ids held; the last ranks may hold fewer than `vocab_width`, or none.
+    /// Token ids on this rank; the last ranks may have fewer than `vocab_width`, or none.
     pub vocab: Range<usize>,
-    /// Rows of the vocabulary matrices, equal on all ranks.
+    /// Rows of this rank's embedding and output head matrices, equal on all ranks.
     pub vocab_width: usize,
 }
 
 impl Shard {
-    /// Divides a model.
+    /// Divides a model among `degree` ranks.
     ///
     /// # Errors
-    /// [`ModelError::Degree`] naming what does not divide and the degrees that would do.
+    /// [`ModelError::Degree`] naming what does not divide, and the possible degrees.
     pub fn new(config: &ModelConfig, rank: u32, degree: u32) -> Result<Self, ModelError> {
         let (rank, n) = (rank as usize, degree as usize);
         if n == 0 || rank >= n || !divides(config, n) {
@@ -82,10 +82,11 @@ impl Shard {
     }
 
     /// Makes sums over heads and over the MLP as `reduction` ranks would, so that every degree that
-    /// divides it gives the same bits.
+    /// divides `reduction` gives the same bits.
     ///
     /// # Errors
-    /// As [`Shard::new`] for that degree, or when it is no multiple of this one.
+    /// As [`Shard::new`] for `reduction` ranks; also when that is not this degree times a power of
+    /// two.
     pub fn with_reduction(self, config: &ModelConfig, reduction: u32) -> Result<Self, ModelError> {
         let wanted = reduction as usize;
         if !wanted.is_multiple_of(self.degree) || !(wanted / self.degree).is_power_of_two() {
@@ -165,7 +166,7 @@ mod tests {
                 let tokens: Vec<usize> = shards.iter().flat_map(|s| s.vocab.clone()).collect();
                 assert_eq!(tokens, (0..385).collect::<Vec<_>>());
                 for shard in shards {
-                    // Query head h attends with KV head h * kv / heads, wherever it is.
+                    // Query head h uses KV head h * kv / heads, on whichever rank it is.
                     let group = shard.heads.len() / shard.kv_heads.len();
                     for (i, head) in shard.heads.clone().enumerate() {
                         assert_eq!(shard.kv_heads.start + i / group, head * kv / heads);
@@ -180,7 +181,7 @@ mod tests {
         let error = Shard::new(&config(12, 4, 100), 0, 5).unwrap_err().to_string();
         assert!(error.contains("degree 5") && error.contains("12 heads"), "{error}");
         assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
-        // Experts are divided too, and where all layers have them, nothing else is.
+        // Experts are divided, too; where all layers have them, nothing else needs to divide.
         let routing = Routing { num_experts: 4, top_k: 2, normalise: true };
         let experts = ExpertsConfig {
             routing,

@@ -1,21 +1,21 @@
-//! PURE: how much memory one rank's part of a model takes on a device that keeps weights (but for
-//! those that are quantised), KV and products' inputs in bf16 and the rest in f32.
+//! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
+//! ones), KV and the inputs of products in bf16, and everything else in f32.
 use kernels::weights::Int4Groups;
 use shared::protocol::{EngineConfig, Quantization};
 
 use super::config::ModelConfig;
 use super::shard::Shard;
 
-/// Bytes of a quantised matrix's scale for each output.
+/// Bytes per output of a quantised matrix for its scale.
 const SCALE: u64 = 4;
-/// Rows times experts that are computed at a time.
+/// Most (row, expert) pairs computed at a time.
 const EXPERT_ROWS: u64 = 8192;
 
-/// Whether a device keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits.
+/// Whether a device keeps a 4-bit matrix with these groups (or a stack of them, if true) in 4 bits.
 pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
 
-/// Weights of a shard, in bytes: as if all matrices of the layers were packed where the configuration
-/// says that some are, and the output head not.
+/// Bytes of a shard's weights. Assumes that all matrices of the layers are packed if the
+/// configuration says that some are, and that the output head is not.
 #[must_use]
 pub fn weight_bytes(
     config: &ModelConfig,
@@ -29,8 +29,8 @@ pub fn weight_bytes(
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // One matrix that files do not have in 4 bits; one of a layer; one that is kept in the products'
-    // type in any case.
+    // Sizes of a matrix that is never in 4 bits in the files; of a matrix of a layer; and of one
+    // that always keeps the type of the products.
     let head = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
@@ -47,7 +47,7 @@ pub fn weight_bytes(
         }
     };
     let as_is = |rows: u64, cols: u64| 2 * rows * cols;
-    // Of row-parallel matrices each part has scales of its own.
+    // Each part of a row-parallel matrix has scales of its own.
     let parts = n(shard.parts);
     let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
     let mlp =
@@ -67,7 +67,7 @@ pub fn weight_bytes(
         + output
 }
 
-/// How many layers have an MLP, and how many have experts.
+/// The number of layers with an MLP, and with experts.
 fn layers(config: &ModelConfig) -> (u64, u64) {
     let sparse = config
         .experts
@@ -76,8 +76,8 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
     ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
-/// Activations of the largest step, in bytes; `widens` where some of its products take int8 weights in
-/// bf16.
+/// Bytes of the activations of the largest step. `widens` tells whether some products convert int8
+/// weights to bf16 first.
 #[must_use]
 pub fn activation_bytes(
     config: &ModelConfig,
@@ -91,20 +91,20 @@ pub fn activation_bytes(
     let kv = n(shard.kv_heads.len() * config.head_dim);
     let inner = n(shard.intermediate.len());
     let deltas = u64::from(shard.parts.ilog2()) + 1;
-    // Buffers, then what fused operations keep within.
+    // Buffers, plus the intermediates of fused operations.
     let row = hidden * (4 + 2 + 4 * deltas) + q * 2 * 2 + inner * 2 + (q + 2 * kv) * 4;
     let product = u64::from(sizes.max_num_batched_tokens.min(1024)) * inner * 2 * 4;
     let logits = n(shard.vocab_width) * n(shard.degree + 1) * 4;
     let experts = config.experts.as_ref().map_or(0, |experts| {
-        // What experts are chosen, and their inner activations; then what a product of some rows at a
-        // time takes and makes.
+        // The chosen experts and their inner activations, plus the inputs and outputs of a product
+        // over a limited number of rows.
         let top = n(experts.routing.top_k);
         let tokens = u64::from(sizes.max_num_batched_tokens);
         let slot = n(shard.expert.len()) * 2 + 16;
         tokens * (top * slot + n(experts.routing.num_experts) * 4)
             + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
     });
-    // A layer's largest quantised matrix, as products of many rows take it.
+    // The largest quantised matrix of a layer, converted for products of many rows.
     let widened = if widens { 2 * hidden * (q + 2 * kv).max(2 * inner) } else { 0 };
     experts
         + widened
@@ -113,7 +113,7 @@ pub fn activation_bytes(
         + u64::from(sizes.max_num_seqs) * logits
 }
 
-/// KV cache of one sequence of the greatest length, in bytes.
+/// Bytes of the KV cache of one sequence of maximum length.
 #[must_use]
 pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
     let token = config.num_layers * shard.kv_heads.len() * config.head_dim * 2 * 2;
@@ -175,20 +175,21 @@ mod tests {
         let config = config();
         let whole = Shard::new(&config, 0, 1).unwrap();
         let bytes = plain_bytes(&config, &whole, Quantization::None);
-        // 8.03e9 parameters, of which 266,240 are norms.
+        // 8.03e9 parameters, 266,240 of them in norms.
         assert_eq!(bytes / 2 + 266_240, 8_030_261_248);
         let half = Shard::new(&config, 1, 2).unwrap();
         assert_eq!(plain_bytes(&config, &half, Quantization::None) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config.clone() };
         assert_eq!(plain_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
-        // All but the embedding is half as large, but for a scale of each of the outputs: q, k, v,
-        // output, gate, up and down of 32 layers, and the head's.
+        // Everything but the embedding is half as large, plus a scale for each output: q, k, v,
+        // output, gate, up and down of 32 layers, and the head.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
         let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
         assert_eq!(plain_bytes(&config, &whole, Quantization::Int8), int8);
-        // The head is a matrix of its own then, tied or not.
+        // The head is then a separate matrix, tied or not.
         assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
-        // AWQ's usual form: embedding and head stay bf16, 128 inputs share a scale and a zero.
+        // The usual form of AWQ: embedding and head stay bf16; 128 inputs share a scale and a zero
+        // point.
         let awq = PackedForm {
             packing: Packing::Awq,
             bits: 4,
@@ -203,14 +204,14 @@ mod tests {
         assert_eq!(int4_bytes(&awq, &whole, Quantization::None), int4);
         assert_eq!(int4_bytes(&awq, &half, Quantization::None) * 2, int4);
         assert_eq!(int4_bytes(&awq, &whole, Quantization::Int8), int8);
-        // Elsewhere it is bf16, and a checkpoint without 4 bits is what it was.
+        // Other devices convert to bf16, and a checkpoint without 4-bit weights does not change.
         assert_eq!(plain_bytes(&awq, &whole, Quantization::None), bytes);
         assert_eq!(int4_bytes(&config, &whole, Quantization::None), bytes);
     }
 
     #[test]
     fn experts_are_counted_in_the_layers_that_have_them() {
-        // Qwen3-30B-A3B: 48 layers of 128 experts of 768, and no MLP.
+        // Qwen3-30B-A3B: 48 layers with 128 experts of width 768, and no MLP.
         let routing = Routing { num_experts: 128, top_k: 8, normalise: true };
         let experts = ExpertsConfig {
             routing,
@@ -229,7 +230,7 @@ mod tests {
             ..config()
         };
         let whole = Shard::new(&sparse, 0, 1).unwrap();
-        // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are norms.
+        // 30,532,122,624 parameters, of which 48 x (2 x 2048 + 2 x 128) + 2048 are in norms.
         assert_eq!(
             plain_bytes(&sparse, &whole, Quantization::None) / 2 + 48 * 4352 + 2048,
             30_532_122_624
@@ -256,8 +257,8 @@ mod tests {
         );
     }
 
-    /// gpt-oss-20b: 24 layers of 32 experts, whose matrices have 4 bits in groups of 32; attention,
-    /// embedding and head are bf16.
+    /// gpt-oss-20b: 24 layers with 32 experts, whose matrices have 4 bits in groups of 32;
+    /// attention, embedding and head are bf16.
     #[test]
     fn experts_alone_of_mxfp4_stay_small() {
         let experts = ExpertsConfig {
@@ -286,10 +287,10 @@ mod tests {
         let others = 24 * 2880 * (2 * 4096 + 2 * 512 + 32) + 2 * 201_088 * 2880u64;
         let bf16 = plain_bytes(&config, &whole, Quantization::None);
         assert_eq!(bf16, 2 * (expert_weights + others));
-        // A scale in f32 for each group.
+        // One f32 scale per group.
         let int4 = int4_bytes(&config, &whole, Quantization::None);
         assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
-        // Groups that a division cuts have a scale in each part.
+        // Groups cut by the division have a scale in each part.
         let quarter = Shard::new(&config, 3, 4).unwrap();
         assert_eq!(quarter.expert, 2160..2880);
         let all = 4 * int4_bytes(&config, &quarter, Quantization::None);
@@ -314,7 +315,7 @@ mod tests {
         let more = EngineConfig { max_num_batched_tokens: 4096, ..sizes.clone() };
         let bytes = |sizes| activation_bytes(&config, &whole, false, sizes);
         assert!(bytes(&sizes) < bytes(&more) && bytes(&more) < 2 << 30);
-        // Gate and up of one layer in bf16.
+        // Gate and up projections of one layer in bf16.
         let int8 = activation_bytes(&config, &whole, true, &sizes);
         assert_eq!(int8 - bytes(&sizes), 2 * 2 * 14336 * 4096);
     }

@@ -1,10 +1,10 @@
 //! One rank's shard of the weights, packed for its backend.
 //!
-//! Owns the tensor names of the Llama family, their shapes and which rectangle of each a rank
-//! takes. Everything is checked before anything is loaded, so that a folder with a wrong last
-//! layer fails at once. Of the files, only the pages of this rank's rectangles are read; but where weights
-//! are quantised to int8, those of the whole rows that they are parts of, which make the scales: a
-//! row-parallel matrix is read whole by every rank.
+//! Owns the tensor names of the Llama family, their shapes, and which rectangle of each tensor a
+//! rank takes. Everything is checked before anything is loaded, so that a folder with a bad last
+//! layer fails at once. Only the file pages of this rank's rectangles are read, with one exception:
+//! int8 scales are computed from whole rows, so when weights are quantised to int8, every rank
+//! reads row-parallel matrices completely.
 use std::ops::Range;
 
 use half::{bf16, f16};
@@ -22,63 +22,63 @@ use super::rope::RopeConfig;
 use super::safetensors::{TensorView, WeightFiles};
 use super::shard::Shard;
 
-/// One decoder layer.
+/// The weights of one decoder layer.
 #[derive(Debug)]
 pub struct LayerWeights<M, S, V> {
     /// RMSNorm before attention.
     pub input_norm: V,
     /// q, k, v projections.
     pub qkv: QkvWeights<M, V>,
-    /// Which of [`Weights::ropes`] turns q and k.
+    /// Index into [`Weights::ropes`] for q and k.
     pub rope: usize,
-    /// Each head's score besides those of tokens, where the model has them.
+    /// Attention sinks, `[heads]`: a learned logit per head that joins the softmax (gpt-oss).
     pub sinks: Option<V>,
-    /// Output projection, row-parallel.
+    /// Output projection, row-parallel: one matrix per part of the sum.
     pub output: Vec<M>,
-    /// Its bias; on rank 0 alone, since partial products are summed.
+    /// Its bias; only on rank 0, since partial products are summed.
     pub output_bias: Option<V>,
-    /// RMSNorm of what attention adds, where the model has one.
+    /// RMSNorm of the attention's output, before the residual add (Gemma 3).
     pub output_norm: Option<V>,
     /// RMSNorm before the MLP.
     pub post_norm: V,
     /// The MLP, or the experts in its place.
     pub mlp: Mlp<M, S, V>,
-    /// RMSNorm of what that adds, where the model has one.
+    /// RMSNorm of the MLP's output, before the residual add (Gemma 3).
     pub down_norm: Option<V>,
 }
 
-/// What a layer has behind its attention.
+/// The feed-forward part of a layer.
 #[derive(Debug)]
 pub enum Mlp<M, S, V> {
-    /// One MLP.
+    /// A dense MLP.
     Dense {
-        /// gate rows, then up rows.
+        /// The gate's rows, then the up's rows.
         gate_up: M,
-        /// Their biases.
+        /// The biases of both.
         gate_up_bias: Option<V>,
-        /// Down projection, row-parallel.
+        /// Down projection, row-parallel: one matrix per part of the sum.
         down: Vec<M>,
-        /// Its bias; on rank 0 alone.
+        /// Its bias; only on rank 0.
         down_bias: Option<V>,
     },
     /// A mixture of experts.
     Experts {
-        /// `[num_experts, hidden]`
+        /// Router, `[num_experts, hidden]`.
         router: M,
-        /// Its bias, the same on every rank.
+        /// Its bias, the same on all ranks.
         router_bias: Option<V>,
-        /// Each expert's gate, then its up.
+        /// For each expert its gate, then its up.
         gate_up: S,
-        /// Their biases.
+        /// The biases of both.
         gate_up_bias: Option<V>,
-        /// Every expert's down projection, row-parallel.
+        /// Down projections of all experts, row-parallel: one stack per part of the sum.
         down: Vec<S>,
-        /// Their biases; on rank 0 alone.
+        /// Their biases; only on rank 0.
         down_bias: Option<V>,
     },
 }
 
-/// A backend's own.
+/// The weights in a backend's own types.
 pub type BackendWeights<B> =
     Weights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
 type BackendLayer<B> =
@@ -90,34 +90,34 @@ type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Ba
 pub struct Weights<M, S, V> {
     /// `[vocab_width, hidden]`.
     pub embedding: M,
-    /// What its rows are multiplied by.
+    /// Factor of its rows.
     pub embedding_scale: f32,
-    /// `[vocab_width, hidden]`; absent when tied to the embedding.
+    /// Output head, `[vocab_width, hidden]`; `None` when tied to the embedding.
     pub lm_head: Option<M>,
     /// The layers.
     pub layers: Vec<LayerWeights<M, S, V>>,
     /// RMSNorm before the output head.
     pub final_norm: V,
-    /// Rotary tables, each once: layers name theirs.
+    /// Rotary tables, each distinct one once; layers refer to them by index.
     pub ropes: Vec<RopeTable<V>>,
-    /// Bytes of the shard's matrices: as stored, or quantised.
+    /// Bytes of the shard's matrices as kept: as stored, or quantised.
     pub bytes: u64,
 }
 
-/// Where one rank's weights are, and which of them it takes.
+/// The files, configuration and shard to load from.
 #[derive(Clone, Copy, Debug)]
 pub struct Source<'a> {
     /// The model's files.
     pub files: &'a WeightFiles,
-    /// What they are the weights of.
+    /// The configuration of their model.
     pub config: &'a ModelConfig,
-    /// The rank's part.
+    /// This rank's share.
     pub shard: &'a Shard,
 }
 
-/// Checks all tensors, then packs one rank's shard of each, quantised where `quantization` says so:
-/// all matrices of the layers but routers, and the output head; a head that is the embedding becomes
-/// a matrix of its own then, for the embedding stays as it is. `max_positions` bounds the rotary
+/// Checks all tensors, then packs this rank's shard of each. With `quantization`, quantises all
+/// matrices of the layers except routers, and the output head; a head tied to the embedding then
+/// becomes a separate matrix, since the embedding stays as it is. `max_positions` bounds the rotary
 /// tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
 ///
 /// # Errors
@@ -173,7 +173,7 @@ pub fn load<B: Backend>(
     })
 }
 
-/// As models compute it that multiply embeddings: in the type of the embedding.
+/// Rounds the embedding's factor to the embedding's type, as the models' reference code does.
 fn embedding_scale(scale: f64, dtype: DType) -> f32 {
     match dtype {
         DType::Bf16 => bf16::from_f32(scale as f32).to_f32(),
@@ -182,7 +182,7 @@ fn embedding_scale(scale: f64, dtype: DType) -> f32 {
     }
 }
 
-/// Each rotary embedding once, in the order of the layers that are the first to have it.
+/// Each distinct rotary embedding once, in the order of the first layers that use it.
 fn kinds(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
     let mut kinds: Vec<&RopeConfig> = Vec::new();
     for rope in ropes {
@@ -197,7 +197,7 @@ fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Bytes of a matrix as it is kept; `int4` are the groups of one that stays in 4 bits.
+/// Bytes of a matrix as kept; `int4` holds the groups of a matrix that stays in 4 bits.
 fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
     let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
     match (kept, int4) {
@@ -208,7 +208,7 @@ fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) 
     }
 }
 
-/// What one rank takes of one layer: checked, not yet read.
+/// One rank's share of one layer: checked, not read yet.
 struct LayerPart<'a> {
     input_norm: Vec<f32>,
     rope: usize,
@@ -244,7 +244,7 @@ impl<'a> MlpPart<'a> {
     }
 }
 
-/// Finds tensors and cuts this rank's part out of them.
+/// Finds tensors and cuts out this rank's share.
 struct Part<'a>(Source<'a>);
 
 impl<'a> Part<'a> {
@@ -254,8 +254,8 @@ impl<'a> Part<'a> {
         let (hidden, head_dim) = (config.hidden_size, config.head_dim);
         let scaled = |range: &Range<usize>| range.start * head_dim..range.end * head_dim;
         let rope = &config.ropes[index];
-        // This rank's features of q, k, v and the MLP: those that are rotated in the order in which
-        // backends rotate them.
+        // This rank's features of q, k, v and the MLP; rotated ones in the order in which backends
+        // rotate them.
         let (q, kv) = (scaled(&shard.heads), scaled(&shard.kv_heads));
         let inner = shard.intermediate.clone();
         let qkv = [
@@ -294,7 +294,7 @@ impl<'a> Part<'a> {
             }
             Ok::<_, ModelError>(Some(joined))
         };
-        // Checked on every rank, kept on one.
+        // Checked on every rank, kept on rank 0.
         let row_parallel_bias = |wanted: bool, module: Module| {
             let all = 0..hidden;
             let bias = biases(wanted, &[(module, vec![all])])?;
@@ -307,7 +307,8 @@ impl<'a> Part<'a> {
             };
             Ok::<_, ModelError>(all.map(ordered))
         };
-        // With norms of what is added, `post_attention_layernorm` is one of those.
+        // In models with `delta_norms`, `post_attention_layernorm` normalises the attention's
+        // output.
         let (output_norm, post_norm, down_norm) = match config.delta_norms {
             false => (None, "post_attention_layernorm.weight", None),
             true => (
@@ -357,7 +358,7 @@ impl<'a> Part<'a> {
         })
     }
 
-    /// This rank's rows of a `[vocab, hidden]` tensor, zero rows behind them up to `vocab_width`.
+    /// This rank's rows of a `[vocab, hidden]` tensor, padded with zero rows to `vocab_width`.
     fn vocabulary<'b>(
         &self,
         name: &str,
@@ -371,7 +372,7 @@ impl<'a> Part<'a> {
         let own = rows_of(&tensor, &shard.vocab);
         let rows = shard.vocab_width - shard.vocab.len();
         let behind = match own.scales {
-            // Whose rows behind the last are zeros.
+            // Rows after the last one of a packed matrix read as zeros.
             Some(Scales::Packed(_)) => {
                 tensor.cut(config.vocab_size..config.vocab_size + rows, 0..own.cols)
             }
@@ -386,7 +387,7 @@ impl<'a> Part<'a> {
         self.0.files.numbers(name, &[len])
     }
 
-    /// The weight of a norm, as it is multiplied with.
+    /// The weight of an RMSNorm, with `norm_offset` added.
     fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let mut values = self.vector(name, len)?;
         values.iter_mut().for_each(|weight| *weight += self.0.config.norm_offset);
@@ -410,14 +411,14 @@ fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
     tensor.cut(0..tensor.size().0, cols.clone())
 }
 
-/// Packs matrices and reports how far it is.
+/// Packs matrices and reports progress.
 struct Loader<'a, 'p, B> {
     backend: &'a mut B,
     quantization: Quantization,
     progress: &'p mut dyn FnMut(u64, u64),
     done: u64,
     total: u64,
-    /// Bytes that are kept.
+    /// Bytes kept so far.
     held: u64,
 }
 
@@ -470,7 +471,7 @@ impl<B: Backend> Loader<'_, '_, B> {
         Ok(stack)
     }
 
-    /// One of the matrices that are quantised.
+    /// Packs a matrix that is quantised where `quantization` says so.
     fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
         let matrix = match self.quantization {
             Quantization::None => self.backend.load_matrix(parts),
@@ -480,7 +481,7 @@ impl<B: Backend> Loader<'_, '_, B> {
         Ok(matrix)
     }
 
-    /// One that is not: an embedding, a router.
+    /// Packs a matrix that is never quantised: an embedding, a router.
     fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
         let matrix = self.backend.load_matrix(parts)?;
         self.advance(parts, Quantization::None, false);
@@ -494,7 +495,7 @@ impl<B: Backend> Loader<'_, '_, B> {
         (self.progress)(self.done, self.total);
     }
 
-    /// Each a matrix of its own.
+    /// Packs each matrix separately.
     fn parts(&mut self, parts: &[HostMatrix<'_>]) -> Result<Vec<B::Matrix>, KernelError> {
         parts.iter().map(|part| self.matrix(std::slice::from_ref(part))).collect()
     }

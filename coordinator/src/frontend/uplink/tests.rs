@@ -1,4 +1,4 @@
-//! A front end whose coordinator stops reading and says all the same that it is there.
+//! A front end whose coordinator stops reading but still answers pings.
 use shared::actor::ActorRuntime;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
@@ -11,7 +11,7 @@ use super::*;
 use crate::engine::EngineHandle;
 use crate::http::options::ApiOptions;
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn serving() -> Serving {
@@ -28,14 +28,14 @@ fn serving() -> Serving {
 
 fn request(id: u64) -> GenerateRequest {
     GenerateRequest::new(
-        RequestId(id), // Some 800 KB on the wire.
+        RequestId(id), // About 800 KB on the wire.
         vec![70_000; 200_000],
         vec![SamplingParams::greedy()],
         1,
     )
 }
 
-/// Takes one front end in, reads nothing of it any more, and pings.
+/// Welcomes one front end, then reads nothing more from it, and pings.
 async fn coordinator_that_reads_nothing(listener: TcpListener) {
     let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
     connection.receive(PATIENCE).await.unwrap();
@@ -93,7 +93,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     let readiness = uplink.readiness();
     let (stop, stopped) = oneshot::channel();
     let running = tokio::spawn(uplink.run(to, connection, welcome, stopped));
-    // More than a queue, a socket's buffers and what is being written hold together.
+    // More than a queue, a socket's buffers and the write in progress hold together.
     let mut asked = Vec::new();
     for id in 0..400 {
         asked.push(engine.submit(request(id)).unwrap());
@@ -105,7 +105,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     assert!(end.is_none(), "{end:?}");
 }
 
-/// A client whose own cancellation found no room in the queue.
+/// A client whose own cancellation did not fit into the command queue.
 #[tokio::test]
 async fn a_request_without_its_client_is_cancelled_with_its_next_event_or_soon() {
     let (clock, options) = options("127.0.0.1:1");

@@ -1,5 +1,5 @@
-//! What must be called or answered in harmony: held to in the message that it is of, never in what is
-//! thought before.
+//! Forced calls and answers in harmony: the grammar constrains the message in question, never the
+//! reasoning before it.
 use super::*;
 use crate::text::reply::grammar::{self, Function};
 use crate::text::reply::harmony::grammar as messages;
@@ -12,7 +12,7 @@ const PROMPT: &str = "<|start|>user<|message|>Hi<|end|><|start|>assistant";
 const THOUGHT: &str =
     "<|channel|>analysis<|message|>Say {\"a\": 1} or no?<|end|><|start|>assistant";
 
-/// The grammar of a reply to a prompt that ends so, and what such a reply says.
+/// The grammar of replies to a prompt that ends in `opening`.
 struct Held {
     model: TextModel,
     grammar: Arc<Grammar>,
@@ -30,7 +30,7 @@ impl Held {
         Self { model, grammar, opening }
     }
 
-    /// What replies say that begin so and go on at random.
+    /// The parts of random replies that begin with `begin`.
     fn said(&self, begin: &str) -> Vec<Vec<Part>> {
         let rules = Arc::new(ReplyRules {
             calls: Some(CallFormat::Harmony),
@@ -59,7 +59,7 @@ impl Held {
         replies
     }
 
-    /// Whether a reply may begin so.
+    /// Whether a reply may begin with `begin`.
     fn takes(&self, begin: &str) -> bool {
         let mut guide = self.grammar.guide(false).unwrap();
         self.model.encode(begin, false).unwrap().into_iter().all(|token| {
@@ -85,7 +85,7 @@ fn thought(parts: &[Part]) -> String {
     parts.collect()
 }
 
-/// The calls, each a name and its arguments.
+/// The calls: (name, arguments) each.
 fn calls(parts: &[Part]) -> Vec<(String, String)> {
     let mut calls: Vec<(String, String)> = Vec::new();
     for part in parts {
@@ -184,20 +184,20 @@ fn calls_are_held_to_their_schemas_in_both_forms_of_a_header() {
     assert!(!both.takes("<|channel|>final<|message|>y"));
 }
 
-/// Text that spells a mark is read as text, from the tokens on.
+/// Text that merely spells a mark is read as text, even when it comes from tokens.
 #[test]
 fn spelled_marks_are_no_tokens() {
     let model = harmony();
     let ends = ["<|return|>", "<|call|>"].map(|it| model.special_token(it).unwrap());
     assert_eq!(model.harmony_ends, ends);
     let mut tokens = model.encode("<|channel|>final<|message|>é", false).unwrap();
-    // Character by character, as no tokenizer would.
+    // Character by character, which no tokenizer would do.
     tokens.extend("<|end|>".chars().flat_map(|c| model.encode(&c.to_string(), false).unwrap()));
     let fenced = Some(model.special_tokens().clone());
     let rules = Arc::new(StopRules { keep_special: true, fenced, ..StopRules::default() });
     let mut stream = TextStream::new(model.tokenizer.clone(), rules);
     let mut text = String::new();
-    // What the model says itself is no fence, wherever it stands.
+    // A fence character from the model itself is never treated as a fence.
     let spelled = format!("{FENCE}<|call|>");
     tokens.extend(spelled.chars().flat_map(|c| model.encode(&c.to_string(), false).unwrap()));
     tokens.extend(model.encode(&format!("{FENCE}a<|end|>b{FENCE}"), false).unwrap());

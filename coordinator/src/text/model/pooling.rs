@@ -1,5 +1,5 @@
-//! How a model folder says that embeddings are made: `1_Pooling/config.json`, as sentence-transformers
-//! writes it.
+//! How embeddings are pooled, as a model folder says in `1_Pooling/config.json`, the format of
+//! sentence-transformers.
 use std::path::Path;
 
 use serde_json::Value;
@@ -7,14 +7,15 @@ use shared::sampling::Pooling;
 
 use super::{TextModelError, optional_json};
 
-/// Where it says so.
+/// The files that say so.
 pub(super) const FILES: [&str; 2] = ["modules.json", "1_Pooling/config.json"];
 
-/// Reads it. A folder that says nothing is one of a model that writes: its last token knows most. The
-/// inner error is a way that is not supported; the model can do all else.
+/// Reads the pooling mode. A folder without the file holds a generative model, of which the last
+/// token's vector is used, since it depends on all tokens. The inner error is an unsupported mode;
+/// the model can then do everything else.
 ///
 /// # Errors
-/// [`TextModelError`] when a file is no JSON.
+/// [`TextModelError`] when a file is not JSON.
 pub(super) fn read(folder: &Path) -> Result<Result<Pooling, String>, TextModelError> {
     let modules = optional_json(&folder.join(FILES[0]))?;
     let config = optional_json(&folder.join(FILES[1]))?;
@@ -32,7 +33,7 @@ fn of_config(config: &Value) -> Result<Pooling, String> {
     let Some(config) = config.as_object() else { return Ok(Pooling::Last) };
     let flags = config.iter().filter(|(_, value)| **value == Value::Bool(true));
     let flags = flags.filter_map(|(name, _)| name.strip_prefix("pooling_mode_"));
-    // Newer files have the word itself.
+    // Newer files name the mode in one key.
     let word = config.get("pooling_mode").and_then(Value::as_str);
     let modes: Vec<&str> = word.map_or_else(|| flags.collect(), |word| vec![word]);
     match modes.as_slice() {

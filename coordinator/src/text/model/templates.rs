@@ -1,4 +1,4 @@
-//! Which chat templates a model folder has.
+//! Finds the chat templates of a model folder.
 use std::path::{Path, PathBuf};
 
 use serde_json::Value;
@@ -6,22 +6,22 @@ use serde_json::Value;
 use super::{TextModelError, optional_json};
 use crate::text::template::TOOL_USE;
 
-/// Where a template has a file of its own: the usual one, and that for conversations with tools.
+/// Template files: the usual one, and the one for conversations with tools.
 pub(super) const FILES: [&str; 2] =
     ["chat_template.jinja", "additional_chat_templates/tool_use.jinja"];
 
-/// Where a model folder has its chat templates: each with the file that it is in.
+/// The chat templates of a model folder, each with the file that holds it.
 #[derive(Debug, Default)]
 pub(super) struct Sources {
     pub(super) default: Option<(PathBuf, String)>,
-    /// For conversations with tools.
+    /// The template for conversations with tools.
     pub(super) tool_use: Option<(PathBuf, String)>,
 }
 
 impl Sources {
-    /// As transformers looks for them: files of their own go before what `tokenizer_config.json`
-    /// says, which is one template or a list of named ones. One that the operator chose is the only
-    /// one.
+    /// Searches as transformers does: separate files take precedence over `tokenizer_config.json`,
+    /// which holds one template or a list of named ones. A template chosen by the operator is the
+    /// only one.
     pub(super) fn find(
         folder: &Path,
         chosen: Option<&Path>,
@@ -58,7 +58,7 @@ impl Sources {
                 }
             }
             _ => {
-                // Of models that also see.
+                // Multimodal models have it there.
                 let file = folder.join("chat_template.json");
                 let read = optional_json(&file)?;
                 match read.get("chat_template").and_then(Value::as_str) {
@@ -78,7 +78,7 @@ mod tests {
     use crate::text::model::TextModel;
     use crate::text::template::Conversation;
 
-    /// What conversations without tools and with some become, of a folder with these files.
+    /// The prompts of a conversation without tools and of one with tools, given these files.
     fn rendered(config: &Value, files: &[(&str, &str)], chosen: Option<&str>) -> [String; 2] {
         let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
         let folder = tempfile::tempdir().unwrap();
@@ -103,7 +103,7 @@ mod tests {
 
     #[test]
     fn conversations_with_tools_have_a_template_of_their_own_where_there_is_one() {
-        // As Hermes 3 has it.
+        // As in Hermes 3.
         let named = |name: &str, text: &str| json!({"name": name, "template": text});
         let list = json!([named("tool_use", "listed"), named("default", "plain")]);
         let (own, added) = ((FILES[0], "own"), (FILES[1], "added"));

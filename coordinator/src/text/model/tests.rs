@@ -1,4 +1,4 @@
-//! Tokenizers, templates and incremental decoding against golden values.
+//! Tokenizers, templates and incremental decoding, compared with golden values.
 use proptest::prelude::*;
 
 use super::super::detokenizer::IncrementalDecoder;
@@ -39,7 +39,7 @@ fn prompts_equal_the_goldens() {
     }
 }
 
-/// As Gemma's is: what the system says is the beginning of the first turn.
+/// As in Gemma's template: the system message becomes the beginning of the first turn.
 #[test]
 fn a_template_without_system_turns_takes_parts_and_wants_roles_to_alternate() {
     let [_, model] = of_bytes();
@@ -51,7 +51,7 @@ fn a_template_without_system_turns_takes_parts_and_wants_roles_to_alternate() {
     let rendered = template.render(&Conversation::new(messages)).unwrap();
     let want = "<bos><start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n<start_of_turn>model\n";
     assert_eq!(rendered, want);
-    // One token each, and the text's beginning is not marked twice.
+    // One token each, and the beginning of the text is marked only once.
     let tokens = model.encode(&rendered, false).unwrap();
     assert_eq!(tokens[..2], [2, 105]);
     assert_eq!(tokens.iter().filter(|token| [2, 105, 106].contains(*token)).count(), 4);
@@ -60,7 +60,7 @@ fn a_template_without_system_turns_takes_parts_and_wants_roles_to_alternate() {
     assert!(matches!(&error, RenderError::Conversation(text) if text.contains("alternate")));
 }
 
-/// Fine-tuned models end turns with a token that their older files do not know of.
+/// Fine-tuned models end turns with a token that their older files do not list.
 #[test]
 fn what_the_tokenizer_ends_with_ends_text_too() {
     let (demo, copy) = (&folders()[0], tempfile::tempdir().unwrap());
@@ -85,7 +85,7 @@ fn what_the_tokenizer_ends_with_ends_text_too() {
     }
 }
 
-/// Models that also see have it there, and a tokenizer's own comes first.
+/// Multimodal models have a separate file; a tokenizer's own template takes precedence.
 #[test]
 fn a_template_may_be_in_a_file_of_its_own() {
     let (demo, copy) = (&folders()[0], tempfile::tempdir().unwrap());
@@ -108,7 +108,7 @@ fn a_template_may_be_in_a_file_of_its_own() {
     assert_eq!(rendered().as_deref(), Some("own ?"));
 }
 
-/// What bounds a request is the text model's.
+/// The text model's sizes bound a request.
 #[test]
 fn sizes_are_those_of_the_text_model() {
     let copy = tempfile::tempdir().unwrap();
@@ -145,7 +145,7 @@ fn in_pieces(model: &TextModel, tokens: &[u32]) -> String {
     text
 }
 
-/// Byte-level BPE, and BPE with byte fallback.
+/// A byte-level BPE model, and a BPE model with byte fallback.
 fn of_bytes() -> [TextModel; 2] {
     let gemma = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models/gemma3");
     [folders()[0].clone(), gemma].map(|folder| TextModel::load(&folder).unwrap())
@@ -164,15 +164,16 @@ fn no_half_character_is_ever_emitted() {
         decoder.finish(&mut text);
         assert_eq!(text, "Café — naïve  你好 🦊! done");
     }
-    // Cut in the middle of the fox: what is left becomes U+FFFD at the end, as in one piece.
+    // Cut in the middle of the fox emoji: the rest becomes U+FFFD at the end, as when decoded at
+    // once.
     let [model, _] = of_bytes();
     let tokens = model.encode("Café — naïve 你好 🦊! done", false).unwrap();
     let cut = &tokens[..tokens.len() - 4];
     assert_eq!(in_pieces(&model, cut), model.decode(cut));
 }
 
-/// Decoded in one, all bytes of a run are no characters when one is none; those that came before it
-/// are text by then.
+/// When all tokens are decoded at once, one invalid byte invalidates its whole run of bytes;
+/// decoded incrementally, the valid characters before it have been emitted already.
 #[test]
 fn bytes_that_are_no_character_lose_no_text() {
     let [_, model] = of_bytes();

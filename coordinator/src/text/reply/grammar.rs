@@ -1,12 +1,12 @@
-//! Replies that must call tools, or must be what was asked for once the reasoning is over: grammars
-//! in Lark's notation, as llguidance reads it.
+//! Grammars of replies that must call tools, or must match a schema after their reasoning, in
+//! Lark's notation as llguidance reads it.
 use serde_json::{Map, Value, json};
 
 use super::format::{self, CallFormat};
 use super::{THINK, THINK_END};
 use crate::guide;
 
-/// What may stand between the parts of arguments: as in the calls that models were taught by.
+/// White space allowed between the parts of arguments: as in the calls that models were trained on.
 const WHITESPACE: &str = " ?";
 
 /// A function that may be called.
@@ -14,18 +14,16 @@ const WHITESPACE: &str = " ?";
 pub struct Function {
     /// Its name.
     pub name: String,
-    /// The JSON schema of its arguments; any object where there is none.
+    /// The JSON schema of its arguments; without one, any object.
     pub parameters: Option<Map<String, Value>>,
-    /// All of the schema is heeded, or it is an error; otherwise what is not known of it is left
-    /// out.
+    /// An unknown part of the schema is an error; otherwise it is ignored.
     pub strict: bool,
 }
 
-/// Special tokens of a vocabulary by their text.
+/// Looks up a special token by its text.
 pub type Special<'a> = &'a dyn Fn(&str) -> Option<u32>;
 
-/// The rule `head`, with those it needs: calls of these functions, one or, if `several`, more of
-/// them.
+/// The rule `head` and those it needs: one call of these functions, or more if `several`.
 #[must_use]
 pub fn calls(
     head: &str,
@@ -35,7 +33,7 @@ pub fn calls(
     special: Special<'_>,
 ) -> String {
     let mark = |text: &str| mark(text, special);
-    // Models that are told of the mark before arguments have a token for it.
+    // Models trained with the mark before arguments have a token for it.
     let named = format == CallFormat::Mistral && special(format::ARGUMENTS).is_some();
     let mut rules = String::new();
     for (index, function) in functions.iter().enumerate() {
@@ -63,7 +61,7 @@ pub fn calls(
         CallFormat::Llama3Json => list("call", "\"; \" "),
         CallFormat::Mistral if named => list(&format!("{opening} call"), ""),
         CallFormat::Mistral => format!("{opening} \"[\" {} \"]\"", list("call", "\", \" ")),
-        // Replies of harmony have a grammar of their own.
+        // Harmony replies have a grammar of their own.
         CallFormat::Hermes | CallFormat::Qwen3Coder | CallFormat::Harmony => {
             let (open, close) = (mark(format::TOOL_CALL), mark(format::TOOL_CALL_END));
             list(&format!("{open} \"\\n\" call \"\\n\" {close}"), "\"\\n\" ")
@@ -79,7 +77,7 @@ impl Function {
             schema.values_mut().for_each(without_look_around);
         }
         schema.entry("type").or_insert_with(|| "object".into());
-        // Clients do not write the schemas of all tools that they offer.
+        // Lenient, since clients do not write the schemas of all tools that they offer.
         let guidance = json!({"whitespace_pattern": WHITESPACE, "lenient": !self.strict,
             "coerce_one_of": true});
         schema.insert("x-guidance".to_owned(), guidance);
@@ -87,7 +85,7 @@ impl Function {
     }
 }
 
-/// Leaves out patterns that look around, which no grammar does.
+/// Removes patterns with look-around, which no grammar supports.
 fn without_look_around(schema: &mut Value) {
     match schema {
         Value::Object(map) => {
@@ -102,16 +100,16 @@ fn without_look_around(schema: &mut Value) {
     }
 }
 
-/// The rule `head`: JSON of a schema that says what may stand between its parts.
+/// The rule `head`: JSON that matches `schema`, which also says what white space is allowed.
 #[must_use]
 pub fn json(head: &str, schema: &Value) -> String {
     format!("{head}: %json {schema}\n")
 }
 
-/// The rule `head`: what a regular expression matches.
+/// The rule `head`: text that matches a regular expression.
 #[must_use]
 pub fn regex(head: &str, regex: &str) -> String {
-    // What delimits it, unless it is escaped already.
+    // Escapes the delimiter, unless that is escaped already.
     let (mut escaped, mut written) = (false, String::with_capacity(regex.len()));
     for c in regex.chars() {
         match c {
@@ -127,18 +125,19 @@ pub fn regex(head: &str, regex: &str) -> String {
 /// The rule `head`: one of these strings.
 #[must_use]
 pub fn choice(head: &str, strings: &[String]) -> String {
-    // One terminal: thousands of rules would be looked at one by one.
+    // As one terminal: thousands of rules would be tried one by one.
     let strings: Vec<String> = strings.iter().map(|string| quoted(string)).collect();
     format!("{head}: CHOICE\nCHOICE: {}\n", strings.join(" | "))
 }
 
-/// The grammar of a reply that `body` is the rule of, one of `rules`.
+/// The grammar of a reply that matches the rule `body`, one of `rules`.
 #[must_use]
 pub fn whole(body: &str, rules: &str) -> String {
     format!("start: {body}\n{rules}")
 }
 
-/// As [`whole`], behind the reply's reasoning, which the prompt has opened or the model may.
+/// As [`whole`], after the reply's reasoning, which the prompt has opened (`is_open`) or the model
+/// may.
 #[must_use]
 pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) -> String {
     let start = if is_open {
@@ -147,19 +146,19 @@ pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) ->
         format!("({} thought)? ({body})", mark(THINK, special))
     };
     let end = mark(THINK_END, special);
-    // A token that is no text ends any text.
+    // A token that is not text ends any text; otherwise the match must be lazy.
     let lazy = if special(THINK_END).is_some() { "" } else { "[lazy]" };
     format!(
         "start: {start}\nthought: until_end /\\n{{0,2}}/\nuntil_end{lazy}: /(?s:.*)/ {end}\n{rules}"
     )
 }
 
-/// A mark of a form: a token, where the vocabulary has one that is no text.
+/// A mark of a format: a special token, where the vocabulary has one.
 pub(super) fn mark(text: &str, special: Special<'_>) -> String {
     special(text).map_or_else(|| quoted(text), |token| format!("<[{token}]>"))
 }
 
-/// Text as Lark's strings are written: as JSON's.
+/// Text as a string in Lark's notation, which is that of JSON.
 pub(super) fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }

@@ -1,14 +1,17 @@
-//! PURE: replies of gpt-oss, in OpenAI's harmony format: messages, each with a header that names its
-//! channel and, of a call, whom it is to.
+//! PURE: replies of gpt-oss in OpenAI's harmony format: messages, each with a header that names its
+//! channel and, for a call, its recipient.
 //!
 //! ```text
 //! <|channel|>analysis<|message|>..<|end|><|start|>assistant<|channel|>final<|message|>..<|return|>
 //! <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>
 //! ```
 //!
-//! `analysis` is reasoning, `final` the answer, `commentary` to nobody is said to the user before
-//! tools are called. Models leave out marks and write headers of their own: whatever is no header is
-//! text, none of it is lost, and no mark is ever part of it.
+//! `analysis` is reasoning, `final` the answer; `commentary` without a recipient is a preamble for
+//! the user before tool calls. Models omit marks and write headers of their own: whatever is not a
+//! header is text. No text is lost, and no mark ever becomes part of it.
+//!
+//! - [`grammar`]: grammars of harmony replies
+//! - `header`: headers of messages
 pub mod grammar;
 mod header;
 #[cfg(test)]
@@ -29,26 +32,26 @@ const RETURN: &str = "<|return|>";
 const CALL: &str = "<|call|>";
 /// All marks.
 pub(super) const MARKS: [&str; 7] = [START, END, MESSAGE, CHANNEL, CONSTRAIN, RETURN, CALL];
-/// Those that end a reply.
+/// The marks that end a reply.
 pub const ENDS: [&str; 2] = [RETURN, CALL];
 
-/// Stands on both sides of a special token in text that has them, so that nobody takes for a mark
-/// what only spells one. No keyboard writes it.
+/// Surrounds the text of each special token, so that text that merely spells a mark is not taken
+/// for one. No keyboard types it.
 pub const FENCE: char = '\u{f8fe}';
-/// Bytes of a special token's text.
+/// Longest text of a special token, in bytes.
 const TOKEN_MAX: usize = 128;
 
-/// How a reply's messages are told from each other.
+/// How a reply's messages are recognised.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Harmony {
-    /// Marks are special tokens, between two of [`FENCE`]; otherwise they are text.
+    /// Marks are special tokens, each between two [`FENCE`] characters; otherwise marks are text.
     pub fenced: bool,
-    /// Where the prompt ends.
+    /// Where in a message the prompt ends.
     pub opening: Opening,
 }
 
 impl Harmony {
-    /// Whether marks are special tokens of this vocabulary.
+    /// Whether the vocabulary has special tokens for the marks.
     #[must_use]
     pub fn is_fenced(&self, special: Special<'_>) -> bool {
         special(MESSAGE).is_some()
@@ -60,7 +63,7 @@ impl Harmony {
 pub struct Opening(State);
 
 impl Opening {
-    /// Where this prompt ends.
+    /// The place where `prompt` ends.
     #[must_use]
     pub fn after(prompt: &str) -> Self {
         let Some(at) = prompt.rfind(START) else { return Self::default() };
@@ -73,7 +76,7 @@ impl Opening {
         Self(reader.state)
     }
 
-    /// What a prompt goes on with, for the answer to come next, without reasoning.
+    /// What to append to a prompt so that the answer follows, without reasoning.
     #[must_use]
     pub fn to_answer(&self) -> &'static str {
         match &self.0 {
@@ -89,18 +92,18 @@ impl Opening {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 enum State {
-    /// No message has begun.
+    /// Between messages.
     #[default]
     Between,
     Header(Header),
     Body(Body),
 }
 
-/// A message behind its header.
+/// Within a message, after its header.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Body {
     of: Of,
-    /// It has text.
+    /// It has text already.
     begun: bool,
 }
 
@@ -111,19 +114,19 @@ enum Of {
     Call,
 }
 
-/// Reads one reply.
+/// Parses one reply.
 #[derive(Clone, Debug)]
 pub(super) struct Reader {
     rules: Arc<ReplyRules>,
     fenced: bool,
     state: State,
-    /// What may be the beginning of a mark.
+    /// Text that may be the beginning of a mark.
     held: String,
     num_calls: u32,
 }
 
 impl Reader {
-    /// A reader that has read nothing, where a reply is messages.
+    /// A parser at the start of a reply; `None` if the rules are not those of harmony.
     pub(super) fn new(rules: &Arc<ReplyRules>) -> Option<Self> {
         let Harmony { fenced, opening } = rules.harmony.as_ref()?;
         Some(Self {
@@ -135,12 +138,12 @@ impl Reader {
         })
     }
 
-    /// Whether what comes next is reasoning.
+    /// Whether the next text is reasoning.
     pub(super) fn reasons(&self) -> bool {
         matches!(self.state, State::Body(Body { of: Of::Reasoning, .. }))
     }
 
-    /// Takes more text; appends what it says, as far as that is certain.
+    /// Takes more text; appends the parts that are certain.
     pub(super) fn push(&mut self, text: &str, parts: &mut Vec<Part>) {
         self.held.push_str(text);
         let held = std::mem::take(&mut self.held);
@@ -159,22 +162,22 @@ impl Reader {
         self.held = rest.to_owned();
     }
 
-    /// The text is over: appends what was held back.
+    /// The reply is complete: appends what was held back.
     pub(super) fn finish(&mut self, parts: &mut Vec<Part>) {
         let held = std::mem::take(&mut self.held);
-        // A stop string may have ended the text within a mark.
+        // A stop string may have cut the text within a mark.
         let end = held.find(FENCE).filter(|_| self.fenced).unwrap_or(held.len());
         self.text(&held[..end], parts);
         self.close(true, parts);
     }
 
-    /// Takes text between marks.
+    /// Takes text between two marks.
     fn text(&mut self, text: &str, parts: &mut Vec<Part>) {
         let mut text = text;
         match &mut self.state {
             State::Body(_) => {}
             State::Between => {
-                // Nothing is said by white space between messages.
+                // White space between messages has no meaning.
                 text = text.trim_start();
                 if !text.is_empty() {
                     self.state = State::Body(Body { of: Of::Content, begun: false });
@@ -185,14 +188,14 @@ impl Reader {
                 if text.is_empty() && !header.is_text() {
                     return;
                 }
-                // It is none, or its end is missing.
+                // It is not a header, or its end is missing.
                 self.abandon(false, parts);
             }
         }
         self.say(text, parts);
     }
 
-    /// Takes a header for what it says so far, and what is more for its message's text.
+    /// Ends a header early: takes what it says so far, and treats the rest as its message's text.
     fn abandon(&mut self, is_over: bool, parts: &mut Vec<Part>) {
         let State::Header(header) = std::mem::take(&mut self.state) else { return };
         let (address, rest) = header.abandoned(is_over);
@@ -203,7 +206,7 @@ impl Reader {
         self.say(&rest, parts);
     }
 
-    /// Begins a message's text.
+    /// Starts the text of a message.
     fn open(&mut self, address: &Address, parts: &mut Vec<Part>) {
         let of = match address.function() {
             Some(name) if self.rules.calls.is_some() => {
@@ -214,7 +217,7 @@ impl Reader {
                 }
                 Of::Call
             }
-            // What is to a tool of the model's own, or to itself, is part of its thoughts.
+            // A message to one of the model's own tools, or to itself, is part of its reasoning.
             None if address.is_inward() => Of::Reasoning,
             _ if address.channel.as_deref() == Some(header::ANALYSIS) => Of::Reasoning,
             _ => Of::Content,
@@ -222,7 +225,7 @@ impl Reader {
         self.state = State::Body(Body { of, begun: false });
     }
 
-    /// More of a message's text.
+    /// Adds text to the current message.
     fn say(&mut self, text: &str, parts: &mut Vec<Part>) {
         let State::Body(body) = &mut self.state else { return };
         let text = if body.of == Of::Call && !body.begun { text.trim_start() } else { text };
@@ -238,7 +241,7 @@ impl Reader {
         }
     }
 
-    /// More arguments of the call that was begun last.
+    /// More arguments of the current call.
     fn add(&self, text: String, parts: &mut Vec<Part>) {
         let index = self.num_calls.saturating_sub(1);
         if index == 0 || !self.rules.single_call {
@@ -274,7 +277,7 @@ impl Reader {
                 body => self.state = body,
             },
             END | RETURN | CALL => self.close(false, parts),
-            // Other special tokens say nothing.
+            // Other special tokens have no meaning.
             _ => {}
         }
     }
@@ -294,16 +297,16 @@ impl Reader {
     }
 }
 
-/// What a text says up to the first mark in it.
+/// The first mark in a text.
 struct Found<'a> {
-    /// Bytes before it, or that are certainly text.
+    /// Bytes before the mark; without a mark, bytes that are certainly text.
     at: usize,
-    /// Bytes of the mark; none where more text tells.
+    /// Bytes of the mark; 0 if there is none yet.
     length: usize,
     mark: Option<&'a str>,
 }
 
-/// Marks that are text.
+/// Finds marks that are text.
 fn plain(text: &str) -> Found<'_> {
     let found = MARKS.iter().filter_map(|mark| Some((text.find(mark)?, *mark))).min();
     match found {
@@ -312,14 +315,14 @@ fn plain(text: &str) -> Found<'_> {
     }
 }
 
-/// Bytes at the end of a text that may begin a mark.
+/// Number of bytes at the end of `text` that may begin a mark.
 fn begun(text: &str) -> usize {
     let most = undecided(text, &MARKS);
     let tail = &text[text.len() - most..];
     most - (tail.len() - tail.trim_start().len())
 }
 
-/// Special tokens between fences.
+/// Finds special tokens between fences.
 fn fenced(text: &str) -> Found<'_> {
     let wide = FENCE.len_utf8();
     let Some(at) = text.find(FENCE) else {
@@ -330,7 +333,7 @@ fn fenced(text: &str) -> Found<'_> {
         Some(end) if end <= TOKEN_MAX => {
             Found { at, length: end + 2 * wide, mark: Some(&behind[..end]) }
         }
-        // A character like any other.
+        // The fence is an ordinary character here.
         Some(_) => Found { at: at + wide, length: 0, mark: None },
         None if behind.len() > TOKEN_MAX => Found { at: at + wide, length: 0, mark: None },
         None => Found { at, length: 0, mark: None },

@@ -1,28 +1,28 @@
-//! A call's JSON object, read as it comes.
+//! A call's JSON object, parsed incrementally.
 
-/// How far an object has come.
+/// The result of reading a piece of text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Taken {
-    /// All of the text belongs to it, so far.
+    /// All of the text belongs to the object, which may continue.
     All,
-    /// It ends within the text.
+    /// The object ends within the text.
     Whole,
-    /// The text goes on as no call does.
+    /// The text cannot be a call.
     Broken,
 }
 
 /// `{"name": "f", "arguments": {..}}` (or `parameters`), or the arguments alone.
 #[derive(Clone, Debug)]
 pub(super) struct CallObject {
-    /// What was read before it was certain that this is a call.
+    /// The text read before this was certain to be a call.
     text: String,
     needs_arguments: bool,
     name: Option<String>,
-    /// The name is known, and so is that there are arguments.
+    /// The name is known, and arguments have begun.
     begun: bool,
     place: Place,
     value: Value,
-    /// The key, or a value that counts when it is whole, as written.
+    /// The current key, or a value that is only usable as a whole, as written.
     written: String,
     member: Member,
     has_arguments: bool,
@@ -40,21 +40,21 @@ enum Place {
     BeforeValue,
     InValue,
     AfterValue,
-    /// Of arguments without an object around them.
+    /// Within arguments that have no object around them.
     Alone,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Member {
     Name,
-    /// An object, most of the time.
+    /// Usually an object.
     Arguments,
     /// Neither object nor list: JSON within a string, as some models write it, or nothing.
     ArgumentsApart,
     Other,
 }
 
-/// Where in a value the text is.
+/// The position within a value.
 #[derive(Clone, Copy, Debug, Default)]
 struct Value {
     depth: u32,
@@ -101,7 +101,7 @@ impl Value {
 }
 
 impl CallObject {
-    /// Nothing of the object was read; a call without arguments has none (`{}`).
+    /// Before the first character; a call may omit arguments, which are then `{}`.
     pub(super) fn new() -> Self {
         Self {
             text: String::new(),
@@ -117,33 +117,34 @@ impl CallObject {
         }
     }
 
-    /// As [`CallObject::new`]; an object without arguments is no call.
+    /// As [`CallObject::new`], but an object without arguments is not a call.
     pub(super) fn with_arguments() -> Self {
         Self { needs_arguments: true, ..Self::new() }
     }
 
-    /// Arguments of a function whose name is known.
+    /// For the arguments alone, of a function whose name is known.
     pub(super) fn of(name: String) -> Self {
         Self { name: Some(name), place: Place::Alone, member: Member::Arguments, ..Self::new() }
     }
 
-    /// Whether this is a call for certain.
+    /// Whether this is certainly a call.
     pub(super) fn is_begun(&self) -> bool {
         self.begun
     }
 
-    /// The function, once known.
+    /// The function's name, once known.
     pub(super) fn name(&self) -> Option<&str> {
         self.name.as_deref()
     }
 
-    /// What was read while it was not certain.
+    /// The text read while this was not certain to be a call.
     pub(super) fn text(&self) -> &str {
         &self.text
     }
 
-    /// Takes text, as much as belongs to the object: so many bytes, without what no call goes on with. Appends to `arguments` what is
-    /// new of them.
+    /// Reads the part of `text` that belongs to the object, and returns its length in bytes,
+    /// excluding the character that no call can contain. Appends new text of the arguments to
+    /// `arguments`.
     pub(super) fn push(&mut self, text: &str, arguments: &mut String) -> (Taken, usize) {
         for (at, c) in text.char_indices() {
             let taken = self.take(c, arguments);
@@ -195,7 +196,7 @@ impl CallObject {
         Taken::All
     }
 
-    /// The member that the key names. Only the first arguments count.
+    /// The member that the key names. Only the first `arguments` counts.
     fn member(&self) -> Member {
         match self.written.as_str() {
             "name" if self.name.is_none() => Member::Name,
@@ -214,7 +215,7 @@ impl CallObject {
         }
     }
 
-    /// It is a call as soon as both name and arguments are there.
+    /// It is a call once both name and arguments are there.
     fn begin(&mut self, arguments: &mut String) {
         if self.name.is_some() && self.has_arguments && !self.begun {
             self.begun = true;
@@ -245,7 +246,7 @@ impl CallObject {
             (Member::Name, Err(_)) => return Taken::Broken,
             (Member::ArgumentsApart, written) => {
                 let text = written.unwrap_or_else(|_| std::mem::take(&mut self.written));
-                // Whoever reads them wants JSON.
+                // Clients expect JSON.
                 let text = if matches!(text.trim(), "" | "null") { "{}" } else { &text };
                 let to = if self.begun { &mut *arguments } else { &mut self.early };
                 to.push_str(text);

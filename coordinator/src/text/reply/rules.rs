@@ -1,50 +1,50 @@
-//! What is looked for in a reply, and what is found.
+//! What is looked for in a reply, and the parts that are found.
 use super::format::CallFormat;
 use super::harmony::{self, Harmony};
 use super::xml::Parameters;
 use super::{THINK, THINK_END};
 
-/// What the text said next.
+/// The next part of a reply.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Part {
-    /// Of the reasoning.
+    /// Text of the reasoning.
     Reasoning(String),
-    /// Of the answer.
+    /// Text of the answer.
     Content(String),
     /// A call begins.
     Call {
-        /// Which call of the reply; the first has the index 0.
+        /// Index of the call in the reply, from 0.
         index: u32,
-        /// The function.
+        /// The function's name.
         name: String,
     },
-    /// More of a call's arguments: all together a JSON object, if the model wrote one.
+    /// More of a call's arguments: together a JSON object, if the model wrote one.
     Arguments {
-        /// Which call of the reply.
+        /// Index of the call in the reply.
         index: u32,
-        /// More of it.
+        /// The text to append.
         text: String,
     },
-    /// A message of the reply is over; reasoning or an answer that follows is another one.
+    /// The end of a message; reasoning or an answer that follows is another message.
     End,
 }
 
 /// What is looked for in a reply.
 #[derive(Clone, Debug, Default)]
 pub struct ReplyRules {
-    /// `<think>` .. `</think>` is reasoning.
+    /// Text between `<think>` and `</think>` is reasoning.
     pub reasoning: bool,
-    /// The prompt ends within the reasoning: the template has opened it.
+    /// The prompt ends within reasoning, which its template has opened.
     pub begins_reasoning: bool,
-    /// How calls are written; none are looked for otherwise.
+    /// The format of tool calls; with `None`, none are looked for.
     pub calls: Option<CallFormat>,
-    /// All calls but the first are left out.
+    /// Drop all calls but the first.
     pub single_call: bool,
-    /// The model can write nothing else: what is no call is one that was cut short.
+    /// The model can only write calls: text that is no call is a truncated one.
     pub only_calls: bool,
-    /// The functions' parameters, for the format whose values have no types of their own.
+    /// The types of the functions' parameters, for the format whose values are untyped.
     pub parameters: Parameters,
-    /// The reply is messages of harmony, whatever is looked for in them.
+    /// The reply is in harmony format, whatever is looked for in it.
     pub harmony: Option<Harmony>,
 }
 
@@ -55,7 +55,7 @@ impl ReplyRules {
         self.reasoning || self.calls.is_some() || self.harmony.is_some()
     }
 
-    /// What is looked for in the text.
+    /// The marks to look for in the text.
     pub fn marks(&self) -> impl Iterator<Item = &'static str> {
         let harmony: &[&str] = if self.harmony.is_some() { &harmony::MARKS } else { &[] };
         let thought: &[&str] = if self.reasoning { &[THINK, THINK_END] } else { &[] };
@@ -64,30 +64,30 @@ impl ReplyRules {
     }
 }
 
-/// How a model's reasoning is told from its answer.
+/// How a model's reasoning is told apart from its answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Reasoning {
-    /// It is not.
+    /// Not at all.
     #[default]
     Untold,
-    /// It is what stands between `<think>` and `</think>`; the prompt may have opened it.
+    /// Reasoning is between `<think>` and `</think>`; the prompt may have opened it.
     Marked,
-    /// It is what comes before `</think>`, whether or not it was opened, unless the prompt ends with
-    /// that: models of DeepSeek's R1 are trained to reason first.
+    /// Reasoning is everything before `</think>`, opened or not, unless the prompt ends with that
+    /// mark: DeepSeek R1 models are trained to reason first.
     First,
-    /// The reply is messages of harmony, which have channels.
+    /// The reply is in harmony format, whose messages have channels.
     Harmony,
 }
 
 impl Reasoning {
-    /// Whether what goes on with this prompt's last message does so within its reasoning.
+    /// Whether text that continues this prompt's last message continues its reasoning.
     #[must_use]
     pub fn goes_on_in(self, prompt: &str) -> bool {
         matches!(self, Self::Marked | Self::First)
             && prompt.rfind(THINK).is_some_and(|at| !prompt[at..].contains(THINK_END))
     }
 
-    /// Whether a reply to this prompt begins within the reasoning.
+    /// Whether a reply to this prompt begins with reasoning.
     #[must_use]
     pub fn begins_after(self, prompt: &str) -> bool {
         let prompt = prompt.trim_end();

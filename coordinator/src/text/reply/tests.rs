@@ -1,4 +1,4 @@
-//! Replies in every form, whole and in pieces.
+//! Replies in every format, whole and in pieces.
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -8,7 +8,7 @@ fn rules(calls: Option<CallFormat>) -> ReplyRules {
     ReplyRules { calls, ..ReplyRules::default() }
 }
 
-/// What a reply says, in pieces that end at these bytes (as far as they are between characters).
+/// Parses a reply in pieces cut at these byte offsets (where those are between characters).
 fn read_cut(rules: &ReplyRules, text: &str, cuts: &[usize]) -> Vec<Part> {
     let mut reader = ReplyReader::new(Arc::new(rules.clone()));
     let mut parts = Vec::new();
@@ -141,7 +141,7 @@ fn what_is_no_call_in_the_end_is_text() {
     }
     let spaced = "One \n <tool_call> two";
     assert_eq!(read(&format, spaced), [said(spaced)]);
-    // What was begun is a call, however it ends.
+    // A call that has begun remains a call, however it ends.
     let cut = "<tool_call>{\"name\": \"f\", \"arguments\": {\"a\": \"b";
     assert_eq!(read(&format, cut), call(0, "f", "{\"a\": \"b"));
 }
@@ -392,7 +392,7 @@ fn any_text() -> impl Strategy<Value = String> {
         .prop_map(|pieces| pieces.concat())
 }
 
-/// What takes long must take long once: a reply of a million tokens in one call.
+/// Long replies take linear time: a reply of a million tokens in one call.
 #[test]
 fn long_calls_are_read_in_one_go() {
     let piece = "word ";
@@ -409,7 +409,7 @@ fn long_calls_are_read_in_one_go() {
         (0..pieces).for_each(|_| reader.push(piece, &mut parts));
         reader.push(closing, &mut parts);
         reader.finish(&mut parts);
-        // Looking at all of it at every piece takes minutes.
+        // Rescanning it at every piece would take minutes.
         assert!(began.elapsed().as_secs() < 10, "{format:?}: {:?}", began.elapsed());
         assert!(!parts.is_empty());
     }
@@ -418,7 +418,7 @@ fn long_calls_are_read_in_one_go() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(4096))]
 
-    /// However a reply is cut, it says the same.
+    /// Splitting a reply makes no difference.
     #[test]
     fn cuts_do_not_matter(
         rules in any_rules(),
@@ -430,7 +430,7 @@ proptest! {
         prop_assert_eq!(read_cut(&rules, &text, &every), read(&rules, &text));
     }
 
-    /// What is no call is text, whole.
+    /// Text that is not a call is passed on completely.
     #[test]
     fn nothing_is_lost(rules in any_rules(), text in any_text()) {
         let rules = ReplyRules { reasoning: false, ..rules };
@@ -441,7 +441,7 @@ proptest! {
         }
     }
 
-    /// Where nothing is looked for, nothing is changed.
+    /// Without rules, nothing is changed.
     #[test]
     fn text_is_whole_without_rules(text in any_text(), cuts in prop::collection::vec(0usize..200, 0..20)) {
         let parts = read_cut(&ReplyRules::default(), &text, &cuts);
@@ -449,7 +449,7 @@ proptest! {
         prop_assert_eq!(parts, expected);
     }
 
-    /// Any JSON is read as it is written.
+    /// Any JSON arguments are passed on as written.
     #[test]
     fn arguments_are_as_written(
         text in "[a-z\\\\\"{}\\[\\], :é\n]{0,30}",

@@ -1,5 +1,5 @@
-//! Calls as elements: `<function=f>`, `<parameter=p>`. Values are text: what a value is, the
-//! function's schema tells.
+//! Calls as elements: `<function=f>`, `<parameter=p>`. Values are text; the function's schema tells
+//! their type.
 use std::collections::{BTreeSet, HashMap};
 
 use serde_json::Value;
@@ -8,13 +8,13 @@ pub(super) const FUNCTION: &str = "<function=";
 pub(super) const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
-/// Bytes of a function's name.
+/// Longest function name, in bytes.
 const NAME_MAX: usize = 256;
 
-/// The types that schemas give to functions' parameters.
+/// The types of functions' parameters, from their schemas.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Parameters {
-    /// By function and parameter.
+    /// By function, then by parameter.
     types: HashMap<String, HashMap<String, BTreeSet<&'static str>>>,
 }
 
@@ -23,7 +23,7 @@ const NULL: &str = "null";
 const BOOLEAN: &str = "boolean";
 
 impl Parameters {
-    /// Of `tools` as a request gives them.
+    /// Collects the types from the `tools` of a request.
     #[must_use]
     pub fn of(tools: &Value) -> Self {
         let functions = tools.as_array().into_iter().flatten().filter_map(|it| it.get("function"));
@@ -41,7 +41,7 @@ impl Parameters {
         Self { types: types.collect() }
     }
 
-    /// What a parameter's text stands for.
+    /// The JSON value that a parameter's text stands for.
     fn value(&self, function: &str, parameter: &str, text: &str) -> Value {
         let parse = |text: &str| serde_json::from_str::<Value>(text.trim()).ok();
         let types = self.types.get(function).and_then(|types| types.get(parameter));
@@ -55,7 +55,7 @@ impl Parameters {
             text => parse(text),
         };
         match parsed {
-            // A string is what is written, quotes and all.
+            // A string is the text as written, including quotes.
             Some(value) if !value.is_string() && types.contains(kind(&value)) => value,
             Some(value) if !types.contains(STRING) => value,
             _ => text.into(),
@@ -72,7 +72,7 @@ fn collect(schema: &Value, types: &mut BTreeSet<&'static str>, depth: u32) {
     let mut add = |name: &Value| {
         let known = KNOWN.into_iter().find(|known| name.as_str() == Some(known));
         types.extend(known);
-        // Which of the two a number is does not show.
+        // A number does not show which of the two it is.
         if let Some("integer" | "number") = known {
             types.extend(["integer", "number"]);
         }
@@ -101,18 +101,18 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// What a text begins with.
+/// The result of matching the beginning of a text.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Next<T> {
-    /// This, in so many bytes.
+    /// A match, and its length in bytes.
     Is(T, usize),
-    /// More text tells.
+    /// More text is needed.
     Unknown,
-    /// Something else.
+    /// No match.
     IsNot,
 }
 
-/// `<function=NAME>`: the name.
+/// Matches `<function=NAME>`; returns the name.
 pub(super) fn function(text: &str) -> Next<String> {
     let Some(rest) = text.strip_prefix(FUNCTION) else {
         return if FUNCTION.starts_with(text) { Next::Unknown } else { Next::IsNot };
@@ -126,8 +126,8 @@ pub(super) fn function(text: &str) -> Next<String> {
     }
 }
 
-/// `<parameter=NAME>VALUE</parameter>`: both, as JSON writes a member. Its end was looked for before
-/// in the first `looked` bytes.
+/// Matches `<parameter=NAME>VALUE</parameter>`; returns both as a member of a JSON object. An
+/// earlier call has searched the first `looked` bytes for its end.
 pub(super) fn parameter(
     text: &str,
     looked: usize,
@@ -137,10 +137,10 @@ pub(super) fn parameter(
     let Some(rest) = text.strip_prefix(PARAMETER) else {
         return if PARAMETER.starts_with(text) { Next::Unknown } else { Next::IsNot };
     };
-    // What ends it may have begun there.
+    // The end may have begun within those bytes.
     let from = looked.saturating_sub(PARAMETER.len() + PARAMETER_END.len());
     let from = rest.floor_char_boundary(from);
-    // One that is not closed goes on to what comes next.
+    // A parameter without an end extends to the next element.
     let ends = [PARAMETER_END, PARAMETER, FUNCTION_END];
     let found = ends.iter().filter_map(|end| Some((from + rest[from..].find(end)?, *end))).min();
     let Some((at, end)) = found else { return Next::Unknown };

@@ -1,4 +1,4 @@
-//! `strftime_now`: templates that tell the model what day it is. In UTC.
+//! `strftime_now`, for templates that tell the model the date. In UTC.
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::{Error, ErrorKind};
@@ -25,7 +25,7 @@ pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
     strftime(format, now.as_secs())
 }
 
-/// Formats a time, in seconds since 1970, as C's `strftime` does in its own locale.
+/// Formats a time in seconds since 1970 as C's `strftime` does in the C locale.
 pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
     let (days, second) = (seconds / 86_400, seconds % 86_400);
     let (hour, minute, second) = (second / 3600, second / 60 % 60, second % 60);
@@ -42,7 +42,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
             continue;
         }
         let mut directive = chars.next();
-        // glibc's flag: without leading zeros.
+        // glibc's `-` flag: no leading zeros.
         let bare = directive == Some('-');
         if bare {
             directive = chars.next();
@@ -84,7 +84,7 @@ pub(super) fn strftime(format: &str, seconds: u64) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Year, month, day and day of the year, of a day counted from 1970-01-01.
+/// Year, month, day of the month and day of the year of a day counted from 1970-01-01.
 fn date_of(days: u64) -> (u64, u64, u64, u64) {
     let leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))

@@ -1,13 +1,13 @@
-//! PURE: conversations as templates of harmony expect them. These know one call in a message, take
-//! the function that a tool answers for from the call before, and read what the system says in the
-//! first message alone.
+//! PURE: conversations as harmony templates expect them. These templates allow one call per
+//! message, take a tool result's function name from the preceding call, and read system text only
+//! in the first message.
 use serde_json::{Value, json};
 
-/// Stands between what was thought and what was said to the user before a call: templates have a
-/// place for the one or the other.
+/// Separates the reasoning before a call from what was said to the user: templates have room for
+/// only one of the two.
 const THEN_SAID: &str = "<|end|><|start|>assistant<|channel|>commentary<|message|>";
 
-/// The messages as such a template expects them; nothing that they say is left out.
+/// The messages as a harmony template expects them, with all their content.
 #[must_use]
 pub fn messages(list: Vec<Value>) -> Vec<Value> {
     let mut given: Vec<Value> = Vec::with_capacity(list.len());
@@ -32,7 +32,7 @@ pub fn messages(list: Vec<Value>) -> Vec<Value> {
     given
 }
 
-/// The tools as such a template expects them: each with a description.
+/// The tools as a harmony template expects them: each has a description.
 #[must_use]
 pub fn tools(mut tools: Value) -> Value {
     for tool in tools.as_array_mut().into_iter().flatten() {
@@ -49,7 +49,7 @@ fn text<'a>(message: &'a Value, name: &str) -> &'a str {
     message.get(name).and_then(Value::as_str).unwrap_or_default()
 }
 
-/// With what was said before the calls behind what was thought, where both are there.
+/// Appends what was said before the calls to the reasoning, where there are both.
 fn with_thoughts(mut message: Value) -> Value {
     let (thought, said) = (text(&message, "thinking"), text(&message, "content"));
     if !thought.is_empty() && !said.is_empty() {
@@ -60,13 +60,13 @@ fn with_thoughts(mut message: Value) -> Value {
     message
 }
 
-/// A message of several calls as several messages, each call with its result behind it.
+/// Splits a message with several calls into several messages, each followed by its call's results.
 fn one_by_one(message: Value, results: Vec<Value>) -> Vec<Value> {
     let calls = message.get("tool_calls").and_then(Value::as_array).cloned().unwrap_or_default();
     if calls.len() < 2 {
         return std::iter::once(message).chain(results).collect();
     }
-    // Results say which call they are of; those that do not are taken in their order.
+    // Results name their call; results that do not are assigned in order.
     let mut of_call: Vec<Vec<Value>> = vec![Vec::new(); calls.len()];
     let mut rest = Vec::new();
     for result in results {
@@ -127,7 +127,7 @@ mod tests {
             assert_eq!(given[1], calls(std::slice::from_ref(&a)));
             assert_eq!((&given[3], &given[5]), (&alone(&b), &alone(&c)));
         }
-        // Results of nothing are the template's to object to, and calls may wait for theirs.
+        // A result without a call is for the template to reject; calls may lack results.
         let given = messages(vec![
             calls(&[a.clone(), b.clone()]),
             result("2", "of b"),

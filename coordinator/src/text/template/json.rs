@@ -1,13 +1,13 @@
-//! The filter `tojson` as transformers has it: Python's `json.dumps` without escapes of non-ASCII
+//! The filter `tojson` as in transformers: Python's `json.dumps` without escapes of non-ASCII
 //! characters. Models were trained on exactly this text.
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
 use super::OUTPUT_MAX;
 
-/// How a value is written.
+/// The format of the output.
 struct Form {
-    /// Of one level, when values are written over several lines.
+    /// The indentation of one level, when the output has several lines.
     indent: Option<String>,
     between: String,
     behind_key: String,
@@ -93,7 +93,7 @@ impl Form {
             empty = false;
             self.new_line(level + 1, text);
             write(item, text)?;
-            // Indentation makes much of little, within one step of the template.
+            // Indentation can inflate a value within a single step of the template.
             if text.len() > OUTPUT_MAX {
                 let message = format!("tojson: more than {OUTPUT_MAX} bytes");
                 return Err(Error::new(ErrorKind::OutOfFuel, message));

@@ -1,4 +1,4 @@
-//! What templates may use, against what transformers and Python give.
+//! What templates may use, compared with the results of transformers and Python.
 use std::path::Path;
 
 use serde_json::json;
@@ -68,7 +68,7 @@ fn loops_can_be_left_and_objects_keep_their_order() {
     );
 }
 
-/// The expected texts are what Python's `json.dumps(it, ensure_ascii=False, ..)` prints.
+/// The expected texts are the output of Python's `json.dumps(it, ensure_ascii=False, ..)`.
 #[test]
 fn tojson_is_pythons() {
     let it = json!({"type": "function", "a": [1, 2.5, true, null], "é<&>'": "\"\\\n\u{1}🦊", "e": {}, "f": []});
@@ -92,7 +92,7 @@ fn tojson_is_pythons() {
     assert!(with("{{ 1 | tojson(indnt=2) }}", json!({})).is_err());
 }
 
-/// The expected texts are GNU date's.
+/// The expected texts are the output of GNU date.
 #[test]
 fn dates_are_as_strftime_writes_them() {
     let cases = [
@@ -124,7 +124,7 @@ fn a_final_message_is_left_open_where_its_content_ends() {
         assert_eq!(template(source).render(&conversation).unwrap(), kept);
         assert_eq!(template(&trimming).render(&conversation).unwrap(), trimmed);
     }
-    // What it says may stand in the prompt again, behind it or within it.
+    // The content may also occur elsewhere in the prompt, after or within itself.
     let source = "{% for m in messages %}[{{ m.content }}]{% endfor %} Say b or end.";
     for last in ["b", "end", "[", "a b"] {
         let conversation = Conversation {
@@ -173,8 +173,8 @@ fn indentation_makes_no_more_text_than_a_prompt_may_have() {
     assert!(matches!(&error, RenderError::Conversation(it) if it.contains("tojson")), "{error:?}");
 }
 
-/// What conversations in harmony become, as transformers renders them on one day: the template uses
-/// what that of gpt-oss does.
+/// Harmony conversations rendered as by transformers on one day; the template uses what that of
+/// gpt-oss does.
 #[test]
 fn harmony_is_rendered_as_transformers_does() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/models");

@@ -1,20 +1,21 @@
-//! Attention over K and V in bf16 with `vdpbf16ps`, for blocks of whole vectors of tokens. The same
-//! products as in [`super::bfloat16`], which takes any blocks, and what no other instruction set has:
-//! registers for four vectors of sums of six queries, masks, and powers of two of vectors.
+//! Attention over K and V in bf16 with `vdpbf16ps`, for blocks of whole vectors of tokens. Computes
+//! the same products as [`super::bfloat16`], which handles blocks of any size, and uses what only
+//! this instruction set has: registers for four vectors of sums for six queries, masks, and vector
+//! powers of two.
 //!
-//! A query's scores are added up in the lanes of their positions, its weighted sums in ascending pairs
-//! of positions: nothing depends on which queries are computed together.
+//! A query's scores are summed in the lanes of their positions, its weighted sums over ascending
+//! pairs of positions, so nothing depends on which queries are computed together.
 use std::arch::x86_64::*;
 use std::ops::Range;
 
 use super::super::gemm::round_row;
 use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View};
 
-/// Lanes of a vector.
+/// Lanes per vector.
 pub(super) const LANES: usize = 16;
-/// Queries that leave registers for four vectors of sums each.
+/// Queries per pass for which four vectors of sums each fit into registers.
 const SQUARE: usize = 6;
-/// Vectors of sums of each of [`SQUARE`] queries, and of more.
+/// Vectors of sums per query: for up to [`SQUARE`] queries, and (`NARROW`) for more.
 const WIDE: usize = 4;
 const NARROW: usize = 2;
 
@@ -27,7 +28,8 @@ pub(super) fn run_tile(
 ) {
     let group = attention.shape.num_heads / attention.shape.num_kv_heads;
     let total = tile.rows as usize * group;
-    // As even as can be; a few more than fit best at once, for K and V are read once then.
+    // As even as possible. Slightly more queries than fit best go in one pass, which reads K and V
+    // only once.
     let parts = if total <= QUERIES { 1 } else { total.div_ceil(SQUARE) };
     let mut next = 0;
     for part in 0..parts {
@@ -50,7 +52,7 @@ pub(super) fn run_tile(
     }
 }
 
-/// The first `M` queries, `W` vectors of sums each at a time.
+/// Computes the first `M` queries, `W` vectors of sums each at a time.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn run_queries<const M: usize, const W: usize>(
@@ -73,7 +75,7 @@ fn run_queries<const M: usize, const W: usize>(
     }
     let scores = scratch.scores.reserved(layout.row * M);
     let mut largest = [_mm512_set1_ps(f32::NEG_INFINITY); M];
-    // What `largest` is of: vectors of positions that all queries attend to.
+    // The positions that `largest` covers: whole vectors that all queries attend to.
     let mut seen = span.both.start..span.both.start;
     let mut at = span.start / LANES * LANES;
     while at < span.end {
@@ -124,12 +126,12 @@ fn run_queries<const M: usize, const W: usize>(
     }
 }
 
-/// Positions of several queries.
+/// The positions of several queries.
 struct Span {
-    /// Some attend to these.
+    /// From here to `end`, some query attends.
     start: usize,
     end: usize,
-    /// All attend to these.
+    /// All queries attend to these.
     both: Range<usize>,
 }
 
@@ -145,12 +147,12 @@ impl Span {
     }
 }
 
-/// How long rows are in scratch: whole vectors of pairs, and a cache line more, so that those of several
-/// queries are not all in the same sets of the cache.
+/// Row lengths in scratch: whole vectors of pairs plus one cache line, so that the rows of several
+/// queries do not all fall into the same cache sets.
 pub(super) struct Layout {
-    /// Scores of a query; half of it are the words of its weights.
+    /// Elements per row of scores; a row of weights has half as many words.
     pub(super) row: usize,
-    /// Words of a query.
+    /// Words per query.
     pub(super) query: usize,
 }
 
@@ -163,14 +165,14 @@ impl Layout {
     }
 }
 
-/// Rows of several queries: what they begin with, and how far apart they are.
+/// The rows of several queries in scratch: the position of the first element, and the row stride.
 #[derive(Clone, Copy)]
 struct Rows {
     start: usize,
     stride: usize,
 }
 
-/// `len` elements of every row, from what is `at` in the sequence on.
+/// The `len` elements of every row from position `at` in the sequence on.
 #[inline(always)]
 fn rows<const M: usize>(words: &[u32], from: Rows, at: usize, len: usize) -> [&[u32]; M] {
     let mut rows: [&[u32]; M] = [&[]; M];
@@ -180,8 +182,8 @@ fn rows<const M: usize>(words: &[u32], from: Rows, at: usize, len: usize) -> [&[
     rows
 }
 
-/// Scores, not scaled, of the `W` vectors of tokens from position `at` on, which is the first of a vector;
-/// and their largest, where all of them count.
+/// Computes unscaled scores of the `W` vectors of tokens from position `at` on, which must be the
+/// first of a vector; also their maximum, where all queries attend to all of them.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn score<const M: usize, const W: usize>(
@@ -228,7 +230,8 @@ fn score<const M: usize, const W: usize>(
     if let Some(largest) = largest {
         for (largest, sums) in largest.iter_mut().zip(&sums) {
             for &sum in sums {
-                // The second where one is NaN, which its weight will be.
+                // For a NaN score, `_mm512_max_ps` keeps its second operand; that score's weight
+                // becomes NaN anyway.
                 *largest = _mm512_max_ps(sum, *largest);
             }
         }
@@ -246,14 +249,14 @@ fn dot(sum: __m512, a: __m512i, b: __m512i) -> __m512 {
     _mm512_dpbf16_ps(sum, a, b)
 }
 
-/// The lanes of the vector that begins at `at` which lie in `range`.
+/// The lanes, of the vector that begins at `at`, that are in `range`.
 #[inline(always)]
 fn lanes(at: usize, range: &Range<usize>) -> __mmask16 {
     let below = |end: usize| (1u32 << end.saturating_sub(at).min(LANES)) - 1;
     (below(range.end) & !below(range.start)) as __mmask16
 }
 
-/// The largest score of a query's `own` positions, of which `largest` has those of `seen`.
+/// The largest score of a query's `own` positions; `largest` already covers those of `seen`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn largest_of(row: &[f32], own: &Range<usize>, seen: &Range<usize>, largest: __m512) -> f32 {
@@ -269,8 +272,8 @@ fn largest_of(row: &[f32], own: &Range<usize>, seen: &Range<usize>, largest: __m
     _mm512_reduce_max_ps(largest)
 }
 
-/// Makes weights of a query's scores: `e^(score - max)`, in pairs. Returns their sum. Beside its `own`
-/// positions a pair has zeros.
+/// Turns a query's scores into weights `e^(score - max)`, in bf16 pairs; returns their sum.
+/// Positions outside of `own` get weight zero.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn weigh(row: &[f32], own: &Range<usize>, max: f32, scale: f32, words: &mut [u32]) -> f32 {
@@ -297,11 +300,11 @@ fn weigh(row: &[f32], own: &Range<usize>, max: f32, scale: f32, words: &mut [u32
     _mm512_reduce_add_ps(sum)
 }
 
-/// `2^x` to about 2 units in the last place; NaN for NaN.
+/// `2^x`, accurate to about 2 units in the last place; NaN for NaN.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 fn power(x: __m512) -> __m512 {
-    // `2^r` for r in -1/2..=1/2, after Cephes.
+    // Polynomial of `2^r` for r in -1/2..=1/2, from Cephes.
     const TERMS: [f32; 7] = [
         1.535_336_2e-4,
         1.339_887_4e-3,
@@ -311,7 +314,7 @@ fn power(x: __m512) -> __m512 {
         6.931_472e-1,
         1.0,
     ];
-    // Far below the least f32. The second operand where it is NaN.
+    // Clamped far below the smallest f32. NaN stays: it is the second operand.
     let x = _mm512_max_ps(_mm512_set1_ps(-200.0), x);
     let whole = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x);
     let rest = _mm512_sub_ps(x, whole);
@@ -330,7 +333,7 @@ fn load(values: &[f32]) -> __m512 {
     unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }
 
-/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim` on, times `inverse`.
+/// Writes `W` vectors of the weighted sums of V from dimension `dim` on, times `inverse`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
 #[inline]
 #[allow(clippy::too_many_arguments, reason = "what one tile of registers is made of")]
@@ -344,14 +347,15 @@ fn mix<const M: usize, const W: usize>(
     inverse: &[f32; M],
     dim: usize,
 ) {
-    // The last vector may go beyond the head's end.
+    // The last vector may extend past the end of the head.
     let mut masks = [0; W];
     for (w, mask) in masks.iter_mut().enumerate() {
         *mask = lanes(dim + w * LANES, &(0..view.head_dim));
     }
     let mut sums = [[_mm512_setzero_ps(); W]; M];
-    // Pairs that all attend to are read once for all. Before and after are those of which some query
-    // attends to neither token, or to one alone; where no pair is common, they all are before.
+    // Pairs to which all queries attend are read once for all of them. At the edges, some query
+    // attends to only one token of a pair or to none; if no pair is common, all pairs count as the
+    // first edge.
     let (first, last) = (span.start / 2, span.end.div_ceil(2));
     let common = span.both.start.div_ceil(2)..span.both.end / 2;
     let common = if common.is_empty() { last..last } else { common };
@@ -371,11 +375,11 @@ fn mix<const M: usize, const W: usize>(
     }
 }
 
-/// A tile of weighted sums.
+/// One register tile of weighted sums.
 struct Mix<'a, const W: usize> {
     view: &'a View<'a>,
     queries: &'a [Query; QUERIES],
-    /// Of each query, in rows that begin with pair `from.start`.
+    /// The weights of each query, in rows that begin with pair `from.start`.
     weights: &'a [u32],
     from: Rows,
     masks: [__mmask16; W],
@@ -383,7 +387,7 @@ struct Mix<'a, const W: usize> {
 }
 
 impl<const W: usize> Mix<'_, W> {
-    /// Adds pairs of positions that all queries attend to.
+    /// Adds the pairs of positions to which all queries attend.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
     fn add<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
@@ -413,8 +417,8 @@ impl<const W: usize> Mix<'_, W> {
         *sums = own;
     }
 
-    /// The same of pairs of which some queries attend to one token or to none: what they do not attend
-    /// to does not count, whatever V is there.
+    /// As [`Self::add`] for pairs where some query attends to one token or none: V of other tokens
+    /// is masked, whatever it contains.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
     fn add_edge<const M: usize>(&self, pairs: Range<usize>, sums: &mut [[__m512; W]; M]) {
@@ -444,7 +448,7 @@ impl<const W: usize> Mix<'_, W> {
         *sums = own;
     }
 
-    /// V of a pair, of whose row `row` begins with the first dimension.
+    /// `W` vectors of V of a pair; `row` begins with the first dimension.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16,avx2,fma")]
     #[inline]
     fn load(&self, masks: &[__mmask16; W], row: &[u32]) -> [__m512i; W] {

@@ -1,9 +1,9 @@
-//! Attention over K and V in bf16: queries and weights are rounded to it, too, and enter products in
-//! pairs. Sums, scores and softmax are f32.
+//! Attention over K and V in bf16: queries and weights are rounded to bf16, too, and enter products
+//! in pairs. Sums, scores and softmax are f32.
 //!
-//! A pair is two neighbouring elements of a head for scores, two neighbouring tokens for weighted
-//! sums. Where a query attends to one token of a pair alone, the other's weight and V are taken as
-//! zeros, whatever V there is.
+//! A pair is two neighbouring elements of a head for scores, and two neighbouring tokens for
+//! weighted sums. Where a query attends to only one token of a pair, the other's weight and V count
+//! as zero, whatever V contains.
 use std::ops::Range;
 
 use super::super::math::bf16_pair;
@@ -22,7 +22,7 @@ pub(super) fn run_tile<S: PairSimd>(
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
-        // Two vectors of sums per query.
+        // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
             8.. => run_queries::<S, 8>(attention, view, query, scratch),
             4.. => run_queries::<S, 4>(attention, view, query, scratch),
@@ -32,7 +32,7 @@ pub(super) fn run_tile<S: PairSimd>(
     }
 }
 
-/// Weights of several queries, `[queries, stride]` in pairs of tokens, the first being the pair
+/// Weights of several queries, `[queries, stride]` in pairs of tokens; the first column is pair
 /// `base` of the sequence.
 #[derive(Clone, Copy)]
 struct Weights<'a> {
@@ -41,16 +41,16 @@ struct Weights<'a> {
     stride: usize,
 }
 
-/// What a query attends to, in pairs of tokens, counted over its blocks.
+/// The pairs of tokens that a query attends to, counted from its first block.
 #[derive(Clone, Copy)]
 struct Pairs {
     /// The first pair of which it attends to both tokens.
     start: usize,
     /// One past the last.
     end: usize,
-    /// It attends to the second token alone of the pair before them.
+    /// It also attends to the second token of the pair before `start`.
     front: bool,
-    /// It attends to the first token alone of the pair behind them.
+    /// It also attends to the first token of the pair at `end`.
     back: bool,
 }
 
@@ -65,7 +65,7 @@ impl Pairs {
         let (last, offset) = place(query.end - 1);
         let back = offset.is_multiple_of(2);
         let end = last + offset / 2 + usize::from(!back);
-        // A query of one second token has neither whole pairs nor a back.
+        // A query of a single second token has neither whole pairs nor a back.
         Self { start, end: end.max(start), front, back }
     }
 }
@@ -96,7 +96,8 @@ fn run_queries<S: PairSimd, const Q: usize>(
     let scale = S::splat(1.0 / (head_dim as f32).sqrt());
     let scores = scratch.scores.reserved(stride * Q);
     if block_size.is_multiple_of(S::LANES) {
-        // Two vectors of neighbouring tokens at a time: a query's pair is read once for both.
+        // Two vectors of neighbouring tokens at a time: each element of a query is then read once
+        // for both.
         let mut at = 0;
         while at < stride {
             let keys = |at: usize| &view.pairs(first_block + at / block_size).0[at % block_size..];
@@ -124,7 +125,7 @@ fn run_queries<S: PairSimd, const Q: usize>(
         let row = &mut scores[i * stride..][..stride];
         let (start, end) = (query.start - base, query.end - base);
         inverse[i] = softmax::<S>(&mut row[start..], end - start, query.sink);
-        // Half pairs are made of these; others of tokens beyond are not looked at.
+        // Half pairs are built from these elements; tokens beyond them are not read.
         row[..start].fill(0.0);
         row[end..].fill(0.0);
         let words = &mut words[i * pair_stride..][..pair_stride];
@@ -136,7 +137,7 @@ fn run_queries<S: PairSimd, const Q: usize>(
     let mut dim = 0;
     while dim < head_dim {
         let left = head_dim - dim;
-        // The squarer the tile of sums, the fewer loads.
+        // The more square the tile of sums, the fewer the loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
                 let at = |i: usize| (queries[first + i], pairs[first + i], inverse[first + i]);
@@ -158,7 +159,8 @@ fn run_queries<S: PairSimd, const Q: usize>(
     Q
 }
 
-/// Weights of whole blocks in pairs of tokens; the last pair of an odd block has one token.
+/// Rounds the weights of whole blocks into pairs of tokens; the last pair of an odd block has one
+/// token.
 #[inline(always)]
 fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32]) {
     if block_size.is_multiple_of(2) {
@@ -172,9 +174,9 @@ fn round_weights<S: PairSimd>(row: &[f32], block_size: usize, words: &mut [u32])
     }
 }
 
-/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first pair of its
-/// first token, and has the next pair `block_size` further on. Those that a query does not attend to
-/// are computed too and not looked at.
+/// Scores of `W` vectors of tokens, written from column `at` on: `keys[w]` begins with the first
+/// pair of its first token, the next pair is `block_size` words further. Scores of tokens that a
+/// query does not attend to are computed, too, and ignored.
 #[inline(always)]
 fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
     queries: &[[u32; Q]],
@@ -206,8 +208,8 @@ fn score_vectors<S: PairSimd, const Q: usize, const W: usize>(
     }
 }
 
-/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
-/// computed too and not looked at.
+/// Scores of all tokens of a block, written from column `at` on; those of tokens that a query does
+/// not attend to are ignored.
 #[inline(always)]
 fn score_block<S: PairSimd, const Q: usize>(
     queries: &[[u32; Q]],
@@ -236,8 +238,8 @@ fn score_block<S: PairSimd, const Q: usize>(
     }
 }
 
-/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
-/// which has row `first` of the weights.
+/// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
+/// is the row of weights of the first one.
 #[inline(always)]
 fn mix<S: PairSimd, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
@@ -248,8 +250,8 @@ fn mix<S: PairSimd, const Q: usize, const W: usize>(
     dim: usize,
 ) {
     let mut sums = [[S::splat(0.0); W]; Q];
-    // The pairs that all queries attend to are read once for all. A query's own pairs before and
-    // after come before and after, so that each sum is in ascending order.
+    // The pairs that all queries attend to are read once for all. A query's further pairs are added
+    // before and after them, so that each sum is in ascending order.
     let start = queries.iter().map(|(_, pairs, _)| pairs.start).max().unwrap_or(0);
     let end = queries.iter().map(|(_, pairs, _)| pairs.end).min().unwrap_or(0).max(start);
     let mut rows: [&[u32]; Q] = [&[]; Q];
@@ -278,7 +280,7 @@ fn mix<S: PairSimd, const Q: usize, const W: usize>(
     for ((query, _, inverse), sums) in queries.iter().zip(&sums) {
         for (w, sum) in sums.iter().enumerate() {
             let first = dim + w * S::LANES;
-            // The last vector may lie behind the head's end.
+            // The last vector may lie past the end of the head.
             let len = S::LANES.min(view.head_dim.saturating_sub(first));
             // SAFETY: one task computes this head of this row, and writes it here alone.
             let out = unsafe { attention.out.slice(query.offset + first.min(view.head_dim), len) };
@@ -287,8 +289,8 @@ fn mix<S: PairSimd, const Q: usize, const W: usize>(
     }
 }
 
-/// `all_sums[q] += weights[q][pair - base] * V[pair]` over `pairs`, of V's words only the bits of
-/// `mask`; `all_sums` has `Q`.
+/// `all_sums[q] += weights[q][pair - base] * V[pair]` over `pairs`, using only the bits of V's
+/// words in `mask`; `all_sums` has `Q` entries.
 #[inline(always)]
 fn add_values<S: PairSimd, const Q: usize, const W: usize>(
     view: &View<'_>,
@@ -302,8 +304,8 @@ fn add_values<S: PairSimd, const Q: usize, const W: usize>(
     if pairs.is_empty() {
         return;
     }
-    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
-    // inlined here, and a call has every sum in memory.
+    // A copy that stays in registers. Loops rather than functions over arrays: these are not always
+    // inlined here, and a call puts all sums into memory.
     let mut sums = [[S::splat(0.0); W]; Q];
     sums.copy_from_slice(all_sums);
     let width = (view.head_dim - dim).min(W * S::LANES);
@@ -335,7 +337,7 @@ fn add_values<S: PairSimd, const Q: usize, const W: usize>(
                 }
             }
             for (sums, row) in sums.iter_mut().zip(&rows) {
-                // The other half's weight is zero where the mask is one.
+                // The weight of the other half is zero where the mask is all ones.
                 let weight = S::splat_words(row[i] & mask);
                 for (sum, &value) in sums.iter_mut().zip(&vectors) {
                     *sum = sum.dot(weight, value);

@@ -4,8 +4,7 @@ use std::ops::Range;
 use super::super::simd::Simd;
 use super::{Attention, AttentionScratch, QUERIES, Query, RowTile, View, softmax};
 
-/// Scores or weights of several queries: `[queries, stride]`, the first column being position
-/// `base`.
+/// Scores or weights of several queries: `[queries, stride]`; the first column is position `base`.
 #[derive(Clone, Copy)]
 struct Columns {
     base: usize,
@@ -34,7 +33,7 @@ pub(super) fn run_tile<S: Simd>(
     let mut next = 0;
     while next < total {
         let query = |i| attention.query(&tile, view.kv_head, next + i);
-        // Two vectors of sums per query.
+        // Each query takes two vectors of sums.
         next += match (total - next).min(S::ACCUMULATORS / 2) {
             8.. => run_queries::<S, 8>(attention, view, query, scores, queries),
             4.. => run_queries::<S, 4>(attention, view, query, scores, queries),
@@ -68,7 +67,8 @@ fn run_queries<S: Simd, const Q: usize>(
         stride: (last_block + 1 - first_block) * view.block_size,
     };
     if view.block_size.is_multiple_of(S::LANES) {
-        // Two vectors of neighbouring tokens at a time: a query's element is read once for both.
+        // Two vectors of neighbouring tokens at a time: each element of a query is then read once
+        // for both.
         let mut at = 0;
         while at < columns.stride {
             let keys = |at: usize| {
@@ -104,7 +104,7 @@ fn run_queries<S: Simd, const Q: usize>(
     let mut dim = 0;
     while dim < view.head_dim {
         let left = view.head_dim - dim;
-        // The squarer the tile of sums, the fewer loads.
+        // The more square the tile of sums, the fewer the loads.
         if Q >= 4 && S::ACCUMULATORS >= 16 && left >= 4 * S::LANES {
             for first in (0..Q).step_by(4) {
                 let (mut four, mut four_inverse) = ([queries[0]; 4], [0.0; 4]);
@@ -124,9 +124,9 @@ fn run_queries<S: Simd, const Q: usize>(
     Q
 }
 
-/// Scores of `W` vectors of tokens, from column `at` on: `keys[w]` begins with the first element of
-/// its first token, and has the next element `block_size` further on. Those that a query does not
-/// attend to are computed too and not looked at.
+/// Scores of `W` vectors of tokens, written from column `at` on: `keys[w]` begins with the first
+/// element of its first token, the next element is `block_size` further. Scores of tokens that a
+/// query does not attend to are computed, too, and ignored.
 #[inline(always)]
 fn score_vectors<S: Simd, const Q: usize, const W: usize>(
     queries: &[[f32; Q]],
@@ -156,8 +156,8 @@ fn score_vectors<S: Simd, const Q: usize, const W: usize>(
     }
 }
 
-/// Scores of all tokens of a block, to columns `at..`; those that a query does not attend to are
-/// computed too and not looked at.
+/// Scores of all tokens of a block, written from column `at` on; those of tokens that a query does
+/// not attend to are ignored.
 #[inline(always)]
 fn score_block<S: Simd, const Q: usize>(
     queries: &[[f32; Q]],
@@ -184,8 +184,8 @@ fn score_block<S: Simd, const Q: usize>(
     }
 }
 
-/// Weighted sums of `W` vectors of dimensions of V, from dimension `dim`, for `Q` queries, the first of
-/// which has row `first` of the weights.
+/// Weighted sums of `W` vectors of V's dimensions from dimension `dim` on, for `Q` queries; `first`
+/// is the row of weights of the first one.
 #[inline(always)]
 fn mix<S: Simd, const Q: usize, const W: usize>(
     attention: &Attention<'_>,
@@ -198,8 +198,8 @@ fn mix<S: Simd, const Q: usize, const W: usize>(
 ) {
     let Weights { rows: weights, columns } = weights;
     let mut sums = [[S::splat(0.0); W]; Q];
-    // The positions that all queries attend to are read once for all. A query's own positions
-    // before and after come before and after, so that each sum is in ascending order.
+    // The positions that all queries attend to are read once for all. A query's further positions
+    // are added before and after them, so that each sum is in ascending order.
     let start = queries.iter().map(|q| q.start).max().unwrap_or(0);
     let end = queries.iter().map(|q| q.end).min().unwrap_or(0).max(start);
     let mut rows: [&[f32]; Q] = [&[]; Q];
@@ -226,7 +226,8 @@ fn mix<S: Simd, const Q: usize, const W: usize>(
     }
 }
 
-/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`.
+/// `all_sums[q] += weights[q][position - base] * V[position]` over `positions`; `all_sums` has `Q`
+/// entries.
 #[inline(always)]
 fn add_values<S: Simd, const Q: usize, const W: usize>(
     view: &View<'_>,
@@ -239,8 +240,8 @@ fn add_values<S: Simd, const Q: usize, const W: usize>(
     if positions.is_empty() {
         return;
     }
-    // A copy that stays in registers. Loops instead of functions of arrays: those are not always
-    // inlined here, and a call has every sum in memory.
+    // A copy that stays in registers. Loops rather than functions over arrays: these are not always
+    // inlined here, and a call puts all sums into memory.
     let mut sums = [[S::splat(0.0); W]; Q];
     sums.copy_from_slice(all_sums);
     let width = (view.head_dim - dim).min(W * S::LANES);

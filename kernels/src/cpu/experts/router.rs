@@ -1,8 +1,9 @@
-//! The product of a router, which gives the same bits with every instruction set.
+//! The router's product, which gives the same bits with every instruction set.
 //!
-//! All ranks of a replica choose experts for themselves, each on its own host. What differs by
-//! rounding elsewhere would be another expert here, on one rank alone, and no rank could tell. So
-//! this product has one order of sums and no fused operations; it is small beside those of experts.
+//! Every rank of a replica chooses experts itself, on its own host. Rounding differences, harmless
+//! elsewhere, could choose another expert on one rank only, and no rank would notice. So this
+//! product has a fixed order of sums and no fused multiply-add; it is small beside those of the
+//! experts.
 use super::super::check::ensure;
 use super::super::isa::{Isa, multiversion};
 use super::super::memory::Disjoint;
@@ -10,10 +11,10 @@ use super::super::pack::{PANEL, PairRow, Panels};
 use super::super::pool::Pool;
 use crate::error::KernelError;
 
-/// Pairs of inputs times panels that are worth a task of their own: some 15 microseconds.
+/// Pairs of inputs times panels per task: about 15 microseconds.
 const TASK_COST: usize = 8 * 1024;
 
-/// `logits = x router^T`: row `i` of x is `row(i)`, logits are `[rows, router's rows]`.
+/// `logits = x router^T`, `[rows, router.rows()]`; row `i` of `x` is `row(i)`.
 pub(super) fn multiply<'s>(
     isa: Isa,
     pool: &mut Pool,
@@ -25,7 +26,7 @@ pub(super) fn multiply<'s>(
     let (width, pairs) = (router.rows(), router.num_pairs());
     ensure!("route", router.is_bf16(), "the router is quantised: it must be bf16");
     let logits = Disjoint::new(logits);
-    // Panel by panel, which then stays in the cache from row to row.
+    // Panel by panel: a panel then stays in the cache from row to row.
     pool.run_ranges(rows * router.num_panels(), (TASK_COST / pairs).max(1), &|range, _| {
         for index in range {
             let (panel, at) = (index / rows, index % rows);
@@ -42,13 +43,13 @@ pub(super) fn multiply<'s>(
 }
 
 multiversion! {
-    /// `sums[i] = x . output i of the panel`: input after input, each product rounded, then added.
+    /// `sums[i] = x . output i of the panel`, input by input: each product is rounded, then added.
     fn dots(x: &[f32], panel: &[PairRow], sums: &mut [f32; PANEL]) = dots_body
 }
 
 #[inline(always)]
 fn dots_body<const FMA: bool>(x: &[f32], panel: &[PairRow], sums: &mut [f32; PANEL]) {
-    // Not fused where there is FMA either: see above.
+    // Not fused even where there is FMA: see the module.
     *sums = [0.0; PANEL];
     let (pairs, rest) = x.as_chunks::<2>();
     for (&[even, odd], words) in pairs.iter().zip(panel) {
@@ -59,7 +60,7 @@ fn dots_body<const FMA: bool>(x: &[f32], panel: &[PairRow], sums: &mut [f32; PAN
     }
 }
 
-/// One loop over all outputs of the panel: shorter ones are unrolled, and then not put in vectors.
+/// One loop over all outputs of the panel: shorter loops would be unrolled instead of vectorised.
 #[inline(always)]
 fn add_pair(sums: &mut [f32; PANEL], even: f32, odd: f32, words: &PairRow) {
     for (sum, &word) in sums.iter_mut().zip(words.as_flattened()) {

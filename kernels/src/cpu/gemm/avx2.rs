@@ -1,5 +1,5 @@
-//! Inner loops for AVX2 and FMA: as for AVX-512, in halves, and over a quarter of the panel at a
-//! time, since 16 registers hold 6 x 16 sums.
+//! Inner loops for AVX2 and FMA: as for AVX-512, but in halves, and over a quarter of the panel at
+//! a time, since 16 registers hold 6 x 16 sums.
 use std::arch::x86_64::{
     __m256, __m256i, _mm256_and_si256, _mm256_castsi256_ps, _mm256_fmadd_ps, _mm256_loadu_ps,
     _mm256_loadu_si256, _mm256_set1_epi32, _mm256_set1_ps, _mm256_slli_epi32, _mm256_storeu_ps,
@@ -8,7 +8,7 @@ use std::arch::x86_64::{
 use super::super::pack::PairRow;
 use super::{Acc, ActPair};
 
-/// The even and odd inputs' weights of 8 outputs.
+/// The weights of 8 outputs for the even and for the odd input, as f32.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
 fn widen(words: &[u32; 8]) -> (__m256, __m256) {
@@ -39,7 +39,7 @@ fn store(values: &mut [f32; 8], vector: __m256) {
 #[target_feature(enable = "avx2,fma")]
 pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc: &mut [Acc; M]) {
     if M == 1 {
-        // The whole panel in one pass over memory: 8 sums.
+        // The whole panel in one pass over memory: 8 vectors of sums.
         columns::<M, 4>(acts, weights, acc, 0);
     } else if M <= 3 {
         for half in 0..2 {
@@ -52,7 +52,7 @@ pub(super) fn tile<const M: usize>(acts: &[ActPair<M>], weights: &[PairRow], acc
     }
 }
 
-/// `Q` quarters of the panel, from quarter `first`.
+/// Computes `Q` quarters of the panel, from quarter `first` on.
 #[target_feature(enable = "avx2,fma")]
 #[inline]
 fn columns<const M: usize, const Q: usize>(

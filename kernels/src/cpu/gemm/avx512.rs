@@ -1,5 +1,5 @@
-//! Inner loops for AVX-512 without bf16 instructions: weights are widened to f32 (a shift for even
-//! inputs, a mask for odd ones) and fused multiply-added.
+//! Inner loops for AVX-512 without bf16 instructions: weights are widened to f32 (even inputs by a
+//! shift, odd ones by a mask), then fused multiply-added.
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_and_si512, _mm512_castsi512_ps, _mm512_fmadd_ps, _mm512_loadu_si512,
     _mm512_set1_epi32, _mm512_set1_ps, _mm512_slli_epi32,
@@ -9,7 +9,7 @@ use super::super::pack::PairRow;
 use super::vector::{load, store};
 use super::{Acc, ActPair};
 
-/// The even and odd inputs' weights of 16 outputs.
+/// The weights of 16 outputs for the even and for the odd input, as f32.
 #[target_feature(enable = "avx512f")]
 #[inline]
 fn widen(words: &[u32; 16]) -> (__m512, __m512) {

@@ -1,7 +1,8 @@
-//! Inner loops for AVX-512 with `vdpbf16ps`: activations as two bf16 terms, weights as they are.
+//! Inner loops for AVX-512 with `vdpbf16ps`: activations as two bf16 terms, weights in bf16 as they
+//! are.
 //!
 //! Two dot-product instructions per vector of weights keep 16 bits of the activations' mantissa at
-//! the price of f32 FMAs, without widening the weights.
+//! the cost of f32 FMAs, without widening the weights.
 use std::arch::x86_64::_mm512_dpbf16_ps;
 
 use super::super::pack::PairRow;

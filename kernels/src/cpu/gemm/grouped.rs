@@ -1,5 +1,6 @@
-//! Products of groups of rows, each with a matrix of its own: a layer's experts and the rows that
-//! chose them. One job of the pool for all groups, so that no thread waits at the end of each.
+//! Products of groups of rows with a matrix for each group: a layer's experts and the rows that
+//! chose them. All groups form one job of the pool, so that no thread waits at the end of each
+//! group.
 use std::ops::Range;
 
 use super::super::isa::Isa;
@@ -12,35 +13,35 @@ use super::pairs::{Pair, pair_room};
 use super::{Output, Product, TASK_COST, WIDE, grain};
 use crate::error::KernelError;
 
-/// Rows that are multiplied with one matrix.
+/// Rows that are multiplied with the same matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Group {
-    /// Which expert.
+    /// Index of the expert.
     pub(crate) expert: usize,
-    /// Its rows, in an order in which all rows of a group are neighbours.
+    /// Its rows, in an order where the rows of a group are contiguous.
     pub(crate) rows: Range<usize>,
 }
 
-/// Some panels of one group's product.
+/// A range of panels of one group's product.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
     group: usize,
     panels: Range<usize>,
 }
 
-/// Groups that cover all rows in order, with their rows' activations laid out for products.
+/// Groups that cover all rows in order, with the rows' activations laid out for products.
 pub(crate) struct Grouped<'a> {
     isa: Isa,
     groups: &'a [Group],
     acts: Laid<'a>,
 }
 
-/// What becomes of the sums of an expert's gate and up panels, as in [`super::multiply_pairs`]: called
+/// Consumes the sums of an expert's gate and up panels, as in [`super::multiply_pairs`]; called
 /// with the group, the panels and the sums.
 type Finish<'a> = &'a (dyn Fn(&Group, Range<usize>, &[f32]) + Sync);
 
 impl<'a> Grouped<'a> {
-    /// Lays out the groups' rows; row `i` is `source(i)`, `cols` elements.
+    /// Lays out the groups' rows; row `i` is `source(i)`, of `cols` elements.
     pub(crate) fn prepare<'s>(
         arithmetic: Arithmetic,
         pool: &mut Pool,
@@ -53,13 +54,13 @@ impl<'a> Grouped<'a> {
         Ok(Self { isa: arithmetic.isa, groups, acts })
     }
 
-    /// Elements of sums that each thread needs for [`Grouped::multiply_pairs`].
+    /// Elements of `sums` per thread for [`Grouped::multiply_pairs`].
     pub(crate) fn pair_room(groups: &[Group]) -> usize {
         groups.iter().map(|group| pair_room(group.rows.len())).max().unwrap_or(0)
     }
 
-    /// For every group the products with its expert's two matrices, `2 * expert` and the next.
-    /// `sums` has `room` elements for each thread of the pool.
+    /// For each group, the products with its expert's two matrices, number `2 * expert` and the
+    /// next. `sums` has `room` elements per thread of the pool.
     pub(crate) fn multiply_pairs(
         &self,
         pool: &mut Pool,
@@ -84,8 +85,8 @@ impl<'a> Grouped<'a> {
         })
     }
 
-    /// For every group the product with its expert's matrix, to the group's own rows of `out`
-    /// (`[rows, weight.rows()]`).
+    /// For each group, the product with its expert's matrix, written to the group's rows of `out`,
+    /// `[rows, weight.rows()]`.
     pub(crate) fn multiply(
         &self,
         pool: &mut Pool,
@@ -111,8 +112,8 @@ impl<'a> Grouped<'a> {
         self.acts.rows(group.rows.clone())
     }
 
-    /// Cuts all groups' products into tasks: pieces that threads finish at about the same time, few
-    /// where all of it is little.
+    /// Cuts the products of all groups into tasks: pieces that let threads finish at about the same
+    /// time, and few of them if there is little work.
     fn cut(&self, pool: &Pool, matrix: Panels<'_>, tasks: &mut Vec<Task>) {
         tasks.clear();
         let panels = matrix.num_panels();
@@ -133,7 +134,7 @@ impl<'a> Grouped<'a> {
     }
 }
 
-/// The bias of one matrix of a stack, of those of all.
+/// The bias of matrix `index`, from the concatenated biases of the stack.
 fn of_matrix<'a>(bias: Option<&'a [f32]>, weight: &CpuStack, index: usize) -> Option<&'a [f32]> {
     bias.map(|bias| &bias[index * weight.rows()..][..weight.rows()])
 }

@@ -1,7 +1,8 @@
-//! Products with weights of 4 bits: each group's integers less their zeros, or floats, in bf16, exactly, summed
-//! up in f32 from zero as bf16 weights are; then the sum times the group's scale is added to the
-//! output, group by group in ascending order. Product and sum are rounded each, on all instruction
-//! sets. So rows that are alone and rows in a batch have the same bits.
+//! Products with 4-bit weights. A group's integers minus their zero points, or its floats, are
+//! exact in bf16. Their products are summed in f32 from zero, as for bf16 weights; then the sum
+//! times the group's scale is added to the output, group by group in ascending order. That product
+//! and that addition are rounded separately on all instruction sets. So a row gets the same bits
+//! alone and in a batch.
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
     __m512bh, __m512i, _mm_loadu_si128, _mm512_add_ps, _mm512_and_si512, _mm512_cvtepi8_epi32,
@@ -26,20 +27,20 @@ use super::{Acc, Product, TILE_ROWS, num_tiles, tile, tile_rows};
 #[cfg(target_arch = "x86_64")]
 use crate::weights::E2M1;
 
-/// Pairs that are made bf16 at a time: 16 KiB, which stay in the L1 cache for all tiles of a block.
+/// Pairs converted to bf16 at a time: 16 KiB, which stay in the L1 cache for all tiles of a block.
 const ROOM: usize = 64;
-/// Tiles whose sums of a group are kept side by side (12 KiB).
+/// Tiles whose group sums are kept side by side (12 KiB).
 const BLOCK_TILES: usize = 8;
 
-/// Sums of a group, of each row of a tile.
+/// The group sums of each row of a tile.
 type Sums = [Acc; TILE_ROWS];
 
 impl Product<'_> {
-    /// As [`Product::panels`], for weights of 4 bits.
+    /// As [`Product::panels`], for 4-bit weights.
     pub(super) fn int4_panels(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
         if let (Layout::Rows { .. }, 1) = (self.acts.layout, self.acts.rows) {
-            // Zeros are in registers, too.
+            // Zero points take registers, too.
             let panel = range.clone().next().and_then(|first| self.weight.int4_panel(first));
             return match panel.is_some_and(|panel| panel.is_symmetric()) {
                 true => self.int4_rows::<WIDE>(range),
@@ -53,7 +54,7 @@ impl Product<'_> {
         }
     }
 
-    /// One row, `P` panels at once where there are so many left.
+    /// One row times these panels, `P` at once as long as that many are left.
     #[cfg(target_arch = "x86_64")]
     fn int4_rows<const P: usize>(&self, range: Range<usize>) {
         let rest = range.end - range.len() % P;
@@ -65,7 +66,7 @@ impl Product<'_> {
         }
     }
 
-    /// One row, `P` panels at once.
+    /// One row times `P` panels.
     #[cfg(target_arch = "x86_64")]
     fn int4_row<const P: usize>(&self, first: usize) {
         let panels: [Option<Int4Panel<'_>>; P] =
@@ -83,7 +84,7 @@ impl Product<'_> {
         }
     }
 
-    /// All rows for one panel, some tiles at a time.
+    /// All rows times one panel, a block of tiles at a time.
     fn int4_tiles(&self, panel: usize, room: &mut [PairRow; ROOM], sums: &mut [Sums; BLOCK_TILES]) {
         let Some(weight) = self.weight.int4_panel(panel) else { return };
         let tiles = num_tiles(self.acts.rows);
@@ -137,7 +138,7 @@ impl Product<'_> {
         }
     }
 
-    /// `sums (+)= rows weights^T` over some pairs; begins at zero when `first`.
+    /// `sums (+)= rows weights^T` over some pairs; overwrites `sums` if `first`.
     fn int4_sums<const M: usize>(
         &self,
         rows: Range<usize>,
@@ -172,7 +173,8 @@ impl Product<'_> {
 }
 
 multiversion! {
-    /// `out (+)= sums * scales`; begins at zero when `first`. As many as `out` has.
+    /// `out (+)= sums * scales`, for the first `out.len()` outputs of the panel; overwrites `out`
+    /// if `first`.
     fn add_scaled(sums: &Acc, scales: &[f32; PANEL], out: &mut [f32], first: bool) = add_scaled_body
 }
 
@@ -197,7 +199,7 @@ fn add_scaled_body<const FMA: bool>(
     }
 }
 
-/// The pairs `range` of a group in bf16; `range` begins at a multiple of 4.
+/// Converts the pairs `range` of a group to bf16; `range` begins at a multiple of 4.
 fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairRow; ROOM]) {
     let rows = &group.rows[range.start / 4..range.end.div_ceil(4)];
     match isa {
@@ -210,7 +212,7 @@ fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairR
 }
 
 multiversion! {
-    /// `rows` less their zeros, four pairs each, to `room`, which has enough.
+    /// Converts `rows` (four pairs each) minus their zero points; `room` is large enough.
     fn widen_rows(rows: &[[[u32; 16]; 4]], zeros: Option<&[i8; PANEL]>, room: &mut [PairRow; ROOM]) = widen_body
 }
 
@@ -228,7 +230,7 @@ fn widen_body<const FMA: bool>(
                 let word = word >> (4 * pair);
                 let even = (word & 15).cast_signed() - zero;
                 let odd = (word >> 16 & 15).cast_signed() - zero;
-                // Such integers are no longer than the upper half of an f32.
+                // The upper half of an f32 holds such an integer exactly.
                 *to = (even as f32).to_bits() >> 16 | (odd as f32).to_bits();
             }
         }
@@ -236,13 +238,13 @@ fn widen_body<const FMA: bool>(
 }
 
 multiversion! {
-    /// `rows` of floats, four pairs each, to `room`, which has enough.
+    /// Converts `rows` of floats (four pairs each); `room` is large enough.
     fn widen_floats(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) = widen_floats_body
 }
 
 #[inline(always)]
 fn widen_floats_body<const FMA: bool>(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) {
-    // Twice the number, which is an integer: vectors have no table of sixteen everywhere.
+    // Twice the value, which is an integer: not all instruction sets can look up sixteen values.
     let worth = |bits: u32| {
         let (exponent, mantissa) = (bits >> 1 & 3, bits & 1);
         let normal = (2 | mantissa) << exponent >> 1;
@@ -259,8 +261,8 @@ fn widen_floats_body<const FMA: bool>(rows: &[[[u32; 16]; 4]], room: &mut [PairR
     }
 }
 
-/// bf16 of what 5 bits are worth, of which all 32 are looked up at once: with `SYMMETRIC` the lower
-/// four less 8, else all five with their sign.
+/// The values of 5 bits in bf16, all 32 looked up at once: with `SYMMETRIC`, the lower four bits
+/// minus 8; otherwise all five as a signed integer.
 #[cfg(target_arch = "x86_64")]
 const fn table<const SYMMETRIC: bool>() -> [u16; 32] {
     let mut table = [0; 32];
@@ -277,7 +279,7 @@ const fn table<const SYMMETRIC: bool>() -> [u16; 32] {
     table
 }
 
-/// Likewise of floats, the lower four bits.
+/// The same for floats: the values of the lower four bits.
 #[cfg(target_arch = "x86_64")]
 const FLOATS: [u16; 32] = {
     let mut table = [0; 32];
@@ -289,7 +291,7 @@ const FLOATS: [u16; 32] = {
     table
 };
 
-/// The looked-up values of a table.
+/// Loads a lookup table.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
@@ -298,7 +300,7 @@ fn load_table(table: &[u16; 32]) -> __m512i {
     unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
 }
 
-/// Zeros of 16 outputs, for all bytes of their words.
+/// The zero points of 16 outputs, copied to all bytes of their words.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
@@ -309,7 +311,7 @@ fn load_zeros(zeros: &[i8; 16]) -> __m512i {
     _mm512_or_si512(zeros, _mm512_slli_epi32::<16>(zeros))
 }
 
-/// The four pairs of 16 words in bf16.
+/// Converts 16 words to four pairs of bf16 each.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
@@ -321,7 +323,7 @@ fn four_pairs<const SYMMETRIC: bool>(
     // SAFETY: the array has 64 bytes.
     let words = unsafe { _mm512_loadu_si512(words.as_ptr().cast()) };
     let shifted = _mm512_srli_epi16::<4>(words);
-    // Of what is looked up the lower five bits count.
+    // The lookup uses only the lower five bits.
     let [even, odd] = match SYMMETRIC {
         true => [words, shifted],
         false => [words, shifted].map(|words| {
@@ -367,8 +369,8 @@ fn widen_512_of<const SYMMETRIC: bool>(
     }
 }
 
-/// One row times `P` panels at once: `out[p] = row * panels[p]`. Behind the row's last pair `words`
-/// has zeros.
+/// One row times `P` panels: `out[p] = row * panels[p]`. After the row's last pair, `words`
+/// contains zeros.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 fn row<const P: usize, const SYMMETRIC: bool>(
@@ -382,7 +384,7 @@ fn row<const P: usize, const SYMMETRIC: bool>(
     for index in 0..groups {
         let Some(groups) = all(panels, index) else { return };
         let first = &groups[0];
-        // Whole fours: what is behind the last pair is multiplied by zero.
+        // In groups of four pairs: those after the last pair are multiplied by zero.
         let fours = words[first.first_pair..].as_chunks::<4>().0;
         let fours = &fours[..first.rows.len()];
         let rows: [&[[[u32; 16]; 4]]; P] = std::array::from_fn(|p| &groups[p].rows[..fours.len()]);
@@ -416,7 +418,7 @@ fn row<const P: usize, const SYMMETRIC: bool>(
     }
 }
 
-/// One group of all panels.
+/// Group `index` of all panels.
 #[cfg(target_arch = "x86_64")]
 fn all<'a, const P: usize>(
     panels: &[Option<Int4Panel<'a>>; P],
@@ -437,7 +439,7 @@ mod tests {
     #[test]
     fn every_float_is_exact_in_any_place() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-            // Each of 64 outputs has other floats.
+            // Each of the 64 outputs gets different floats.
             let code = |output: usize, place: usize| (output * 5 + place * 3) % 16;
             let mut row = [[0u32; 16]; 4];
             for (output, word) in row.as_flattened_mut().iter_mut().enumerate() {
@@ -461,7 +463,7 @@ mod tests {
                 for (output, word) in words.as_flattened().iter().enumerate() {
                     let want = [0, 1].map(|half| E2M1[code(output, 2 * (pair % 4) + half)]);
                     let got = [word << 16, word & 0xFFFF_0000];
-                    // Zeros keep their sign.
+                    // Zeros keep their signs.
                     assert_eq!(got, want.map(f32::to_bits), "{isa} {pair} {output}");
                 }
             }
@@ -472,7 +474,7 @@ mod tests {
     fn every_integer_less_every_zero_is_exact_in_any_place() {
         for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
             for zero in 0..16i8 {
-                // Each of 64 outputs has other integers.
+                // Each of the 64 outputs gets different integers.
                 let integer = |output: usize, place: usize| ((output * 5 + place * 3) % 16) as u32;
                 let mut row = [[0u32; 16]; 4];
                 for (output, word) in row.as_flattened_mut().iter_mut().enumerate() {

@@ -1,7 +1,7 @@
-//! int8 weights as bf16, exactly, for inner loops that take those.
+//! int8 weights converted to bf16, exactly, for inner loops that support bf16 only.
 //!
-//! While a block is used, the next one is on its way: each line that is read asks for the one as far
-//! behind it as the block is long.
+//! While a block is used, the next one is prefetched: reading a line prefetches the line one block
+//! length further on.
 #[cfg(target_arch = "x86_64")]
 use std::arch::x86_64::{
     __m256i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm256_castps_si256,
@@ -16,7 +16,7 @@ use super::super::pack::{Int8Row, PairRow};
 #[cfg(target_arch = "x86_64")]
 use super::one_term::{store_pairs, widen_pairs};
 
-/// `rows` in bf16, in `room`, which has enough.
+/// Converts `rows` to bf16 in `room`, which is large enough.
 pub(super) fn widen<'a>(isa: Isa, rows: &[Int8Row], room: &'a mut [PairRow]) -> &'a [PairRow] {
     let room = &mut room[..rows.len()];
     match isa {
@@ -38,13 +38,13 @@ fn widen_portable(rows: &[Int8Row], out: &mut [PairRow]) {
     for (row, out) in rows.iter().zip(out) {
         let (pairs, _) = row.as_flattened().as_chunks::<2>();
         for (word, &[even, odd]) in out.as_flattened_mut().iter_mut().zip(pairs) {
-            // Integers of 8 bits are no longer than the upper half of an f32.
+            // The upper half of an f32 holds an 8-bit integer exactly.
             *word = f32::from(even).to_bits() >> 16 | f32::from(odd).to_bits();
         }
     }
 }
 
-/// Asks for the two lines that lie `distance` rows behind this one.
+/// Prefetches the two lines that are `distance` rows after this one.
 #[cfg(target_arch = "x86_64")]
 #[inline(always)]
 fn fetch(row: &Int8Row, distance: usize) {
@@ -64,7 +64,7 @@ fn widen_bf16(rows: &[Int8Row], out: &mut [PairRow]) {
     }
 }
 
-/// A pair is 16 bits: the odd input's integer is the upper half, the even one's the lower.
+/// A pair has 16 bits: the odd input's integer in the upper half, the even one's in the lower.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 fn widen_512(rows: &[Int8Row], out: &mut [PairRow]) {

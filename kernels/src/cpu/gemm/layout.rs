@@ -1,4 +1,4 @@
-//! Activations in the layouts that the inner loops read: rounded, split, tiled.
+//! Activations in the layouts of the inner loops: rounded or split into bf16 terms, tiled.
 use std::ops::Range;
 
 use super::super::isa::{Isa, multiversion};
@@ -19,11 +19,11 @@ pub(crate) struct Activations<'a> {
     pub(super) layout: Layout,
 }
 
-/// Rows that are worth reading all weights for, from a cache that threads share.
+/// Rows that justify reading all weights once more, from a cache that threads share.
 const PART_ROWS: usize = 96;
 
 impl Activations<'_> {
-    /// Into how many parts these rows are worth being cut for threads that each take some.
+    /// Number of parts into which these rows should be cut, for threads that take a part each.
     pub(super) fn num_parts(&self) -> usize {
         match self.layout {
             Layout::Tiles => 1,
@@ -32,8 +32,8 @@ impl Activations<'_> {
         }
     }
 
-    /// Part `index` of `parts`, of which there are no more than [`Activations::num_parts`]: whole tiles,
-    /// but in the last.
+    /// Part `index` of `parts`, at most [`Activations::num_parts`]; all parts but the last are
+    /// whole tiles.
     pub(super) fn part(&self, index: usize, parts: usize) -> Part<'_> {
         let (mut rows, mut start) = (0..self.rows, 0);
         match self.layout {
@@ -51,7 +51,7 @@ impl Activations<'_> {
     }
 }
 
-/// Some of a product's rows.
+/// A range of a product's rows.
 pub(super) struct Part<'a> {
     pub(super) first_row: usize,
     pub(super) acts: Activations<'a>,
@@ -59,25 +59,25 @@ pub(super) struct Part<'a> {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Layout {
-    /// Tile by tile, [`super::ActPair`]s within.
+    /// Tile by tile, consisting of [`super::ActPair`]s.
     Tiles,
-    /// Row by row, a word for each pair of bf16 and `stride` words a row: for `one_term`.
+    /// Row by row, one word per pair of bf16 and `stride` words per row: for `one_term`.
     #[cfg(target_arch = "x86_64")]
     Rows { stride: usize },
 }
 
-/// What becomes of an f32 in [`Layout::Tiles`].
+/// How [`Layout::Tiles`] stores an f32.
 #[derive(Clone, Copy, PartialEq)]
 enum Terms {
-    /// It stays.
+    /// Unchanged.
     Whole,
-    /// It is rounded to bf16.
+    /// Rounded to bf16.
     Rounded,
-    /// It becomes two bf16 terms.
+    /// As the sum of two bf16 terms.
     Split,
 }
 
-/// Lays out `rows` rows for the inner loops; row `i` is `source(i)`, `cols` elements.
+/// Lays out `rows` rows for the inner loops; row `i` is `source(i)`, of `cols` elements.
 pub(crate) fn prepare<'s, 'a>(
     arithmetic: Arithmetic,
     pool: &mut Pool,
@@ -109,14 +109,14 @@ pub(crate) fn prepare<'s, 'a>(
     Ok(Activations { words, rows, layout: Layout::Tiles })
 }
 
-/// Whether products take [`Layout::Rows`].
+/// Whether products use [`Layout::Rows`].
 #[cfg(target_arch = "x86_64")]
 fn takes_rows(arithmetic: Arithmetic) -> bool {
     let Arithmetic { isa, precision } = arithmetic;
     matches!((isa, precision), (Isa::Avx512Bf16, Precision::Bfloat16))
 }
 
-/// What becomes of activations in [`Layout::Tiles`].
+/// How [`Layout::Tiles`] stores activations.
 fn terms(isa: Isa, precision: Precision) -> Terms {
     match (isa, precision) {
         (_, Precision::Bfloat16) => Terms::Rounded,
@@ -137,7 +137,7 @@ fn lay_out_tile<'s>(
     }
 }
 
-/// Rows of several groups, each group laid out as [`prepare`] does it.
+/// The rows of several groups, each group laid out as by [`prepare`].
 #[derive(Debug)]
 pub(super) struct Laid<'a> {
     words: &'a [u32],
@@ -153,7 +153,7 @@ impl Laid<'_> {
     }
 }
 
-/// Lays out groups of rows; row `i` is `source(i)`, `cols` elements.
+/// Lays out groups of rows; row `i` is `source(i)`, of `cols` elements.
 pub(super) fn lay_out_groups<'s, 'a>(
     arithmetic: Arithmetic,
     pool: &mut Pool,
@@ -199,8 +199,8 @@ fn prepare_rows<'s, 'a>(
     cols: usize,
     source: &(dyn Fn(usize) -> &'s [f32] + Sync),
 ) -> Result<Activations<'a>, KernelError> {
-    // A cache line more than the row has, so that rows of a tile are not all in the same sets of the
-    // cache where their length is a power of two.
+    // One cache line longer than the row, so that with lengths that are powers of two the rows of a
+    // tile do not all fall into the same cache sets.
     let stride = (cols.div_ceil(32) + 1) * 16;
     let words = scratch.get(rows * stride)?;
     let all = Disjoint::new(words);
@@ -210,7 +210,7 @@ fn prepare_rows<'s, 'a>(
             // SAFETY: every row belongs to one task.
             let words = unsafe { all.slice(row * stride, stride) };
             let words = words.as_chunks_mut().0;
-            // SAFETY: only called for an instruction set that the backend found this machine to have.
+            // SAFETY: only called for an instruction set that the backend found on this machine.
             unsafe { one_term::round_row(source(row), words) };
         }
     })?;
@@ -218,7 +218,7 @@ fn prepare_rows<'s, 'a>(
 }
 
 multiversion! {
-    /// Writes one row to its lane of a tile of `lanes` rows.
+    /// Writes one row to lane `lane` of a tile of `lanes` rows.
     fn lay_out_row(row: &[f32], terms: Terms, lane: usize, lanes: usize, words: &mut [u32]) = lay_out_row_body
 }
 
@@ -247,8 +247,8 @@ fn lay_out_row_body<const FMA: bool>(
     }
 }
 
-/// `x` as the sum of two bf16, each as the bits of an f32 with an empty low half. What is left is
-/// below 2^-17 of `x`. Infinities become NaN.
+/// `x` as the sum of two bf16, each given as the bits of an f32 with a zero low half. The remainder
+/// is below 2^-17 of `x`. Infinities become NaN.
 #[inline(always)]
 fn split_bf16(x: f32) -> (u32, u32) {
     let hi = round_bf16(x);

@@ -1,8 +1,8 @@
-//! Inner loops for AVX-512 with `vdpbf16ps` where activations are one bf16 term each, row by row:
-//! as many operations as there are products of weights and activations.
+//! Inner loops for AVX-512 with `vdpbf16ps` for activations of a single bf16 term, row by row: no
+//! more operations than products of weights and activations.
 //!
-//! A pair's word is broadcast from the row, so rows need no layout of their own, and any number of
-//! them can be a tile.
+//! A pair's word is broadcast from the row, so rows need no special layout, and any number of rows
+//! can form a tile.
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, __mmask16, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch,
     _mm512_cvtepi8_epi32, _mm512_cvtepi32_ps, _mm512_cvtne2ps_pbh, _mm512_dpbf16_ps,
@@ -13,8 +13,8 @@ use super::super::pack::{Int8Row, PairRow, PairRows};
 use super::Acc;
 use super::vector::{broadcast, load, load_bf16, store};
 
-/// Rounds a row to bf16 (to nearest, ties to even), two to a word; the rest of the last 16 words that
-/// the row reaches, or of those behind it, becomes 0.
+/// Rounds a row to bf16 (to nearest, ties to even), two per word. Pads with zeros up to the end of
+/// a chunk of 16 words: the last one that the row reaches, or the next if it fills that one.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 pub(crate) fn round_row(row: &[f32], words: &mut [[u32; 16]]) {
@@ -30,7 +30,7 @@ pub(crate) fn round_row(row: &[f32], words: &mut [[u32; 16]]) {
     }
 }
 
-/// As many lanes as there are values, of which there are no more than lanes; the others are 0.
+/// Loads `values`, at most 16; the other lanes are 0.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 fn load_some(values: &[f32]) -> __m512 {
@@ -48,8 +48,8 @@ fn store_words(words: &mut [u32; 16], pairs: __m512bh) {
     unsafe { _mm512_storeu_si512(words.as_mut_ptr().cast(), pairs) }
 }
 
-/// What a tile fetches while it computes: cache lines `line..line + lines` (0, 1, 2 or 4 of a pair's
-/// four) of the pairs that are `distance` pairs behind its own.
+/// What a tile prefetches while it computes: cache lines `line..line + lines` (0, 1, 2 or 4 of the
+/// four lines of a pair) of the pairs that are `distance` pairs ahead.
 #[derive(Clone, Copy)]
 pub(super) struct Ahead {
     pub(super) line: usize,
@@ -57,8 +57,8 @@ pub(super) struct Ahead {
     pub(super) distance: usize,
 }
 
-/// `acc[m] (+)= rows[m] * weights` over all pairs; begins at zero when `first`. Leaves int8 weights in
-/// bf16 in `room`, if it has enough.
+/// `acc[m] (+)= rows[m] * weights` over all pairs; overwrites `acc` if `first`. Leaves int8 weights
+/// converted to bf16 in `room`, if that is large enough.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn tile<const M: usize>(
     rows: &[&[u32]; M],
@@ -81,7 +81,7 @@ pub(super) fn tile<const M: usize>(
         (PairRows::Bf16(weights), _) => {
             fetching_tile::<M, 4, _>(rows, weights, acc, first, ahead, |_, row| load_pairs(row));
         }
-        // Such a row is two lines.
+        // Such a row takes two cache lines.
         (PairRows::Int8(weights), _) if room.len() < weights.len() => {
             fetching_tile::<M, 2, _>(rows, weights, acc, first, ahead, |_, row| widen_pairs(row));
         }
@@ -96,21 +96,21 @@ pub(super) fn tile<const M: usize>(
     }
 }
 
-/// One pair of inputs for a panel's outputs.
+/// The pair of inputs of all outputs of a panel, in bf16.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 fn load_pairs(row: &PairRow) -> [__m512bh; 4] {
     [load_bf16(&row[0]), load_bf16(&row[1]), load_bf16(&row[2]), load_bf16(&row[3])]
 }
 
-/// The same of int8.
+/// The same, converted from int8.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 pub(super) fn widen_pairs(row: &Int8Row) -> [__m512bh; 4] {
     [widen_int8(&row[0]), widen_int8(&row[1]), widen_int8(&row[2]), widen_int8(&row[3])]
 }
 
-/// As they are packed.
+/// Stores them in the packed layout.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 pub(super) fn store_pairs(row: &mut PairRow, pairs: [__m512bh; 4]) {
@@ -145,7 +145,7 @@ fn fetching_tile<const M: usize, const LINES: usize, W>(
     Ahead { line, distance, .. }: Ahead,
     mut load_weights: impl FnMut(usize, &W) -> [__m512bh; 4],
 ) {
-    // Before any sum is in a register.
+    // Checked before the sums are in registers.
     assert!(rows.iter().all(|row| row.len() >= weights.len()), "a row is too short");
     let mut sums = [[_mm512_setzero_ps(); 4]; M];
     if !first {
@@ -158,7 +158,7 @@ fn fetching_tile<const M: usize, const LINES: usize, W>(
     for (pair, weight) in weights.iter().enumerate() {
         let ahead = std::ptr::from_ref(weight).wrapping_add(distance).cast::<[u32; 16]>();
         for i in 0..LINES {
-            // No harm behind the end: nothing is read that is not there.
+            // Harmless past the end: a prefetch of an invalid address does nothing.
             _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line + i).cast::<i8>());
         }
         let w = load_weights(pair, weight);
@@ -177,7 +177,7 @@ fn fetching_tile<const M: usize, const LINES: usize, W>(
     }
 }
 
-/// One row times `P` panels at once, all of one kind: `acc[p] = row * panels[p]`.
+/// One row times `P` panels, all of one format: `acc[p] = row * panels[p]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn wide<const P: usize>(row: &[u32], panels: &[PairRows<'_>; P], acc: &mut [Acc; P]) {
     if let Some(panels) = all(panels, PairRows::bf16) {
@@ -187,7 +187,7 @@ pub(super) fn wide<const P: usize>(row: &[u32], panels: &[PairRows<'_>; P], acc:
     }
 }
 
-/// What `get` makes of all panels.
+/// The results of `get` for all panels; `None` if one is missing.
 fn all<'a, W, const P: usize>(
     panels: &[PairRows<'a>; P],
     get: impl Fn(PairRows<'a>) -> Option<&'a [W]>,

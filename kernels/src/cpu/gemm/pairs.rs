@@ -1,5 +1,5 @@
-//! Two products of the same rows whose outputs belong together, as gate and up do: panel by panel, so
-//! that the sums of both are still in the cache when they are made one.
+//! Two products of the same rows whose outputs belong together (gate and up), panel by panel, so
+//! that both sums are still in the cache when they are combined.
 use std::ops::Range;
 
 use super::super::isa::Isa;
@@ -9,22 +9,22 @@ use super::super::pool::Pool;
 use super::{Activations, Output, Product, WIDE, run_panels};
 use crate::error::KernelError;
 
-/// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
-/// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one
-/// half of a row.
+/// Consumes the sums of panels that belong together: `panels` of the first half, and the
+/// corresponding ones of the second. Sums are `[rows, 2 * PANEL * pair_panels(rows)]`, with each
+/// half's in one half of a row.
 type PairFinish<'a> = &'a (dyn Fn(Range<usize>, &mut [f32]) + Sync);
 
-/// The same of some rows, of which the first is named too.
+/// As [`PairFinish`], for some of the rows; the first argument is the first row.
 pub(crate) type Finish<'a> = &'a (dyn Fn(usize, Range<usize>, &mut [f32]) + Sync);
 
-/// Panels of each half of a matrix that [`multiply_pairs`] multiplies before they are finished: few,
-/// so that their sums are still in the cache.
+/// Panels per half that [`multiply_pairs`] multiplies before they are finished: few, so that their
+/// sums stay in the cache.
 pub(crate) fn pair_panels(rows: usize) -> usize {
     if rows == 1 { WIDE } else { 1 }
 }
 
-/// As [`super::multiply`] by a matrix whose halves belong together, both a whole number of panels: `finish`
-/// gets what belongs together. `sums` has room for what every thread of the pool gives to `finish`.
+/// As [`super::multiply`] by a matrix of two corresponding halves, each a whole number of panels;
+/// passes corresponding sums to `finish`. `sums` has room for the sums of every thread of the pool.
 pub(crate) fn multiply_pairs(
     isa: Isa,
     pool: &mut Pool,
@@ -52,12 +52,12 @@ pub(crate) fn multiply_pairs(
     })
 }
 
-/// Elements that [`Pair::panels`] needs room for.
+/// Elements of sums that [`Pair::panels`] needs.
 pub(super) fn pair_room(rows: usize) -> usize {
     rows * 2 * PANEL * pair_panels(rows)
 }
 
-/// Two products of the same rows whose panels belong together.
+/// Two products of the same rows whose panels correspond.
 pub(super) struct Pair<'a> {
     pub(super) isa: Isa,
     pub(super) acts: &'a Activations<'a>,
@@ -66,7 +66,7 @@ pub(super) struct Pair<'a> {
 }
 
 impl Pair<'_> {
-    /// All rows for these panels of both halves; `sums` has room for as many as are finished at once.
+    /// Multiplies all rows with these panels of both halves; `sums` has [`pair_room`] elements.
     pub(super) fn panels(&self, range: Range<usize>, sums: &mut [f32], finish: PairFinish<'_>) {
         let Self { isa, acts, halves, biases } = *self;
         let step = pair_panels(acts.rows);

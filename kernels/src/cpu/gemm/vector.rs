@@ -1,10 +1,10 @@
-//! What the inner loops for AVX-512 have in common: 512 bits from and to memory.
+//! Loads and stores of 512 bits, shared by the inner loops for AVX-512.
 use std::arch::x86_64::{
     __m512, __m512bh, __m512i, _mm512_loadu_ps, _mm512_loadu_si512, _mm512_set1_epi32,
     _mm512_storeu_ps,
 };
 
-/// 16 pairs of bf16.
+/// Loads 16 pairs of bf16.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 pub(super) fn load_bf16(words: &[u32; 16]) -> __m512bh {
@@ -14,7 +14,7 @@ pub(super) fn load_bf16(words: &[u32; 16]) -> __m512bh {
     unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
 }
 
-/// One pair of bf16, 16 times.
+/// One pair of bf16 in all 16 lanes.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 pub(super) fn broadcast(word: u32) -> __m512bh {
@@ -23,7 +23,7 @@ pub(super) fn broadcast(word: u32) -> __m512bh {
     unsafe { std::mem::transmute::<__m512i, __m512bh>(vector) }
 }
 
-/// 16 f32.
+/// Loads 16 f32.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(super) fn load(values: &[f32; 16]) -> __m512 {
@@ -31,7 +31,7 @@ pub(super) fn load(values: &[f32; 16]) -> __m512 {
     unsafe { _mm512_loadu_ps(values.as_ptr()) }
 }
 
-/// 16 f32.
+/// Stores 16 f32.
 #[target_feature(enable = "avx512f")]
 #[inline]
 pub(super) fn store(values: &mut [f32; 16], vector: __m512) {

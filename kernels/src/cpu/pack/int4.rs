@@ -1,11 +1,10 @@
-//! Weights of 4 bits, packed: eight inputs of an output are a word, and each group of inputs has a
-//! zero and a scale for each output.
+//! Packed 4-bit weights: eight inputs of an output form a word, and each group of inputs has a zero
+//! point and a scale for each output.
 //!
-//! In a word the even inputs are in the lower half and the odd ones in the upper, each pair 4 bits
-//! above the one before: so a shift puts a pair where bf16 products want it. Floats of 4 bits lie like
-//! integers, and have no zeros. A group begins with a
-//! word of its own; only the last word of a row may be in part of inputs that there are not, whose
-//! integer is the zero.
+//! A word holds the even inputs in its lower half and the odd ones in its upper half, each pair 4
+//! bits above the previous one: so one shift puts a pair where bf16 products need it. 4-bit floats
+//! are laid out like integers, and have no zero points. A group begins with a new word. Only the
+//! last word of a row may be partly unused; the unused part holds the zero point.
 use std::ops::Range;
 
 use super::super::memory::{AlignedVec, Disjoint};
@@ -16,27 +15,27 @@ use crate::backend::HostMatrix;
 use crate::error::KernelError;
 use crate::weights::{E2M1, Int4Groups, int4_row};
 
-/// Inputs of a word.
+/// Inputs per word.
 pub(crate) const WORD: usize = 8;
 
 /// Eight inputs for the 64 outputs of a panel.
 pub(crate) type Int4Row = [[u32; 16]; 4];
 
-/// The zero that symmetric weights have.
+/// The zero point of symmetric weights.
 pub(crate) const MIDDLE: i8 = 8;
 
-/// One or more matrices.
+/// The packed weights of one or more matrices.
 #[derive(Debug)]
 pub(super) struct Int4 {
     words: AlignedVec<u32>,
-    /// `PANEL` of each group.
+    /// `PANEL` per group.
     scales: AlignedVec<f32>,
-    /// Likewise; absent where all are [`MIDDLE`], and of floats.
+    /// `PANEL` per group; `None` if all are [`MIDDLE`], and for floats.
     zeros: Option<AlignedVec<i8>>,
     groups: Int4Groups,
 }
 
-/// Words, scales, zeros of some panels, and their groups.
+/// The words, scales and zero points of some panels, and their groups.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Int4Elements<'a> {
     words: &'a [u32],
@@ -45,7 +44,7 @@ pub(crate) struct Int4Elements<'a> {
     groups: Int4Groups,
 }
 
-/// Words of a row of so many inputs.
+/// Words per row of `cols` inputs.
 pub(super) fn row_words(cols: usize) -> usize {
     cols.div_ceil(WORD)
 }
@@ -56,8 +55,8 @@ impl Int4 {
         Int4Elements { words: &self.words, scales: &self.scales, zeros, groups: self.groups }
     }
 
-    /// Packs matrices, each the vertical concatenation of its `parts`, which are checked and have
-    /// these groups.
+    /// Packs matrices. Each is the vertical concatenation of its `parts`, which are checked and
+    /// have these groups.
     pub(super) fn pack<'p, 'd: 'p>(
         pool: &mut Pool,
         shape: Shape,
@@ -116,21 +115,21 @@ fn pack_word(eight: &[u8; WORD]) -> u32 {
 /// One group of a panel's inputs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Int4Group<'a> {
-    /// Four pairs each.
+    /// Rows of words, four pairs each.
     pub(crate) rows: &'a [Int4Row],
-    /// The first of its pairs in the row.
+    /// Index, within the row, of the first pair.
     pub(crate) first_pair: usize,
-    /// How many pairs there are, the last one padded where the row's length is odd.
+    /// Number of pairs; the last is padded if the row's length is odd.
     pub(crate) pairs: usize,
-    /// What its sums are multiplied by.
+    /// Factors of the sums.
     pub(crate) scales: &'a [f32; PANEL],
-    /// What integers are less, where that is not [`MIDDLE`] for all of the matrix.
+    /// Zero points, unless all of the matrix are [`MIDDLE`].
     pub(crate) zeros: Option<&'a [i8; PANEL]>,
-    /// Weights are [`E2M1`], no integers.
+    /// The weights are floats ([`E2M1`]) rather than integers.
     pub(crate) is_float: bool,
 }
 
-/// A panel of weights of 4 bits.
+/// A panel of 4-bit weights.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Int4Panel<'a> {
     rows: &'a [Int4Row],
@@ -141,7 +140,7 @@ pub(crate) struct Int4Panel<'a> {
 }
 
 impl<'a> Int4Elements<'a> {
-    /// Those of the panels `range` of so many.
+    /// The elements of the panels `range` out of `panels`.
     pub(super) fn part(self, range: Range<usize>, panels: usize) -> Self {
         let Self { words, scales, zeros, groups } = self;
         Self {
@@ -152,12 +151,12 @@ impl<'a> Int4Elements<'a> {
         }
     }
 
-    /// Bytes of one panel of so many inputs.
+    /// Bytes of one panel of `cols` inputs.
     pub(super) fn panel_bytes(&self, cols: usize) -> usize {
         (row_words(cols) + self.groups.count) * PANEL * 4
     }
 
-    /// One panel of so many inputs.
+    /// Panel `panel`, of `cols` inputs.
     pub(super) fn panel(&self, panel: usize, cols: usize) -> Int4Panel<'a> {
         let Self { words, scales, zeros, groups } = *self;
         let (blocks, count) = (row_words(cols) * PANEL, groups.count);
@@ -170,7 +169,7 @@ impl<'a> Int4Elements<'a> {
         }
     }
 
-    /// Row `row` in f32.
+    /// Widens row `row` to f32 (`cols` elements).
     pub(super) fn unpack_row(&self, row: usize, cols: usize, out: &mut [f32]) {
         let (panel, lane) = (self.panel(row / PANEL, cols), row % PANEL);
         for group in (0..panel.num_groups()).map(|group| panel.group(group)) {
@@ -196,12 +195,12 @@ impl<'a> Int4Panel<'a> {
         self.groups.count
     }
 
-    /// Whether all zeros are [`MIDDLE`], or there are none.
+    /// Whether all zero points are [`MIDDLE`], or there are none.
     pub(crate) fn is_symmetric(&self) -> bool {
         self.zeros.is_none()
     }
 
-    /// Whether weights are floats, no integers.
+    /// Whether the weights are floats rather than integers.
     #[cfg(target_arch = "x86_64")]
     pub(crate) fn is_float(&self) -> bool {
         self.groups.is_float

@@ -1,4 +1,5 @@
-//! From the rows of a model file to packed panels: rounded or quantised, and laid side by side.
+//! From the rows of a model file to packed panels: rounds or quantises rows and lays them side by
+//! side.
 use half::{bf16, f16};
 
 use super::super::memory::{AlignedVec, Disjoint};
@@ -8,7 +9,7 @@ use super::{Format, PANEL, Packed, Shape};
 use crate::backend::{DType, HostMatrix};
 use crate::error::KernelError;
 
-/// Packs matrices, each the vertical concatenation of its `parts`, which are checked.
+/// Packs matrices. Each is the vertical concatenation of its `parts`, which are checked.
 pub(super) fn pack_all<'p, 'd: 'p>(
     pool: &mut Pool,
     format: Format,
@@ -19,7 +20,7 @@ pub(super) fn pack_all<'p, 'd: 'p>(
     let panel_pairs = shape.cols.div_ceil(2).saturating_mul(PANEL);
     let all = panels.saturating_mul(shape.count);
     let pairs = all.saturating_mul(panel_pairs);
-    // Every row of a panel, as the lane that it is there.
+    // The rows of a panel, each with its lane.
     let rows = |index: usize| {
         let (matrix, first) = (index / panels, index % panels * PANEL);
         (0..PANEL.min(shape.rows - first))
@@ -69,7 +70,7 @@ pub(super) fn pack_all<'p, 'd: 'p>(
     }
 }
 
-/// The part that row `row` of the concatenation is in, and which row of it that is.
+/// The part that contains row `row` of the concatenation, and the row's index within it.
 pub(super) fn find<'p, 'd>(
     parts: &'p [HostMatrix<'d>],
     mut row: usize,
@@ -83,7 +84,7 @@ pub(super) fn find<'p, 'd>(
     None
 }
 
-/// Writes row `row` of a part in bf16 to lane `lane` of its panel.
+/// Writes row `row` of a part, in bf16, to lane `lane` of its panel.
 fn pack_row(
     part: &HostMatrix<'_>,
     row: usize,
@@ -107,7 +108,7 @@ fn pack_row(
         DType::F32 => interleave(bytes.as_chunks().0, lane, panel, |b| {
             bf16::from_f32(f32::from_le_bytes(b)).to_bits()
         }),
-        // Small enough numbers for bf16, all of them.
+        // Numbers of few bits: `row_bf16` multiplies them by their scales and rounds.
         DType::F8E4M3 | DType::I8 | DType::E8M0 | DType::Packed => {
             rounded.resize(part.cols, 0);
             part.row_bf16(row, wide, rounded);

@@ -1,29 +1,30 @@
-//! Vectors of f32 that take sums of products of bf16 pairs: words with one element in the low half
+//! Vectors of f32 that accumulate products of bf16 pairs: words with one element in the low half
 //! and its neighbour in the high half.
 //!
-//! What a product is of is the same on every instruction set: two bf16. Whether each is added with a
-//! rounding of its own differs, and subnormal numbers are zeros where `vdpbf16ps` takes them.
+//! The factors of a product, two bf16, are the same on every instruction set. What differs is
+//! whether each product is added with a rounding of its own, and that `vdpbf16ps` treats subnormal
+//! numbers as zero.
 use super::super::math::bf16_pair;
 use super::{Plain, Simd};
 
-/// A vector of sums, and words of pairs of as many lanes.
+/// A vector of sums, with words of as many pairs.
 pub(crate) trait PairSimd: Simd {
     /// [`Simd::LANES`] words.
     type Words: Copy;
 
-    /// All lanes `word`.
+    /// `word` in all lanes.
     fn splat_words(word: u32) -> Self::Words;
 
-    /// The first lanes from `words`, of which there must be enough.
+    /// Loads the first elements of `words`, which must have at least `LANES`.
     fn load_words(words: &[u32]) -> Self::Words;
 
-    /// The bits of `words` that `mask` has.
+    /// The bits of `words` that are set in `mask`.
     fn keep(words: Self::Words, mask: u32) -> Self::Words;
 
     /// `self + a.low * b.low + a.high * b.high`.
     fn dot(self, a: Self::Words, b: Self::Words) -> Self;
 
-    /// Rounds neighbouring values to bf16, two to a word.
+    /// Rounds neighbouring values to bf16, two per word.
     #[inline(always)]
     fn round(values: &[[f32; 2]], words: &mut [u32]) {
         for (word, &[first, second]) in words.iter_mut().zip(values) {
@@ -31,7 +32,7 @@ pub(crate) trait PairSimd: Simd {
         }
     }
 
-    /// As `load_words`, with zeros where `words` is too short.
+    /// As [`load_words`](Self::load_words), with zeros where `words` is too short.
     #[inline(always)]
     fn load_some_words(words: &[u32]) -> Self::Words {
         if words.len() >= Self::LANES {
@@ -69,9 +70,9 @@ impl PairSimd for Plain {
     }
 }
 
-/// The half of a word that has the second element of a pair.
+/// The half of a word with a pair's second element.
 pub(crate) const HIGH: u32 = 0xffff_0000;
-/// That of the first.
+/// The half of a word with a pair's first element.
 pub(crate) const LOW: u32 = 0x0000_ffff;
 
 #[cfg(target_arch = "x86_64")]
@@ -138,7 +139,7 @@ mod x86 {
         _mm256_fmadd_ps
     );
 
-    /// 16 lanes of AVX-512 whose products of pairs are one instruction.
+    /// 16 lanes of AVX-512, with an instruction for products of pairs.
     #[derive(Clone, Copy)]
     pub(crate) struct Bf16(__m512);
 

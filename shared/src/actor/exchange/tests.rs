@@ -1,5 +1,5 @@
-//! Three processes in a star, with links that lose themselves at any moment: every ask is resolved
-//! exactly once, and nothing is left.
+//! Three processes in a star, with links that may fail at any moment: every ask is resolved exactly
+//! once, and nothing is left over.
 use std::collections::{BTreeMap, VecDeque};
 
 use proptest::prelude::*;
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use super::*;
 
 const HUB: usize = 0;
-/// Every spoke's link to the hub, as either side numbers it.
+/// Each spoke's link to the hub; both sides use the same number.
 const LINK: PeerId = PeerId(7);
 
 fn peer_of(node: usize) -> PeerId {
@@ -17,11 +17,11 @@ fn peer_of(node: usize) -> PeerId {
 #[derive(Default)]
 struct Star {
     nodes: [Exchange; 3],
-    /// (from, to) to frames on their way.
+    /// Frames in flight, by (from, to).
     wires: BTreeMap<(usize, usize), VecDeque<ActorFrame>>,
     linked: [bool; 3],
     now: Duration,
-    /// Deliveries that an actor has not answered: node and id.
+    /// Deliveries that an actor has not answered yet: (node, id).
     held: Vec<(usize, u64)>,
     resolved: BTreeMap<(usize, u64), u32>,
 }
@@ -195,7 +195,7 @@ proptest! {
         for waiter in &waiters {
             prop_assert_eq!(star.resolved.get(waiter), Some(&1), "{:?}", waiter);
         }
-        // What was passed on late may wait for its own deadline.
+        // A message that was forwarded late may wait for its own deadline.
         for _ in 0..2000 {
             for (from, to) in [(0, 1), (1, 0), (0, 2), (2, 0)] {
                 star.deliver(from, to);

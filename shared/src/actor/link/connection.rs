@@ -1,4 +1,4 @@
-//! A connection before it is a link: dialled or accepted, authenticated, and shaken hands over.
+//! A connection before it becomes a link: dialled or accepted, authenticated, handshaken.
 use std::fmt;
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use crate::wire::auth::{
 };
 use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameKind, MAGIC};
 
-/// A connection before its owner is known: used for the handshake, frame by frame.
+/// A connection used for the handshake, frame by frame, before it has an owner.
 pub struct Connection {
     pub(super) stream: TcpStream,
     encoder: FrameEncoder,
@@ -34,7 +34,7 @@ impl fmt::Debug for Connection {
 }
 
 impl Connection {
-    /// Dials.
+    /// Connects to `address`.
     ///
     /// # Errors
     /// When the peer cannot be reached within `deadline`.
@@ -48,7 +48,7 @@ impl Connection {
     /// Wraps an accepted connection.
     ///
     /// # Errors
-    /// When the socket is dead already.
+    /// When the socket is already dead.
     pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         let peer = stream.peer_addr()?;
@@ -60,13 +60,13 @@ impl Connection {
         })
     }
 
-    /// Who is on the other side.
+    /// The peer's address.
     #[must_use]
     pub fn peer(&self) -> SocketAddr {
         self.peer
     }
 
-    /// This side's address on the connection.
+    /// This side's address.
     ///
     /// # Errors
     /// When the socket is dead.
@@ -74,10 +74,12 @@ impl Connection {
         self.stream.local_addr()
     }
 
-    /// Proves to the accepting side that this one knows the secret, and has it prove the same.
+    /// Proves to the accepting side that this side knows the cluster secret, and requires the same
+    /// proof in return.
     ///
     /// # Errors
-    /// [`CloseReason::Auth`] when the peer does not know it, others when it does not answer.
+    /// [`CloseReason::Auth`] when the peer does not know the secret, others when it does not
+    /// answer.
     pub async fn authenticate_as_client(
         &mut self,
         secret: &Secret,
@@ -87,7 +89,8 @@ impl Connection {
         let exchange = async {
             self.stream.write_all(&greeting).await?;
             let mut challenge = [0; CHALLENGE_LEN];
-            // A peer that refuses this side answers with a frame, which is shorter.
+            // A peer that rejects this side answers with a frame, which is shorter than a
+            // challenge.
             self.stream.read_exact(&mut challenge[..4]).await?;
             if challenge[..4] == MAGIC {
                 return Ok(None);
@@ -104,11 +107,11 @@ impl Connection {
         Ok(())
     }
 
-    /// The accepting side of [`Connection::authenticate_as_client`]. Nothing the peer sends is
-    /// looked at before it has proved that it knows the secret.
+    /// The accepting side of [`Connection::authenticate_as_client`]. Ignores all content until the
+    /// peer has proved that it knows the secret.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Connection::authenticate_as_client`].
     pub async fn authenticate_as_server(
         &mut self,
         secret: &Secret,
@@ -125,7 +128,7 @@ impl Connection {
             let challenge = auth::challenge(secret, &greeting, &nonce)?;
             self.stream.write_all(&challenge).await?;
             let mut proof = [0; PROOF_LEN];
-            // One that has another secret has learnt that by now, and goes.
+            // A peer with another secret has seen the mismatch by now, and hangs up.
             let read = self.stream.read_exact(&mut proof).await;
             read.map_err(|error| match error.kind() {
                 ErrorKind::UnexpectedEof => AuthError::Unproven.into(),
@@ -175,7 +178,7 @@ impl Connection {
             .unwrap_or(Err(CloseReason::Silent { silent: deadline }))
     }
 
-    /// Makes it a link: starts its tasks on the current runtime.
+    /// Turns the connection into a link: spawns its tasks on the current tokio runtime.
     pub fn start(
         self,
         config: LivenessConfig,
@@ -185,8 +188,8 @@ impl Connection {
         self.start_with(config, clock, |_| sink)
     }
 
-    /// As [`Connection::start`], for owners that have to know the link before its first event:
-    /// `make` makes the sink.
+    /// As [`Connection::start`], for owners that need the link's handle before its first event:
+    /// `make` builds the sink from it.
     pub fn start_with<S: LinkSink>(
         self,
         config: LivenessConfig,
@@ -214,7 +217,7 @@ impl Connection {
     }
 }
 
-/// Random bytes of the operating system.
+/// Random bytes from the operating system.
 fn nonce() -> Result<[u8; NONCE_LEN], CloseReason> {
     let mut nonce = [0; NONCE_LEN];
     getrandom::fill(&mut nonce).map_err(|error| CloseReason::Io(io::Error::other(error)))?;

@@ -1,5 +1,5 @@
-//! How a process joins the coordinator: it dials, proves that it knows the secret, says hello, and is
-//! welcomed or not.
+//! How a process joins the coordinator: it dials, proves that it knows the cluster secret, says
+//! hello, and is welcomed or rejected.
 use std::time::Duration;
 
 use serde::Serialize;
@@ -10,20 +10,20 @@ use crate::wire::auth::Secret;
 use crate::wire::codec;
 use crate::wire::frame::FrameKind;
 
-/// How long dialling and each message of the handshake may take.
+/// Limit for dialling, and for each message of the handshake.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
-/// Waits between two attempts to reach the coordinator: from this one, twice as long each time.
+/// First wait between two attempts to reach the coordinator; doubles with each attempt.
 pub const REDIAL_MIN: Duration = Duration::from_millis(50);
-/// The longest.
+/// Longest wait between two attempts.
 pub const REDIAL_MAX: Duration = Duration::from_secs(2);
 
 /// Why the coordinator was not joined.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum JoinError {
-    /// Try again.
+    /// Worth another attempt.
     #[error("{0}")]
     Retry(String),
-    /// Trying again would end in the same way.
+    /// Another attempt would end the same way.
     #[error("{0}")]
     Refused(String),
 }
@@ -37,7 +37,7 @@ impl From<CloseReason> for JoinError {
     }
 }
 
-/// Dials and shakes hands once; `kind` is what `hello` is sent as.
+/// Dials and shakes hands once; sends `hello` in a frame of kind `kind`.
 ///
 /// # Errors
 /// [`JoinError`].

@@ -1,7 +1,7 @@
-//! What waits to be sent over a link, and the task that writes it.
+//! The frames waiting to be sent over a link, and the task that writes them.
 //!
-//! A link has two queues: what keeps the cluster together goes ahead of what named actors say to
-//! each other, of which there may be much at a time.
+//! A link has two queues: control frames, which hold the cluster together, go ahead of messages
+//! between named actors, of which there may be many.
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,16 +13,16 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use super::SendError;
 use crate::wire::frame::{FrameEncoder, FrameError, FrameKind};
 
-/// Frames of all kinds but `actor` waiting to be written. Two steps in flight, pings and control
-/// messages are a handful; a queue this long means that the peer has stopped reading.
+/// Most frames of all kinds except `actor` waiting to be written. Two steps in flight, pings and
+/// control messages are a handful; a full queue means that the peer has stopped reading.
 pub const QUEUE_MAX: usize = 256;
-/// Frames of kind `actor` waiting to be written. A process tells of all its actors and watches in
-/// one moment.
+/// Most frames of kind `actor` waiting to be written. A process may report all its actors and
+/// watches at once.
 pub const ACTOR_QUEUE_MAX: usize = 1 << 16;
-/// Writers gather queued frames into one write up to about this size.
+/// Target size of one write, into which the writer gathers queued frames.
 const WRITE_GATHER: usize = 256 << 10;
 
-/// A frame on its way.
+/// A queued frame.
 #[derive(Debug)]
 pub(super) struct Outgoing {
     kind: FrameKind,
@@ -31,7 +31,7 @@ pub(super) struct Outgoing {
 }
 
 impl Outgoing {
-    /// One that is all in its kind.
+    /// A frame without a body or an epoch.
     pub(super) fn bare(kind: FrameKind) -> Self {
         Self { kind, epoch: 0, body: Arc::default() }
     }
@@ -46,7 +46,7 @@ impl Outgoing {
     }
 }
 
-/// How much waits.
+/// How much is queued.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Queued {
     /// Frames.
@@ -55,7 +55,7 @@ pub struct Queued {
     pub bytes: usize,
 }
 
-/// The sending side of a link; clones share it. When the last clone is dropped, what is queued is
+/// The sending side of a link; clones share it. After the last clone is dropped, queued frames are
 /// written and the link ends.
 #[derive(Clone, Debug)]
 pub struct LinkHandle {
@@ -64,24 +64,24 @@ pub struct LinkHandle {
     shared: Arc<Shared>,
 }
 
-/// What a link's tasks and handles have in common.
+/// State shared by a link's tasks and handles.
 #[derive(Debug, Default)]
 pub(super) struct Shared {
     overflowed: AtomicBool,
     closing: Notify,
-    /// Bytes of the bodies of frames of kind `actor` that wait.
+    /// Total body bytes of queued `actor` frames.
     actor_bytes: AtomicUsize,
 }
 
 impl Shared {
-    /// Resolves when this side wants the link to end; true when it does so because a queue is full.
+    /// Resolves when this side wants the link to end; true when the cause is a full queue.
     pub(super) async fn closing(&self) -> bool {
         self.closing.notified().await;
         self.overflowed.load(Ordering::Acquire)
     }
 }
 
-/// The other end of a handle's queues.
+/// The receiving end of a handle's queues.
 #[derive(Debug)]
 pub(super) struct Queues {
     queue: mpsc::Receiver<Outgoing>,
@@ -109,7 +109,7 @@ impl LinkHandle {
             FrameKind::Actor => (&self.actors, outgoing.body.len()),
             _ => (&self.queue, 0),
         };
-        // Counted first: the writer may take it before this goes on.
+        // Counted first: the writer may dequeue the frame before this function continues.
         self.shared.actor_bytes.fetch_add(bytes, Ordering::Relaxed);
         queue.try_send(outgoing).map_err(|error| {
             self.shared.actor_bytes.fetch_sub(bytes, Ordering::Relaxed);
@@ -124,11 +124,11 @@ impl LinkHandle {
         })
     }
 
-    /// Queues one frame, which is not of kind `actor`, as soon as there is room: for senders that
-    /// may be held up, which never overflow the queue. Dropped before it is done, nothing is sent.
+    /// Queues one frame of a kind other than `actor` as soon as there is room: for senders that may
+    /// wait, so they never overflow the queue. Sends nothing if dropped before it completes.
     ///
     /// # Errors
-    /// [`SendError`], never [`SendError::Full`]; at the end of the link at the latest.
+    /// [`SendError`], never [`SendError::Full`]; at the latest when the link ends.
     pub async fn tell_when_room(
         &self,
         kind: FrameKind,
@@ -139,25 +139,25 @@ impl LinkHandle {
         self.queue.send(outgoing).await.map_err(|_| SendError::Closed)
     }
 
-    /// Whether frames wait to be written.
+    /// Whether frames are queued.
     #[must_use]
     pub fn has_queued(&self) -> bool {
         !self.queue.is_closed() && self.queue.capacity() < QUEUE_MAX
     }
 
-    /// Frames of kind `actor` that wait to be written.
+    /// Queued frames of kind `actor`.
     #[must_use]
     pub fn queued_of_actors(&self) -> Queued {
         let frames = self.actors.max_capacity() - self.actors.capacity();
         Queued { frames, bytes: self.shared.actor_bytes.load(Ordering::Relaxed) }
     }
 
-    /// Ends the link, also one whose peer takes nothing; what is queued may be lost.
+    /// Ends the link, even if the peer reads nothing; queued frames may be lost.
     pub fn close(&self) {
         self.shared.closing.notify_one();
     }
 
-    /// Where pings and pongs are queued. It does not keep the link.
+    /// The queue for pings and pongs, by a reference that does not keep the link alive.
     pub(super) fn pongs(&self) -> mpsc::WeakSender<Outgoing> {
         self.queue.downgrade()
     }
@@ -191,8 +191,9 @@ impl Queues {
     }
 }
 
-/// Writes what is queued until every handle is gone, or the link `is_over`: its peer may take
-/// nothing, and then no write would ever end. An error is told to `ended`, which goes in any case.
+/// Writes queued frames until every handle is dropped, or the link `is_over`: a peer that reads
+/// nothing would otherwise block a write for ever. Reports an error to `ended`, which is dropped in
+/// any case.
 pub(super) async fn write(
     write: OwnedWriteHalf,
     encoder: FrameEncoder,
@@ -218,16 +219,16 @@ async fn write_frames(
     while let Some(first) = queues.first().await {
         let mut next = Some(first);
         while let Some(frame) = next {
-            // The size was checked when it was queued.
+            // The size was checked when the frame was queued.
             let _ = encoder.encode(frame.kind, frame.epoch, &frame.body, &mut bytes);
             next = if bytes.len() < WRITE_GATHER { queues.next() } else { None };
         }
         write.write_all(&bytes).await?;
         bytes.clear();
-        // A link that once had a large frame does not keep its room.
+        // A link that sent one large frame does not keep that much memory.
         bytes.shrink_to(2 * WRITE_GATHER);
     }
-    // Every handle is gone: say goodbye in TCP's way.
+    // Every handle is dropped: close the TCP stream in order.
     let _ = write.shutdown().await;
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! What a peer is told that is not taken, also when it is of another version and cannot say hello.
+//! What a rejected peer is told, including one of another protocol version, which cannot read a
+//! hello.
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -9,12 +10,12 @@ use crate::wire::auth::AuthError;
 use crate::wire::codec;
 use crate::wire::frame::{FrameEncoder, FrameError, FrameKind, HANDSHAKE_MAX};
 
-/// How long the peer has for closing its side once it is refused, and what it may send meanwhile.
+/// How long, and how much, is still read from a rejected peer until it closes its side.
 const LAST_READS: Duration = Duration::from_secs(1);
 const LAST_BYTES: usize = 64 << 10;
 
 impl CloseReason {
-    /// Whether dialling again would end in the same way: the operator has to do something.
+    /// Whether another attempt would end the same way, so that the operator must act.
     #[must_use]
     pub fn lasts(&self) -> bool {
         matches!(
@@ -23,7 +24,7 @@ impl CloseReason {
         )
     }
 
-    /// The version that the peer speaks, if it is another one.
+    /// The peer's protocol version, if it differs from ours.
     #[must_use]
     pub fn other_version(&self) -> Option<u16> {
         match *self {
@@ -35,19 +36,19 @@ impl CloseReason {
 }
 
 impl Connection {
-    /// Tells a peer that has not been answered yet why it is not taken, in a frame of the version
-    /// that it speaks, and waits a moment for it to read that. Frames of refusals are the same in
-    /// all versions.
+    /// Tells a peer that has not been answered yet why it is rejected, in a frame of its own
+    /// protocol version, and gives it a moment to read that. Refusal frames are the same in all
+    /// versions.
     ///
     /// # Errors
-    /// [`CloseReason`] when it cannot be told.
+    /// [`CloseReason`] when it cannot be sent.
     pub async fn refuse(&mut self, version: u16, sentence: &str) -> Result<(), CloseReason> {
         let body = codec::encode(sentence).map_err(std::io::Error::other)?;
         let mut bytes = Vec::new();
         FrameEncoder::of_version(version).encode(FrameKind::Refused, 0, &body, &mut bytes)?;
         self.stream.write_all(&bytes).await?;
         self.stream.shutdown().await?;
-        // A socket that is closed with something unread in it takes the refusal back.
+        // Closing a socket with unread data resets the connection, which would discard the refusal.
         let drained = async {
             let (mut chunk, mut left) = ([0u8; 4096], LAST_BYTES);
             while left > 0
@@ -60,7 +61,8 @@ impl Connection {
         Ok(())
     }
 
-    /// What the peer answered a greeting with, when it began as a frame does.
+    /// Reads the frame that the peer sent in place of its challenge; `begun` holds its first bytes.
+    /// Returns the peer's refusal where it is one.
     pub(super) async fn refusal(&mut self, begun: &[u8], deadline: Duration) -> CloseReason {
         self.decoder.feed(begun);
         let frame = match self.receive(deadline).await {
@@ -68,7 +70,7 @@ impl Connection {
             Err(reason) if reason.other_version().is_some() => return reason,
             _ => return CloseReason::Auth(AuthError::NoGreeting),
         };
-        // It has proved nothing: its words are shown, and no more than that.
+        // The peer has proved nothing: its sentence is displayed, not acted upon.
         let sentence = codec::decode::<String, { HANDSHAKE_MAX as usize }>(&frame.body);
         let shown = |sentence: String| sentence.chars().filter(|c| !c.is_control()).collect();
         sentence
@@ -76,7 +78,7 @@ impl Connection {
     }
 }
 
-/// What a peer of another version is told.
+/// The sentence for a peer of another version.
 #[must_use]
 pub fn other_version(theirs: u16) -> String {
     format!(

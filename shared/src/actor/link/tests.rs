@@ -1,4 +1,4 @@
-//! Links over real connections on loopback, whose other end does as it likes.
+//! Links over real loopback connections whose other end misbehaves.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::actor::liveness::LivenessConfig;
 use crate::clock::SystemClock;
 use crate::wire::frame::FrameEncoder;
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 
@@ -46,7 +46,7 @@ async fn closed(events: &mut UnboundedReceiver<LinkEvent>) -> CloseReason {
     tokio::time::timeout(PATIENCE, closed).await.expect("the link ends")
 }
 
-/// Reads until the connection is over; returns how many bytes came.
+/// Reads until the connection ends; returns the number of bytes received.
 async fn drain(stream: &mut TcpStream) -> usize {
     let mut chunk = vec![0; MIB];
     let mut all = 0;
@@ -67,12 +67,12 @@ async fn a_closed_link_lets_go_of_a_peer_that_reads_nothing() {
     for _ in 0..200 {
         a.tell(FrameKind::Step, 0, body.clone()).unwrap();
     }
-    // It writes until the socket takes no more.
+    // The link writes until the socket's buffers are full.
     tokio::time::sleep(Duration::from_millis(200)).await;
     a.close();
     assert!(matches!(closed(&mut events).await, CloseReason::Local));
     assert_eq!(a.tell(FrameKind::Step, 0, body.clone()), Err(SendError::Closed));
-    // The handle is there still, and what was queued is not.
+    // The handle still exists, but what was queued is gone.
     let came = drain(&mut peer).await;
     assert!(came < 100 * MIB, "{came} bytes were written to a peer that was let go of");
     assert_eq!(Arc::strong_count(&body), 1, "nothing is kept for it");
@@ -115,7 +115,7 @@ async fn a_peer_whose_frame_takes_long_is_alive() {
     let (mut frame, body) = (Vec::new(), vec![7; MIB]);
     FrameEncoder::default().encode(FrameKind::Step, 3, &body, &mut frame).unwrap();
     let sending = async {
-        // Half as long again as a silence that ends a link.
+        // One and a half times the silence that ends a link.
         for piece in frame.chunks(frame.len() / 18) {
             peer.write_all(piece).await.unwrap();
             tokio::time::sleep(config.dead_after / 12).await;

@@ -1,4 +1,5 @@
-//! Names, deaths and watches under any order of reports, watches and lost links, against a model.
+//! Names, deaths and watches under any order of reports, watches and lost links, checked against a
+//! model.
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
@@ -51,7 +52,7 @@ fn a_watch_means_one_actor_and_not_its_successor() {
     let watcher = (B, 9);
     assert_eq!(registry.watch(NOW, watcher, "x", None), Ok(Watching::Alive { generation: 1 }));
     assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Restarting)).1, []);
-    // Its process gives the name to another: the first is dead.
+    // Its process gives the name to another actor: the first is dead.
     assert_eq!(told(&mut registry, A, report("x", 2, ActorLife::Alive)).1, [watcher]);
     assert!(matches!(registry.watch(NOW, watcher, "x", Some(1)), Ok(Watching::Over { .. })));
     assert!(matches!(registry.watch(NOW, watcher, "y", None), Ok(Watching::Over { .. })));
@@ -76,11 +77,11 @@ fn one_that_lived_under_another_hub_is_waited_for() {
     registry.tick(late, &mut notices);
     assert_eq!(notices.iter().map(|it| it.watcher).collect::<Vec<_>>(), [(B, 5)]);
     assert!(!registry.awaits());
-    // From here on it is a watch like any other.
+    // From here on it is an ordinary watch.
     assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Dead)).1, [(B, 1)]);
     assert_eq!(registry.watches(), 0);
 
-    // One whose generation was never known is waited for while all are on their way, and only then.
+    // A watch without a generation waits only while processes may still link, and no longer.
     let mut registry = Registry::default();
     assert!(matches!(registry.watch(NOW, (B, 1), "x", None), Ok(Watching::Over { .. })));
     registry.settle(NOW);
@@ -141,8 +142,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2000))]
 
-    /// A watch that is under way gets one notice when its actor's life ends, and none otherwise;
-    /// what is found lives where its last report came from.
+    /// An active watch gets one notice when its actor's life ends, and none otherwise; an actor is
+    /// found where its last report came from.
     #[test]
     fn watches_are_told_once(steps in prop::collection::vec(step(), 1..80)) {
         let mut registry = Registry::default();
@@ -168,7 +169,7 @@ proptest! {
                 Step::Watch { watcher: (peer, id), name } => {
                     let watcher = (Home::Peer(PeerId(peer)), id);
                     if waiting.contains(&watcher) {
-                        continue; // A number is used once.
+                        continue; // A number is used only once.
                     }
                     let lives = registry.find(&name.to_string()).is_some();
                     let alive = matches!(
@@ -198,7 +199,7 @@ proptest! {
                 prop_assert!(waiting.remove(&notice.watcher), "told though not waiting");
             }
             prop_assert_eq!(registry.watches(), waiting.len());
-            // Nobody waits for the dead.
+            // Nobody watches the dead.
             for name in registry.watches.values() {
                 prop_assert!(registry.find(name).is_some(), "{} is dead", name);
             }
@@ -226,7 +227,7 @@ fn a_watch_is_in_both_lists_or_in_none() {
         }
     }
     assert_eq!(whole(&registry), 60);
-    // One number, now for another actor.
+    // The same watch number, now for another actor.
     let number = (Home::Peer(peer), 10 * u64::from(b'a'));
     registry.watch(NOW, number, "b", None).unwrap();
     assert_eq!(whole(&registry), 60);

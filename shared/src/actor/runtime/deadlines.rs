@@ -1,15 +1,15 @@
-//! The thread that looks at the deadlines of asks, and of watches that wait for their actors: there
-//! from the first one on, parked while there is none.
+//! The thread that enforces the deadlines of asks, and of watches that wait for their actors. It
+//! starts with the first one and is parked while there are none.
 use std::time::Duration;
 
 use super::state::State;
 use super::{ActorRuntime, WeakRuntime};
 
-/// How often deadlines are looked at: they may be late by as much.
+/// Interval between two checks; a deadline may be noticed this late.
 const TICK: Duration = Duration::from_millis(20);
 
 impl ActorRuntime {
-    /// Looks at deadlines as long as there are some.
+    /// Starts or wakes the thread, which checks deadlines while there are any.
     pub(super) fn tick_from_now_on(&self, state: &mut State) {
         if std::mem::replace(&mut state.ticks, true) {
             return;
@@ -18,7 +18,7 @@ impl ActorRuntime {
             ticker.unpark();
             return;
         }
-        // A thread of its own: whoever asks may be on one that ends before the answer is there.
+        // A separate thread: the asker's runtime may end before the answer arrives.
         let runtime = self.downgrade();
         let ticking = std::thread::Builder::new().name("actor-deadlines".to_owned());
         match ticking.spawn(move || tick(&runtime)) {
@@ -29,7 +29,7 @@ impl ActorRuntime {
     }
 }
 
-/// Looks at deadlines until the runtime is gone.
+/// Checks deadlines until the runtime is dropped.
 fn tick(runtime: &WeakRuntime) {
     loop {
         std::thread::sleep(TICK);
@@ -46,7 +46,7 @@ fn tick(runtime: &WeakRuntime) {
             !state.ticks
         };
         if idle {
-            // Until there is an ask, or the runtime goes.
+            // Until the next ask, or until the runtime is dropped.
             std::thread::park();
         }
     }

@@ -1,4 +1,4 @@
-//! What a process's runtime knows, under its one lock, and how it sends: nothing waits here.
+//! What a process's runtime knows, guarded by its one lock, and how it sends. Nothing blocks here.
 use std::collections::BTreeMap;
 use std::thread::Thread;
 
@@ -14,12 +14,12 @@ use crate::protocol::actors::{ActorFrame, AskError};
 use crate::wire::codec;
 use crate::wire::frame::FrameKind;
 
-/// While so many frames, or so many bytes, wait for a link, actors' messages do not use it.
+/// When this many frames or bytes are queued on a link, messages between actors are not sent on it.
 const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
-/// While so many bytes wait for a link, errors are sent in the place of replies.
+/// When this many bytes are queued on a link, replies are replaced by errors.
 const REPLIES_BEHIND: usize = 128 << 20;
-/// What a process may have to say in one moment: that its actors and watches are there, or that
-/// everything its peer waits for is over.
+/// The most a process may have to send at one moment: the reports of all its actors and watches, or
+/// the failure of everything its peer waits for.
 const _: () = assert!(
     ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
 );
@@ -32,11 +32,11 @@ pub(super) struct State {
     pub(super) mailboxes: BTreeMap<String, Mailbox>,
     pub(super) waiters: BTreeMap<u64, oneshot::Sender<Outcome>>,
     pub(super) watches: BTreeMap<u64, Watch>,
-    /// Numbers waiters, watches, links and generations.
+    /// The last number assigned to a waiter, watch, link or generation.
     pub(super) last: u64,
-    /// Whether deadlines are looked at.
+    /// Whether deadlines are being checked.
     pub(super) ticks: bool,
-    /// The thread that does so; it is parked while there are no asks.
+    /// The thread that checks them; parked while there are no asks.
     pub(super) ticker: Option<Thread>,
 }
 
@@ -57,7 +57,7 @@ pub(super) struct Watch {
 }
 
 impl State {
-    /// Of a process that has this name; `run` differs for each process run.
+    /// The state of the process named `node`; `run` differs for each process run.
     pub(super) fn new(node: &str, run: u64) -> Self {
         Self {
             node: node.to_owned(),
@@ -67,7 +67,7 @@ impl State {
             mailboxes: BTreeMap::new(),
             waiters: BTreeMap::new(),
             watches: BTreeMap::new(),
-            // Generations of two process runs differ.
+            // Generations of two process runs must differ.
             last: run >> 1,
             ticks: false,
             ticker: None,
@@ -123,7 +123,7 @@ impl State {
         let full = || AskError::MailboxFull(format!("the link to {}", peer.node));
         let queued = peer.link.queued_of_actors();
         let (refused, len) = match frame {
-            // Messages of applications leave room for what actors have to be told.
+            // Application messages leave room for what actors must be told.
             ActorFrame::Deliver { body, .. } => {
                 let Queued { frames, bytes } = MESSAGES_BEHIND;
                 (queued.frames >= frames || queued.bytes >= bytes, body.len())

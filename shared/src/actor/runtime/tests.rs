@@ -1,4 +1,4 @@
-//! The runtimes of a hub and its spokes, over real links on loopback.
+//! The runtimes of a hub and its spokes, over real loopback links.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use crate::actor::liveness::LivenessConfig;
 use crate::actor::{ActorMessage, ActorSpec, NamedActor};
 use crate::clock::SystemClock;
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// More than a link's queue holds.
 const MANY: usize = 1000;
@@ -91,7 +91,7 @@ impl ActorMessage for Say {
     type Reply = ();
 }
 
-/// Answers or does not.
+/// An actor that answers only some messages.
 struct Quiet;
 
 impl NamedActor for Quiet {
@@ -124,7 +124,7 @@ async fn until(what: &str, mut holds: impl FnMut() -> bool) {
     tokio::time::timeout(PATIENCE, waiting).await.unwrap_or_else(|_| panic!("never: {what}"));
 }
 
-/// Asks each of the many once, a few at a time, since their messages may not fill the link.
+/// Asks each of the many actors once, a few at a time, so that the messages do not fill the link.
 async fn ask_many(
     from: &ActorRuntime,
     deadline: Duration,
@@ -146,12 +146,12 @@ async fn a_thousand_actors_and_watches_are_told_of_at_once() {
     spawn_many(&a);
     let mut a_link = pair(&hub, &a, "a").await;
     until("all are known", || hub.list().len() == MANY).await;
-    // Watches that were there before the link, as after a change of the hub.
+    // Watches that precede the link, as after a change of hub.
     let watches: Vec<DeathWatch> = (0..MANY).map(|number| b.watch(&name(number))).collect();
     let mut b_link = pair(&hub, &b, "b").await;
     until("all are watched", || hub.state().registry.watches() == MANY).await;
     a_link.is_whole();
-    // All die in one moment.
+    // All die at once.
     a_link.cut();
     let told = futures_util::future::join_all(watches);
     let told = tokio::time::timeout(PATIENCE, told).await.expect("all watchers are told");
@@ -200,7 +200,7 @@ async fn an_actor_whose_task_is_dropped_is_dead() {
     let hub = hub();
     let (runtime, spawned) = (hub.clone(), oneshot::channel());
     let (go, gone) = std::sync::mpsc::channel::<()>();
-    // A program whose own tokio runtime ends before the process does.
+    // A program whose tokio runtime ends before the process does.
     let program = std::thread::spawn(move || {
         let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
         tokio.block_on(async {
@@ -226,7 +226,7 @@ async fn deadlines_are_kept_by_one_thread() {
     hub.spawn(ActorSpec::new("quiet", "quiet"), || Quiet).unwrap();
     let mut threads = Vec::new();
     for _ in 0..5 {
-        // An actor that has not answered gets no other message.
+        // An actor that has not answered yet gets no other message.
         let addr = hub.addr::<Say>("quiet");
         let error = addr.ask(&Say::Nothing, Duration::from_millis(10)).await.unwrap_err();
         assert!(matches!(error, AskError::Deadline(10)), "{error}");
@@ -251,7 +251,8 @@ async fn a_watch_outlives_a_change_of_the_hub() {
     .await;
     links.into_iter().for_each(Pair::cut);
     until("the links are gone", || a.state().peers.is_empty() && b.state().peers.is_empty()).await;
-    // One ends while nobody leads. The watcher is back first: the new hub has met nobody yet.
+    // One ends while there is no leader. The watcher reconnects first, to a hub that knows nobody
+    // yet.
     a.stop("goes");
     let second = hub();
     second.settle();
@@ -262,7 +263,7 @@ async fn a_watch_outlives_a_change_of_the_hub() {
     let moment = Duration::from_millis(300);
     assert!(tokio::time::timeout(moment, &mut stays).await.is_err(), "nobody said that it is dead");
     let of_a = pair(&second, &a, "a").await;
-    // Of the one that ended nothing is known here but its death.
+    // Of the ended actor, nothing is known here but its death.
     let goes = tokio::time::timeout(PATIENCE, goes).await.expect("it is dead").unwrap();
     assert!(!goes.is_empty());
     a.spawn(ActorSpec::new("not here yet", "quiet"), || Quiet).unwrap();

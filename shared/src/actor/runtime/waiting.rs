@@ -1,4 +1,4 @@
-//! Who waits for something: for a message's outcome, for an actor's death. Dropped, nobody does.
+//! Waiters: for a message's outcome, for an actor's death. Dropping a waiter ends the wait.
 use std::pin::Pin;
 use std::sync::{PoisonError, Weak};
 use std::task::{Context, Poll};
@@ -9,12 +9,12 @@ use super::{Inner, Outcome, Role};
 use crate::actor::registry::Home;
 use crate::protocol::actors::{ActorFrame, AskError};
 
-/// A message on its way, for whoever waits for its outcome. Dropped, nobody waits.
+/// A sent message, for whoever waits for its outcome. Dropping it ends the wait.
 pub(in crate::actor) struct Dispatched {
     pub(super) runtime: Weak<Inner>,
     pub(super) waiter: u64,
     pub(super) outcome: oneshot::Receiver<Outcome>,
-    /// Why it was lost, when nobody waits and that is known.
+    /// Why the message was lost, if nobody waits for it and that is known.
     pub(in crate::actor) lost: Option<AskError>,
 }
 
@@ -39,17 +39,17 @@ impl Drop for Dispatched {
     }
 }
 
-/// An actor is not watched, whatever becomes of it: there are too many watches, or this process's
-/// runtime is gone.
+/// An actor cannot be watched: there are too many watches, or this process's runtime is gone. Says
+/// nothing about the actor's life.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it is not watched: {0}")]
 pub struct NotWatched(pub(super) String);
 
-/// What comes of a watch: why the actor is dead.
+/// The result of a watch: why the actor is dead.
 pub(super) type Watched = Result<String, NotWatched>;
 
 /// Resolves once, with the reason, when the watched actor is dead; with an error where nobody will
-/// tell. Dropped, the watch is over.
+/// report that. Dropping it ends the watch.
 #[derive(Debug)]
 pub struct DeathWatch {
     pub(super) runtime: Weak<Inner>,

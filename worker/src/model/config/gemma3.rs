@@ -1,5 +1,5 @@
-//! Gemma 3's part of `config.json`: which layers slide, the rotary embedding of either kind of layer,
-//! and what is not supported.
+//! Gemma 3's part of `config.json`: which layers slide, the rotary embeddings of sliding and other
+//! layers, and what is not supported.
 use serde::Deserialize;
 use serde_json::{Value, json};
 pub(super) use shared::model_config::GEMMA3 as ARCHITECTURE;
@@ -7,10 +7,10 @@ pub(super) use shared::model_config::GEMMA3 as ARCHITECTURE;
 use super::rope::rope;
 use crate::model::rope::RopeConfig;
 
-/// The only activation that its models have.
+/// The only activation of its models.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 
-/// The keys that no other architecture here has.
+/// The keys that only this architecture has.
 #[derive(Deserialize)]
 struct Raw {
     hidden_activation: Option<String>,
@@ -24,18 +24,18 @@ struct Raw {
     sliding_window_pattern: Option<usize>,
 }
 
-/// What is not as in Llama.
+/// What differs from Llama.
 pub(super) struct Gemma3 {
     /// See [`super::ModelConfig`].
     pub(super) ropes: Vec<RopeConfig>,
-    /// See there.
+    /// See [`super::ModelConfig`].
     pub(super) sliding_windows: Vec<Option<u32>>,
-    /// See there.
+    /// See [`super::ModelConfig`].
     pub(super) query_scale: f32,
 }
 
 impl Gemma3 {
-    /// Reads it.
+    /// Reads and checks the keys. `window` is `sliding_window`.
     ///
     /// # Errors
     /// The key, its value's problem and the bound.
@@ -80,7 +80,8 @@ impl Gemma3 {
     }
 }
 
-/// Every so many layers, six unless another number is said, one does not.
+/// Which layers slide. Without `layer_types`, each `sliding_window_pattern`th layer (by default the
+/// 6th) has full attention, and the others slide.
 fn slides(raw: &Raw, num_layers: usize) -> Result<Vec<bool>, String> {
     let Some(types) = &raw.layer_types else {
         return match raw.sliding_window_pattern.unwrap_or(6) {
@@ -91,9 +92,9 @@ fn slides(raw: &Raw, num_layers: usize) -> Result<Vec<bool>, String> {
     super::slides(types, num_layers)
 }
 
-/// How layers that attend to all tokens are rotated, and those that slide, each said as of a model with
-/// one rotary embedding. In the newer dialect they are told by the kind of layer; in the older one only
-/// the former have a scaling.
+/// The rotary embeddings of full and of sliding layers, each as the configuration of a model with
+/// only one. The newer dialect has a table for each kind of layer; the older one has a scaling only
+/// for full layers.
 fn ropes(config: &Value) -> [Value; 2] {
     let (full, local) = (&config["rope_theta"], &config["rope_local_base_freq"]);
     match &config["rope_parameters"] {

@@ -1,10 +1,10 @@
-//! What `config.json` says of gpt-oss alone.
+//! The part of `config.json` that only gpt-oss has.
 use kernels::backend::ExpertActivation;
 
-/// Its name.
+/// The architecture's name.
 pub(super) const ARCHITECTURE: &str = "GptOssForCausalLM";
 
-/// What gate and up of its experts become; where nothing is said, as transformers has it.
+/// The activation of its experts (clamped SwiGLU), with the defaults of transformers.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -28,7 +28,7 @@ mod tests {
     use super::super::ModelConfig;
     use super::*;
 
-    /// As openai/gpt-oss-20b has it, but for its size.
+    /// As in openai/gpt-oss-20b, except for its size.
     fn published() -> Value {
         json!({
             "architectures": [ARCHITECTURE], "attention_bias": true, "experts_per_token": 4,
@@ -84,7 +84,7 @@ mod tests {
             config,
             check(|raw| raw["layer_types"][2] = json!("sliding_attention")).unwrap()
         );
-        // The newer dialect has rope_theta within the table.
+        // The newer dialect has rope_theta inside the table.
         let newer = check(|raw| {
             let mut table = raw.remove("rope_scaling").unwrap();
             table["rope_theta"] = raw.remove("rope_theta").unwrap();

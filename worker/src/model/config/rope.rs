@@ -1,4 +1,4 @@
-//! What `config.json` says of rotary embeddings.
+//! The keys of `config.json` about rotary embeddings (RoPE).
 use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
@@ -6,7 +6,7 @@ use shared::model_config;
 use super::super::rope::{RopeConfig, RopeScaling};
 use super::gpt_oss;
 
-/// The table, and keys of the same names that stood beside it before.
+/// The RoPE table, and the keys of the same names that older files have beside it.
 #[derive(Default, Deserialize)]
 struct Raw {
     rope_theta: Option<f64>,
@@ -24,14 +24,14 @@ struct Raw {
     long_factor: Option<Vec<f64>>,
 }
 
-/// Of SmolLM3: layers that tell no positions have a 0, or are every so many.
+/// SmolLM3's layers without RoPE: those with a 0 in the list, or one per interval.
 #[derive(Deserialize)]
 struct RawLayers {
     no_rope_layers: Option<Vec<u32>>,
     no_rope_layer_interval: Option<usize>,
 }
 
-/// Every layer's rotary embedding.
+/// The rotary embedding of each layer.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -47,10 +47,10 @@ pub(super) fn ropes(
     Ok(told.into_iter().map(of).collect())
 }
 
-/// For every layer whether it tells positions.
+/// For each layer, whether it has a rotary embedding.
 ///
 /// # Errors
-/// As above.
+/// As [`ropes`].
 pub(super) fn told(
     config: &Value,
     architecture: &str,
@@ -77,10 +77,10 @@ pub(super) fn told(
     Ok(layers.into_iter().take(num_layers).map(|has| has == 1).collect())
 }
 
-/// The rotary embedding of a model that has one.
+/// The rotary embedding of a model's layers that have one.
 ///
 /// # Errors
-/// As above.
+/// As [`ropes`].
 pub(super) fn rope(
     config: &Value,
     architecture: &str,
@@ -91,7 +91,7 @@ pub(super) fn rope(
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
     };
     let (raw, kind) = match model_config::rope_scaling(config) {
-        // transformers' own idea of it is of one model.
+        // The default of transformers is that of one particular model.
         None if architecture == gpt_oss::ARCHITECTURE => {
             return Err("key rope_scaling (or rope_parameters) is missing".to_owned());
         }
@@ -123,8 +123,7 @@ pub(super) fn rope(
         ));
     }
     let scaling = match kind {
-        // Of sequences up to the original length, and longer ones are not served, the latter changes
-        // nothing.
+        // "dynamic" has no effect up to the original length, and longer sequences are not served.
         "default" | "dynamic" => RopeScaling::None,
         "linear" => RopeScaling::Linear { factor: positive("factor", raw.factor)? },
         "llama3" => llama3(&raw, config)?,
@@ -168,8 +167,8 @@ fn original(positions: Option<f64>) -> Result<f64, String> {
     positive("original_max_position_embeddings", positions)
 }
 
-/// The context that was trained on, where the configuration need not say it, and how many times as
-/// long the context is meant to be.
+/// The context length of the original training (by default `max_position_embeddings`), and the
+/// factor by which the context is stretched.
 fn stretched(raw: &Raw, config: &Value) -> Result<(f64, f64), String> {
     let said = config["max_position_embeddings"].as_f64();
     let original = original(model_config::original_positions(config).or(said))?;
@@ -180,7 +179,7 @@ fn stretched(raw: &Raw, config: &Value) -> Result<(f64, f64), String> {
     Ok((original, positive("factor", factor)?))
 }
 
-/// As transformers has it. 0 is as good as nothing there.
+/// With the defaults of transformers, where 0 counts as absent.
 fn yarn(raw: &Raw, config: &Value) -> Result<RopeScaling, String> {
     let (original_positions, factor) = stretched(raw, config)?;
     let or = |key: &str, value: Option<f64>, usual: f64| {
@@ -274,14 +273,14 @@ mod tests {
         let (one, all) = (0.1 * 0.7 * 4f64.ln() + 1.0, 0.1 * 4f64.ln() + 1.0);
         assert_eq!(factor(json!({"mscale": 0.7, "mscale_all_dim": 1.0})), one / all);
         assert_eq!(factor(json!({"factor": 0.5})), 1.0);
-        // The two lengths say how much longer.
+        // The ratio of the two lengths gives the factor.
         let table = json!({"rope_type": "yarn", "original_max_position_embeddings": 128});
         let RopeScaling::Yarn { factor, .. } = of("Qwen3ForCausalLM", table).unwrap().scaling
         else {
             panic!("no YaRN");
         };
         assert_eq!(factor, 4.0);
-        // Up to the original length that is nothing.
+        // It has no effect up to the original length.
         let dynamic = json!({"type": "dynamic", "factor": 2.0});
         assert_eq!(of("LlamaForCausalLM", dynamic).unwrap().scaling, RopeScaling::None);
     }

@@ -1,6 +1,6 @@
-//! Experts as gpt-oss has them: of all experts of a layer one tensor of gate and up, whose outputs take
-//! turns, and one of down, in bf16 with inputs before outputs, or in MXFP4 with outputs before inputs;
-//! router and projections have biases.
+//! The experts of gpt-oss: a layer has one tensor of all experts' gate and up projections, whose
+//! outputs alternate, and one of their down projections. In bf16 they are stored as `[in, out]`, in
+//! MXFP4 as `[out, in]`. Router and projections have biases.
 use std::ops::Range;
 
 use kernels::backend::{DType, HostMatrix, Scales};
@@ -12,14 +12,14 @@ use super::super::safetensors::{TensorView, WeightFiles};
 use super::super::shard::Shard;
 use super::{Biases, ExpertParts, ExpertsConfig, MXFP4_GROUP as GROUP, columns};
 
-/// A projection of all experts: `[out, in]` of each.
+/// A projection of all experts, of `size` `[out, in]` each.
 enum Projection<'a> {
     Plain { tensor: TensorView<'a>, size: [usize; 2] },
     Mxfp4 { blocks: &'a [u8], scales: &'a [u8], count: usize, size: [usize; 2] },
 }
 
 impl<'a> Projection<'a> {
-    /// The one called `name`, of `count` experts.
+    /// Finds the projection `name` of `count` experts.
     fn find(
         files: &'a WeightFiles,
         name: &str,
@@ -45,7 +45,7 @@ impl<'a> Projection<'a> {
         Ok(Self::Mxfp4 { blocks, scales, count, size })
     }
 
-    /// Of one expert so many outputs, `step` apart, from `first` on, and some of its inputs.
+    /// Part of one expert: `rows` outputs from `first` on, `step` apart, and a range of its inputs.
     fn cut(
         &self,
         expert: usize,
@@ -128,7 +128,7 @@ pub(super) fn find<'a>(
         biases: Biases {
             router: Some(files.numbers(&name("router.bias"), &[count])?),
             gate_up: Some(gate_up_bias),
-            // Checked on every rank, kept on one.
+            // Checked on every rank, kept on rank 0.
             down: Some(down_bias).filter(|_| shard.rank == 0),
         },
     })

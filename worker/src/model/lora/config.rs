@@ -1,5 +1,5 @@
-//! `adapter_config.json` as PEFT writes it: what scales an adapter's part, and what of it cannot be
-//! computed here.
+//! `adapter_config.json` of PEFT: the ranks and scales of an adapter, and which features are not
+//! supported.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -8,25 +8,25 @@ use serde_json::Value;
 
 use crate::model::ModelError;
 
-/// Greatest rank there may be at all.
+/// Largest rank that any adapter may have.
 pub const RANK_MAX: usize = 512;
 
-/// How an adapter's matrices are meant.
+/// The ranks and scales of an adapter's modules.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct LoraConfig {
-    /// Inner width of modules that `ranks` does not name.
+    /// Rank of modules that `ranks` does not name.
     rank: usize,
-    /// Numerator of the scale of modules that `alphas` does not name.
+    /// Alpha, the scale's numerator, of modules that `alphas` does not name.
     alpha: f64,
-    /// The scale's denominator is the rank's root.
+    /// Scale by `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA).
     rank_stabilised: bool,
     ranks: BTreeMap<String, usize>,
     alphas: BTreeMap<String, f64>,
-    /// Modules that have to have matrices somewhere, where they are listed by name.
+    /// Modules that must have matrices in some layer, if the file lists names.
     pub(super) targets: Vec<String>,
 }
 
-/// The file. Keys of training are other people's business.
+/// The file. Keys that only matter in training are ignored.
 #[derive(Deserialize)]
 struct Raw {
     peft_type: Option<String>,
@@ -41,8 +41,8 @@ struct Raw {
     others: BTreeMap<String, Value>,
 }
 
-/// Keys that change what is computed in ways that are not supported, unless they are absent, null,
-/// false or empty.
+/// Keys that change the computation in unsupported ways, unless they are absent, null, false or
+/// empty.
 const REFUSED: [&str; 13] = [
     "use_dora",
     "lora_bias",
@@ -89,7 +89,8 @@ impl LoraConfig {
                 return Err(format!("{key} is {value}: adapters with it are not supported"));
             }
         }
-        // Others change the model's own weights when they begin, which these files do not have.
+        // Other initialisations change the model's own weights, which this model folder does not
+        // reflect.
         let beginning = raw.others.get("init_lora_weights").and_then(Value::as_str);
         let keeps = |it: &&str| ["gaussian", "eva", "orthogonal"].contains(&&*it.to_lowercase());
         if let Some(other) = beginning.filter(|it| !keeps(it)) {
@@ -128,14 +129,15 @@ impl LoraConfig {
             Some(Value::Array(names)) if !excludes => {
                 names.iter().filter_map(Value::as_str).map(str::to_owned).collect()
             }
-            // A regular expression, "all-linear", or less than all: what it is is in the other file.
+            // A regular expression, "all-linear", or a subset: the file of matrices shows what it
+            // covers.
             _ => Vec::new(),
         };
         let rank_stabilised = raw.use_rslora.unwrap_or(false);
         Ok(Self { rank, alpha, rank_stabilised, ranks, alphas, targets })
     }
 
-    /// The rank of a module such as `model.layers.0.self_attn.q_proj`.
+    /// The rank of a module with a name such as `model.layers.0.self_attn.q_proj`.
     ///
     /// # Errors
     /// One sentence when patterns contradict each other.
@@ -143,7 +145,7 @@ impl LoraConfig {
         Ok(of_pattern("rank_pattern", &self.ranks, module)?.unwrap_or(self.rank))
     }
 
-    /// What a module's part is multiplied by.
+    /// The factor of a module's product.
     ///
     /// # Errors
     /// As [`LoraConfig::rank`].
@@ -155,7 +157,7 @@ impl LoraConfig {
     }
 }
 
-/// The value of the pattern that names a module, by the end of its name.
+/// The value of the pattern that matches a module by the end of its name.
 fn of_pattern<T: Copy + PartialEq>(
     key: &str,
     patterns: &BTreeMap<String, T>,
@@ -174,7 +176,7 @@ fn of_pattern<T: Copy + PartialEq>(
     }
 }
 
-/// Whether a key says nothing.
+/// Whether a key is absent in effect.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

@@ -1,4 +1,4 @@
-//! An adapter's folder: its configuration, and its matrices found and checked against the model.
+//! An adapter's folder: its configuration and its matrices, checked against the model.
 use std::path::Path;
 
 use kernels::backend::DType;
@@ -12,32 +12,32 @@ use crate::model::modules::{Module, Place};
 use crate::model::rope::RopeConfig;
 use crate::model::safetensors::{TensorView, WeightFiles};
 
-/// An adapter whose matrices were checked, none of them read yet.
+/// An adapter whose matrices are checked but not read yet.
 #[derive(Debug)]
 pub(super) struct AdapterFiles {
     config: LoraConfig,
     files: WeightFiles,
 }
 
-/// A module's two matrices.
+/// The two matrices, A and B, of a module.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Factors<'a> {
     a: TensorView<'a>,
-    /// Of all modules that the adapter changes as one.
+    /// B of all modules that the adapter treats as one.
     b: TensorView<'a>,
-    /// The module's first row of B.
+    /// The first row of B that belongs to the module.
     first: usize,
-    /// Elements of a head, and how they are rotated, where the module's outputs are.
+    /// The head size and rotary embedding, if the module's outputs are rotated heads.
     heads: Option<(usize, &'a RopeConfig)>,
     pub(super) rank: usize,
     pub(super) scale: f32,
 }
 
 impl AdapterFiles {
-    /// Opens an adapter's folder and checks all that is in it.
+    /// Opens an adapter's folder and checks everything in it.
     ///
     /// # Errors
-    /// [`ModelError`] naming the adapter's file, and what in it cannot be computed.
+    /// [`ModelError`] naming the adapter's file and what is not supported in it.
     pub(super) fn open(
         adapter: &Adapter,
         config: &ModelConfig,
@@ -56,7 +56,8 @@ impl AdapterFiles {
         Ok(opened)
     }
 
-    /// That every tensor is of a module that adapters may change, and every module has both.
+    /// Checks that every tensor belongs to a module that adapters may change, and that every module
+    /// has both matrices.
     fn check(&self, config: &ModelConfig) -> Result<(), ModelError> {
         let mut found = Vec::new();
         for tensor in self.files.names() {
@@ -85,11 +86,11 @@ impl AdapterFiles {
         Ok(())
     }
 
-    /// A module's matrices, where the adapter changes it.
+    /// The matrices of a module; `None` if the adapter does not change it.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when one of two is missing, or not as the model and the configuration
-    /// say.
+    /// [`ModelError::Tensor`] when one of the two is missing, or does not match the model or the
+    /// configuration.
     pub(super) fn factors<'a>(
         &'a self,
         layer: usize,
@@ -135,7 +136,7 @@ impl AdapterFiles {
     }
 }
 
-/// The layer and the modules that a tensor is of: several where the model has them as one.
+/// The layer and the modules that a tensor belongs to; several where the model has them as one.
 fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, String> {
     if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
         return Err("adapters of embeddings and output heads are not supported".to_owned());
@@ -171,14 +172,14 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
 }
 
 impl Factors<'_> {
-    /// Writes A's columns from `first` on to rows of `out`, `cols` of them each.
+    /// Writes the `cols` columns of A from `first` on to the rows of `out`, `[rank, cols]`.
     pub(super) fn write_a(&self, first: usize, cols: usize, out: &mut [f32]) {
         for (row, out) in out.chunks_exact_mut(cols.max(1)).take(self.rank).enumerate() {
             widen(&self.a, row, first, out);
         }
     }
 
-    /// Writes the row of B for output `row` of the module, scaled: `rank` numbers.
+    /// Writes the row of B for output `row` of the module, scaled: `rank` elements.
     pub(super) fn write_b(&self, row: usize, out: &mut [f32]) {
         let row = match self.heads {
             Some((head_dim, rope)) => {
@@ -191,7 +192,7 @@ impl Factors<'_> {
     }
 }
 
-/// Some columns of a row in f32.
+/// Converts the columns of a row from `first` on to f32.
 fn widen(tensor: &TensorView<'_>, row: usize, first: usize, out: &mut [f32]) {
     let size = tensor.dtype.bytes();
     let start = (row * tensor.shape[1] + first) * size;

@@ -1,9 +1,10 @@
-//! Checkpoints whose weights are integers in words of 32 bits: what GPTQ's, AWQ's and
-//! compressed-tensors' configurations say of them, and their tensors.
+//! Checkpoints whose weights are integers in 32-bit words: the configurations of GPTQ, AWQ and
+//! compressed-tensors, and their tensors.
 //!
-//! Which matrices are packed the files say: what lists of exceptions name
-//! (`modules_to_not_convert`, `ignore`, `dynamic`'s `-:`) has a plain `weight` in them. Inputs in the
-//! order of their activations (`desc_act`, `actorder`) are read by the list of their groups.
+//! The files show which matrices are packed: those that lists of exceptions name
+//! (`modules_to_not_convert`, `ignore`, `-:` in `dynamic`) have a plain `weight`. Where inputs are
+//! ordered by activation (`desc_act`, `actorder`), a list of group indices (`g_idx`) assigns inputs
+//! to groups.
 use std::path::Path;
 
 use kernels::backend::{DType, Scales};
@@ -14,32 +15,32 @@ use super::super::ModelError;
 use super::super::experts::MXFP4_GROUP;
 use super::super::safetensors::{IntegersView, TensorView, WeightFiles};
 
-/// What is behind a layer's name in that of its integers, in each packing.
+/// The suffix of the tensor of integers, in each packing.
 pub(crate) const PACKED: [&str; 2] = ["qweight", "weight_packed"];
 
 /// How a checkpoint's integers are packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedForm {
-    /// How they lie in the files.
+    /// Their layout in the files.
     pub packing: Packing,
     /// 4 or 8.
     pub bits: u32,
-    /// Inputs that share a scale; `None` for all of an output.
+    /// Inputs per group, which share a scale; `None` if an output has one scale.
     pub group: Option<usize>,
-    /// Inputs may be in groups that a list says.
+    /// A list may assign inputs to groups.
     pub is_listed: bool,
-    /// Each group has a zero of its own; otherwise it is the middle of the integers, whatever is in
-    /// the files: of symmetric checkpoints some have zeros that mean nothing.
+    /// Each group has its own zero point. Otherwise the zero is the middle of the integers' range,
+    /// whatever is in the files: some symmetric checkpoints have meaningless zeros.
     pub has_zeros: bool,
 }
 
-/// A string in lower case, whatever of several names it has.
+/// The string under the first of `keys` that is there, in lower case.
 fn word(raw: &Value, keys: &[&str]) -> Option<String> {
     let value = keys.iter().map(|key| &raw[*key]).find(|value| !value.is_null())?;
     Some(super::text(value).to_ascii_lowercase())
 }
 
-/// Inputs of a group: `None` for -1, all of them.
+/// Inputs per group; `None` for -1, which means all.
 fn group_size(value: &Value) -> Result<Option<usize>, String> {
     match (value.as_i64(), value) {
         (Some(-1), _) => Ok(None),
@@ -57,10 +58,10 @@ fn bits(value: &Value, known: &[u64]) -> Result<u32, String> {
     })
 }
 
-/// What `quant_method` gptq says.
+/// Reads the configuration of `quant_method` gptq.
 ///
 /// # Errors
-/// What cannot be read.
+/// What is not supported.
 pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
     let bits = bits(&raw["bits"], &[4, 8])?;
     let named = |what: String| format!("{bits} bits, {what}");
@@ -89,7 +90,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
             }
         }
     }
-    // Without the order a list is not looked at: some have one that means nothing.
+    // Without `desc_act` the list is ignored: some checkpoints have a meaningless one.
     let is_set = |value: &Value| *value == Value::Bool(true);
     let is_listed =
         is_set(&raw["desc_act"]) || rules.values().any(|rule| is_set(&rule["desc_act"]));
@@ -97,12 +98,12 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
     Ok(PackedForm { packing: Packing::Gptq { zero_less }, bits, group, is_listed, has_zeros })
 }
 
-/// What `quant_method` awq says.
+/// Reads the configuration of `quant_method` awq.
 ///
 /// # Errors
-/// What cannot be read.
+/// What is not supported.
 pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
-    // AutoAWQ's own names, or those of transformers.
+    // The key in transformers, or AutoAWQ's own.
     let or = |key: &str, own: &str| match &raw[key] {
         Value::Null => raw[own].clone(),
         value => value.clone(),
@@ -123,10 +124,10 @@ pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
     Ok(PackedForm { packing: Packing::Awq, bits, group, is_listed: false, has_zeros: true })
 }
 
-/// What a group of compressed-tensors' configuration in pack-quantized says of its weights.
+/// Reads the weights' part of a group in a pack-quantized compressed-tensors configuration.
 ///
 /// # Errors
-/// What cannot be read.
+/// What is not supported.
 pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
     let bits = bits(&weights["num_bits"], &[4, 8])?;
     let named = |what: String| format!("{bits} bits, {what}");
@@ -139,12 +140,12 @@ pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
             return Err(named(format!("{kind}, by {}", strategy.unwrap_or("tensor"))));
         }
     };
-    // Where there is an order by activations that the file keeps, there is a list.
+    // A list exists where inputs are ordered by activation and the file keeps that order.
     let has_zeros = weights["symmetric"] == Value::Bool(false);
     Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true, has_zeros })
 }
 
-/// gpt-oss's experts, and nothing else.
+/// gpt-oss in MXFP4: only its experts are packed.
 pub(super) const MXFP4: PackedForm = PackedForm {
     packing: Packing::Mxfp4 { step: 1 },
     bits: 4,
@@ -154,12 +155,12 @@ pub(super) const MXFP4: PackedForm = PackedForm {
 };
 
 impl PackedForm {
-    /// Whether nothing but experts is packed, whose tensors have names of their own.
+    /// Whether only experts are packed; their tensors have names of their own.
     pub(crate) fn is_of_experts(&self) -> bool {
         matches!(self.packing, Packing::Mxfp4 { .. })
     }
 
-    /// Whether matrices may stay in 4 bits, as far as the configuration says: see
+    /// Whether the configuration allows matrices to stay in 4 bits: see
     /// [`kernels::weights::int4_groups`].
     pub(crate) fn may_stay(&self) -> bool {
         let is_listed = self.is_listed && matches!(self.packing, Packing::Gptq { .. });
@@ -167,10 +168,10 @@ impl PackedForm {
         self.bits == 4 && is_aligned && (!is_listed || self.group.is_none())
     }
 
-    /// The tensors of a matrix `[out, in]` whose name is `name`, which ends in `weight`.
+    /// Finds the tensors of a matrix `[out, in]` whose name is `name`, which ends in `weight`.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when one is missing, of another shape or type.
+    /// [`ModelError::Tensor`] when one is missing, or has another shape or type.
     pub(super) fn find<'a>(
         &self,
         files: &'a WeightFiles,
@@ -185,7 +186,7 @@ impl PackedForm {
         let (words_in, words_out) = (cols.div_ceil(per_word), rows.div_ceil(per_word));
         let is_compressed = packing == Packing::Compressed;
         if !is_compressed {
-            // Words that are not full are nobody's.
+            // Partly filled words are not supported.
             let (what, size) = match packing {
                 Packing::Gptq { .. } if !cols.is_multiple_of(per_word) => ("inputs", cols),
                 _ => ("outputs", rows),
@@ -235,7 +236,7 @@ impl PackedForm {
                 let all = of_shape(files, &list, &[cols])?;
                 let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
                 let numbers = all.data.as_chunks::<4>().0;
-                // compressed-tensors writes -1 where there is no order.
+                // compressed-tensors writes -1 when there is no order.
                 let is_unset = is_compressed && numbers.contains(&[0xff; 4]);
                 let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
                 let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
@@ -244,7 +245,7 @@ impl PackedForm {
                         format!("has {}, there are {groups} groups", i32::from_le_bytes(*bytes));
                     return Err(wrong(all.file, &list, message));
                 }
-                // In order, as most are.
+                // The usual case: groups in order.
                 let size = group.unwrap_or(cols).max(1);
                 let is_even =
                     numbers.iter().enumerate().all(|(i, n)| number(n).is_ok_and(|n| n == i / size));
@@ -278,7 +279,7 @@ fn wrong(file: &Path, tensor: &str, message: String) -> ModelError {
     ModelError::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), message }
 }
 
-/// Words of 32 bits, of exactly this shape.
+/// A tensor of 32-bit words of exactly this shape.
 fn of_shape<'a>(
     files: &'a WeightFiles,
     name: &str,

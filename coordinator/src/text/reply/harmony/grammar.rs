@@ -1,10 +1,10 @@
-//! Replies in harmony that must call functions, or whose answer must be what was asked for: grammars
-//! in Lark's notation. They are of all messages: the model reasons as it likes, then comes the one
-//! that is asked for.
+//! Grammars of harmony replies that must call functions, or whose answer must match something, in
+//! Lark's notation. They cover all messages: the model reasons freely, then writes the required
+//! one.
 use super::super::grammar::{Function, Special, mark, quoted};
 use super::{Body, CHANNEL, CONSTRAIN, END, MESSAGE, Of, Opening, START, State, header};
 
-/// The rule `head`, with those it needs: a call of one of these functions. It ends the reply.
+/// The rule `head` and those it needs: a call of one of these functions, which ends the reply.
 #[must_use]
 pub fn calls(head: &str, functions: &[Function], special: Special<'_>) -> String {
     let mark = |text: &str| mark(text, special);
@@ -26,7 +26,7 @@ pub fn calls(head: &str, functions: &[Function], special: Special<'_>) -> String
     )
 }
 
-/// The rule `head`: the message of an answer that `body` is the rule of.
+/// The rule `head`: the message of an answer that matches the rule `body`.
 #[must_use]
 pub fn answer(head: &str, body: &str, special: Special<'_>) -> String {
     let mark = |text: &str| mark(text, special);
@@ -34,8 +34,8 @@ pub fn answer(head: &str, body: &str, special: Special<'_>) -> String {
     format!("{head}: {channel} \"final\" (\" \"? {constrain} \"json\")? {message} {body}\n")
 }
 
-/// The grammar of a reply that goes on from `opening` and ends with `last`, one of `rules`; `body` is
-/// what is left of that one where the prompt has begun it.
+/// The grammar of a reply that continues from `opening` and ends with the rule `last`, one of
+/// `rules`. `body` is the remainder of that rule where the prompt has already begun the message.
 #[must_use]
 pub fn whole(
     opening: &Opening,
@@ -52,7 +52,7 @@ pub fn whole(
         (State::Between, _) => format!("{next} thought* ({last})"),
         (State::Header(_), _) => format!("thought* ({last})"),
     };
-    // A token that is no text ends any text.
+    // A token that is not text ends any text; otherwise the match must be lazy.
     let lazy = if special(END).is_some() { "" } else { "[lazy]" };
     format!(
         "start: {start}\nthought: {} \"{}\" {} until_end {next}\nuntil_end{lazy}: /(?s:.*)/ {}\n{rules}",

@@ -1,35 +1,35 @@
-//! PURE: headers of messages: a role, a channel, whom the message is to, what it is written in.
+//! PURE: headers of messages: a role, a channel, the message's recipient, the type of its text.
 //!
-//! `assistant<|channel|>commentary to=functions.NAME <|constrain|>json`: whom it is to may stand before
-//! the channel as well, and the mark before the last word may be missing.
+//! `assistant<|channel|>commentary to=functions.NAME <|constrain|>json`: the recipient may also
+//! precede the channel, and the mark before the last word may be missing.
 
 pub(super) const ANALYSIS: &str = "analysis";
 const CHANNELS: [&str; 3] = [ANALYSIS, "commentary", "final"];
 const ASSISTANT: &str = "assistant";
 const ROLES: [&str; 5] = [ASSISTANT, "user", "system", "developer", "tool"];
-/// What a message's text may be said to be.
+/// The types of a message's text.
 const KINDS: [&str; 4] = ["json", "code", "text", "python"];
 const TO: &str = "to=";
 const FUNCTIONS: &str = "functions.";
-/// Tools that the model was trained with, and itself: no functions.
+/// Recipients that are not functions: the tools that the model was trained with, and itself.
 const INWARD: [&str; 4] = ["browser", "python", "container", ASSISTANT];
-/// Whom an answer is to.
+/// Recipients of an answer.
 const OUTWARD: [&str; 2] = ["user", "all"];
-/// Bytes of a header.
+/// Longest header, in bytes.
 const HEAD_MAX: usize = 256;
 
-/// As far as it has come.
+/// A header, as far as it has been read.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Header {
-    /// What stands before the channel.
+    /// The text before the channel.
     role: String,
-    /// What stands behind the channel's mark.
+    /// The text after the channel's mark.
     channel: Option<String>,
-    /// What stands behind the mark of what the text is.
+    /// The text after the mark of the type.
     kind: Option<String>,
 }
 
-/// What a header says.
+/// The content of a header.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Address {
     pub(super) channel: Option<String>,
@@ -37,7 +37,7 @@ pub(super) struct Address {
 }
 
 impl Address {
-    /// The function that is called, if one is. Models leave out what its name begins with.
+    /// The function that is called, if any. Models may omit the prefix `functions.`.
     pub(super) fn function(&self) -> Option<&str> {
         let recipient = self.recipient.as_deref()?;
         if let Some(name) = recipient.strip_prefix(FUNCTIONS) {
@@ -48,7 +48,7 @@ impl Address {
         (!is_none && recipient != "functions").then_some(recipient)
     }
 
-    /// Whether it is to somebody who is neither a function nor the user.
+    /// Whether the recipient is neither a function nor the user.
     pub(super) fn is_inward(&self) -> bool {
         let recipient = self.recipient.as_deref();
         recipient.is_some_and(|it| self.function().is_none() && !OUTWARD.contains(&it))
@@ -56,17 +56,17 @@ impl Address {
 }
 
 impl Header {
-    /// One that begins with its channel.
+    /// A header that begins with its channel.
     pub(super) fn of_channel() -> Self {
         Self { channel: Some(String::new()), ..Self::default() }
     }
 
-    /// One that begins with what its text is.
+    /// A header that begins with its type.
     pub(super) fn of_kind() -> Self {
         Self { kind: Some(String::new()), ..Self::default() }
     }
 
-    /// Takes text between marks, and returns what is beyond a header's bound.
+    /// Takes text between marks; returns what exceeds a header's bound.
     pub(super) fn push<'a>(&mut self, text: &'a str) -> &'a str {
         let length = self.role.len()
             + self.channel.as_ref().map_or(0, String::len)
@@ -90,12 +90,12 @@ impl Header {
         self.kind.get_or_insert_default();
     }
 
-    /// Whether it turns out to be text, whatever comes next.
+    /// Whether this must be text rather than a header, whatever follows.
     pub(super) fn is_text(&self) -> bool {
         self.is_before_channel() && !may_be_header(self.behind_role())
     }
 
-    /// What stands behind the role, before the channel.
+    /// The text after the role, before the channel.
     fn behind_role(&self) -> &str {
         if let Some(rest) = self.role.strip_prefix(ASSISTANT) {
             return rest;
@@ -104,7 +104,7 @@ impl Header {
         &self.role[end..]
     }
 
-    /// What it says.
+    /// The channel and the recipient, as far as known.
     pub(super) fn address(&self) -> Address {
         let sections = [Some(&self.role), self.channel.as_ref(), self.kind.as_ref()];
         let mut words = sections.into_iter().flatten().flat_map(|it| it.split_whitespace());
@@ -119,8 +119,8 @@ impl Header {
         Address { channel: channel.map(str::to_owned), recipient: recipient.map(str::to_owned) }
     }
 
-    /// What it says, and what in it is text: its end is missing. If nothing follows, words that have
-    /// only begun are as good as whole.
+    /// What a header without an end says, and the part of it that is text. If nothing follows
+    /// (`is_over`), incomplete words count as complete.
     pub(super) fn abandoned(self, is_over: bool) -> (Address, String) {
         let address = self.address();
         let rest = match (&self.kind, &self.channel) {
@@ -155,13 +155,13 @@ impl Header {
     }
 }
 
-/// The channel that a text begins with.
+/// The channel name that a text begins with.
 fn known(text: &str) -> Option<&str> {
     CHANNELS.iter().find(|name| text.starts_with(**name)).copied()
 }
 
-/// A text without the word that it begins with, if that is one of these. White space before the word
-/// goes with it.
+/// Removes from `text` a leading word that is one of `words`, with the white space before it. If
+/// nothing follows (`is_over`), an incomplete word counts as complete.
 fn without<'a>(text: &'a str, words: &[&str], is_over: bool) -> &'a str {
     let from = text.trim_start();
     let begins =
@@ -173,7 +173,7 @@ fn without<'a>(text: &'a str, words: &[&str], is_over: bool) -> &'a str {
     }
 }
 
-/// Whether what stands behind a role may be more of a header.
+/// Whether the text after a role may be the rest of a header.
 fn may_be_header(text: &str) -> bool {
     let is_open = !text.ends_with(char::is_whitespace);
     let mut words = text.split_whitespace().peekable();

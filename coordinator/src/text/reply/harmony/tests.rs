@@ -1,10 +1,10 @@
-//! Replies in harmony: as gpt-oss writes them, as it writes them when it errs, and in pieces.
+//! Harmony replies: as gpt-oss writes them, with its typical errors, and in pieces.
 use proptest::prelude::*;
 
 use super::super::{CallFormat, ReplyReader};
 use super::*;
 
-/// Of replies to a prompt that ends so.
+/// The rules of replies to `prompt`.
 fn rules(prompt: &str, fenced: bool) -> ReplyRules {
     let harmony = Harmony { fenced, opening: Opening::after(prompt) };
     ReplyRules { calls: Some(CallFormat::Harmony), harmony: Some(harmony), ..ReplyRules::default() }
@@ -12,7 +12,7 @@ fn rules(prompt: &str, fenced: bool) -> ReplyRules {
 
 const PROMPT: &str = "<|start|>user<|message|>Hi<|end|><|start|>assistant";
 
-/// The text with its marks as special tokens.
+/// The text with its marks turned into special tokens.
 fn with_fences(text: &str) -> String {
     let mut text = text.to_owned();
     for mark in MARKS {
@@ -21,7 +21,7 @@ fn with_fences(text: &str) -> String {
     text
 }
 
-/// What a reply says, in pieces of so many characters, neighbours that are alike as one.
+/// Parses a reply in pieces of the given numbers of characters; merges adjacent parts of one kind.
 fn read_in(rules: &ReplyRules, text: &str, pieces: impl Iterator<Item = usize>) -> Vec<Part> {
     let mut reader = ReplyReader::new(Arc::new(rules.clone()));
     let (mut parts, mut rest) = (Vec::new(), text);
@@ -48,7 +48,7 @@ fn read_in(rules: &ReplyRules, text: &str, pieces: impl Iterator<Item = usize>) 
     joined
 }
 
-/// What a reply says: the same whole and in pieces, of tokens and of text.
+/// Parses a reply: whole and in pieces, as tokens and as text; all must agree.
 fn read(rules_of: &ReplyRules, text: &str) -> Vec<Part> {
     let mut said = None;
     for fenced in [false, true] {
@@ -64,7 +64,7 @@ fn read(rules_of: &ReplyRules, text: &str) -> Vec<Part> {
     said.unwrap()
 }
 
-/// As one line: `r:` reasoning, `c:` content, `f(` a call `)`, `|` the end of a message.
+/// In one line: `r:` reasoning, `c:` content, `f(` a call `)`, `|` the end of a message.
 fn line(parts: &[Part]) -> String {
     let mut line = String::new();
     for part in parts {
@@ -91,14 +91,14 @@ fn channels_are_reasoning_answer_and_calls() {
              <|message|> 2 + 2 = 4. <|return|>",
             "r:Simple.\n|c: 2 + 2 = 4. |",
         ),
-        // The last mark ends the sequence, and is no text.
+        // The last mark ends the sequence and does not appear in the text.
         ("<|channel|>final<|message|>4", "c:4"),
         (
             "<|channel|>analysis<|message|>Need it.<|end|><|start|>assistant<|channel|>commentary \
              to=functions.get_weather <|constrain|>json<|message|>{\"location\": \"Rome\"}<|call|>",
             "r:Need it.|0get_weather({\"location\": \"Rome\"})",
         ),
-        // What is said to the user before.
+        // A preamble for the user.
         (
             "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary \
              to=functions.f<|constrain|>json<|message|>{}",
@@ -114,13 +114,13 @@ fn channels_are_reasoning_answer_and_calls() {
              to=functions.g<|channel|>commentary <|constrain|>json<|message|>[1]<|call|>",
             "0f({})1g([1])",
         ),
-        // It forgets what names of functions begin with; its own tools are no functions.
+        // It omits the prefix of function names; its own tools are not functions.
         ("<|channel|>commentary to=f <|constrain|>json<|message|>{}", "0f({})"),
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", "r:1 + 1|"),
         ("<|channel|>commentary to=browser.search<|message|>x<|call|>", "r:x|"),
         ("<|channel|>commentary to=functions.<|message|>x", "r:x"),
         ("<|channel|>commentary to=user<|message|>x", "c:x"),
-        // A call without arguments has an empty object.
+        // A call without arguments gets an empty object.
         ("<|channel|>commentary to=functions.f json<|message|> <|call|>", "0f({})"),
         ("<|channel|>commentary to=functions.f json<|message|>", "0f({})"),
         ("", ""),
@@ -132,7 +132,7 @@ fn channels_are_reasoning_answer_and_calls() {
 #[test]
 fn what_is_cut_or_wrong_loses_no_text_and_shows_no_mark() {
     for (reply, expected) in [
-        // Cut anywhere.
+        // Cut off at any place.
         ("<|channel|>analysis<|message|>Let me s", "r:Let me s"),
         ("<|channel|>anal", ""),
         ("<|channel|>commentary to=functions.f <|constrain|>js", ""),
@@ -145,7 +145,7 @@ fn what_is_cut_or_wrong_loses_no_text_and_shows_no_mark() {
         ("final answer", "c:final answer"),
         (" the end", "c: the end"),
         ("x <|channel|>final<|message|>y", "c:x |c:y"),
-        // A part of it is missing.
+        // A part of the header is missing.
         ("analysis<|message|>a<|end|><|start|>assistantfinal<|message|>b", "r:a|c:b"),
         ("<|message|>a<|return|>", "c:a|"),
         ("<|channel|><|message|>a", "c:a"),
@@ -169,7 +169,8 @@ fn what_is_cut_or_wrong_loses_no_text_and_shows_no_mark() {
         ("<|channel|>analysis<|end|>a", "c:a"),
         ("<|start|>assistant<|start|>Hello you<|end|>", "c:Hello you|"),
         ("<|start|><|start|>Hello<|end|><|constrain|>Bye", "c:Hello|c:Bye"),
-        // What others say is made up; it is text all the same, what a tool says is no answer.
+        // The model invents what others say; that counts as text, but a tool's words are not the
+        // answer.
         ("<|channel|>final<|message|>a<|end|><|start|>user<|message|>b<|end|>", "c:a|c:b|"),
         ("<|start|>functions.f to=assistant<|channel|>commentary<|message|>{}<|end|>", "r:{}|"),
         // Not marks.
@@ -191,7 +192,7 @@ fn text_that_spells_a_mark_is_text_where_marks_are_tokens() {
     let spelled = "A message ends with <|end|>, <|start|>assistant begins one.";
     let reply = format!("{}{spelled}", with_fences("<|channel|>final<|message|>"));
     assert_eq!(line(&read_in(&rules, &reply, std::iter::repeat_n(1, 500))), format!("c:{spelled}"));
-    // Special tokens that mean nothing say nothing; one character alone is one.
+    // Special tokens without a meaning are dropped; a lone fence is an ordinary character.
     let reply = format!("a{FENCE}<|reserved|>{FENCE}b{FENCE}");
     assert_eq!(line(&read_in(&rules, &reply, std::iter::repeat_n(1, 500))), "c:ab");
     let far = format!("a{FENCE}{}{}", "b".repeat(200), with_fences("<|end|>"));
@@ -260,7 +261,7 @@ fn what_is_reasoning_is_known_while_it_comes() {
     assert_eq!(reasons, [false, false, true, true, false, false]);
 }
 
-/// A reply of many tokens costs as much as its text is long.
+/// The cost of a reply is linear in its length.
 #[test]
 fn long_messages_are_read_in_one_go() {
     let mut reader = ReplyReader::new(Arc::new(rules(PROMPT, true)));
@@ -272,7 +273,7 @@ fn long_messages_are_read_in_one_go() {
     assert!(began.elapsed().as_secs() < 10, "{:?}", began.elapsed());
 }
 
-/// A message as it is written, and what it says.
+/// A message as written, and the parts it stands for.
 fn message() -> impl Strategy<Value = (String, Vec<Part>)> {
     let text = "[a-z {}\"\\n<|>é]{1,12}x";
     prop_oneof![
@@ -325,7 +326,7 @@ fn any_reply() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2048))]
 
-    /// What is written well is read as it is meant, however it is cut.
+    /// Well-formed messages are parsed as intended, however they are split.
     #[test]
     fn messages_say_what_is_in_them(
         messages in prop::collection::vec(message(), 0..6),
@@ -348,7 +349,7 @@ proptest! {
         prop_assert_eq!(read_in(&rules(PROMPT, fenced), &text, cuts.into_iter()), expected);
     }
 
-    /// However a reply is cut, it says the same; no mark is shown and no message's text is lost.
+    /// Splitting a reply makes no difference; no mark is shown and no message's text is lost.
     #[test]
     fn nothing_is_lost_or_shown(
         text in any_reply(),
@@ -365,7 +366,7 @@ proptest! {
         if fenced {
             prop_assert!(!shown.contains(FENCE), "{}", shown);
         }
-        // Behind each mark up to the next: what stands in messages.
+        // The text after each mark up to the next: the content of messages.
         let mut rest = shown.as_str();
         let mut pieces = vec![text.as_str()];
         for mark in MARKS {
@@ -380,7 +381,7 @@ proptest! {
     }
 }
 
-/// The parts of a text that begin with a mark, and what comes before.
+/// The parts of a text that begin with a mark, and what precedes the first.
 fn split_before<'a>(text: &'a str, mark: &str) -> Vec<&'a str> {
     let mut starts: Vec<usize> = text.match_indices(mark).map(|(at, _)| at).collect();
     starts.insert(0, 0);
