@@ -54,7 +54,7 @@ use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::protocol::Swap;
 pub use speculate::{Drafter, Speculation};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 use swap::HostPool;
@@ -326,8 +326,35 @@ impl Scheduler {
         if self.epoch.is_some() {
             return Vec::new();
         }
+        let waiting = std::mem::take(&mut self.waiting);
+        self.hand_over_slots(waiting)
+    }
+
+    /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
+    /// with: evenly chosen along the queue, so that those that stay and those that go are served in
+    /// the order in which they came.
+    pub fn share(&mut self, most: u32) -> Vec<HandedOver> {
+        let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
+        let mut fresh: Vec<RequestId> = Vec::new();
+        for slot in &self.waiting {
+            let Some(sequence) = &self.sequences[*slot] else { continue };
+            if fresh.last() != Some(&sequence.request) && !has_run(sequence.request) {
+                fresh.push(sequence.request);
+            }
+        }
+        let (all, most) = (fresh.len(), (most as usize).min(fresh.len()));
+        let goes: HashSet<RequestId> = (0..most).map(|i| fresh[(i * all) / most]).collect();
+        let waiting = std::mem::take(&mut self.waiting);
+        let (going, staying) = waiting.into_iter().partition(|slot| {
+            self.sequences[*slot].as_ref().is_some_and(|sequence| goes.contains(&sequence.request))
+        });
+        self.waiting = staying;
+        self.hand_over_slots(going)
+    }
+
+    fn hand_over_slots(&mut self, slots: VecDeque<usize>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
-        for slot in std::mem::take(&mut self.waiting) {
+        for slot in slots {
             let Some(sequence) = self.sequences[slot].take() else { continue };
             self.free_slots.push(slot);
             let id = sequence.request;

@@ -127,6 +127,39 @@ async fn no_request_fails_by_scaling_or_draining() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_queue_is_shared_with_a_replica_that_comes_later() {
+    let alone = ["--workers", "1", "--tensor-parallel", "1", "--threads", "1"];
+    let cluster = up(&[&alone[..], &["--max-num-seqs", "2"]].concat()).await;
+    let client = cluster.client().unwrap();
+    let tasks: Vec<_> = (0..60)
+        .map(|_| {
+            let client = client.clone();
+            tokio::spawn(async move {
+                let mut body = greedy(STORY, 300);
+                body["ignore_eos"] = json!(true);
+                client.post("/v1/completions", &body).await.unwrap()
+            })
+        })
+        .collect();
+    let all = |s: &Scrape| s.sum("tutti_requests_in_flight", &[]) == 60.0;
+    let scrape = client.scrape_until(PATIENCE, all).await.unwrap();
+    assert!(all(&scrape), "{}", cluster.log());
+    let (ok, said) = operate(cluster.base(), &["scale", "--workers", "2"]);
+    assert!(ok, "{said}");
+    let mut texts = std::collections::BTreeSet::new();
+    for task in tasks {
+        let reply = task.await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        texts.insert(text(&reply.body).to_owned());
+    }
+    assert_eq!(texts.len(), 1, "the same text wherever it was made");
+    let scrape = client.scrape().await.unwrap();
+    let of = |replica| scrape.sum("tutti_request_success_total", &[("replica", replica)]);
+    // All came before there was a second replica.
+    assert!(of("1") >= 10.0, "{} and {}: {}", of("0"), of("1"), cluster.log());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn operators_are_told_what_is_wrong() {
     let cluster = up(&["--workers", "2", "--tensor-parallel", "2"]).await;
     let server = cluster.base();

@@ -53,6 +53,8 @@ pub(crate) struct Coordinator {
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
     pub(crate) orphanage: Orphanage,
     pub(crate) affinity: Affinity,
+    /// When queues are compared next.
+    pub(crate) shares_at: Duration,
     pub(crate) mail: VecDeque<ClusterMail>,
     pub(crate) mail_due: Time,
     /// Results of epochs to come, or gone by then, to be delivered again.
@@ -98,6 +100,7 @@ impl Coordinator {
             retiring: BTreeMap::new(),
             orphanage: Orphanage::default(),
             affinity: Affinity::new(scenario.engine.max_num_seqs),
+            shares_at: Duration::ZERO,
             mail: VecDeque::new(),
             mail_due: 0,
             late_results: Vec::new(),

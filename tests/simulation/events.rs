@@ -86,6 +86,8 @@ pub(crate) struct Report {
     pub(crate) quarantined: u64,
     /// Requests that went on at another replica.
     pub(crate) moved: u64,
+    /// Of these, those that a replica gave of its queue to one with fewer.
+    pub(crate) shared: u64,
     /// Formations with fewer ranks than wanted.
     pub(crate) resharded: u64,
     pub(crate) drained: u64,

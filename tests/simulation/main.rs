@@ -94,6 +94,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.unavailable += report.unavailable;
                 all.quarantined += report.quarantined;
                 all.moved += report.moved;
+                all.shared += report.shared;
                 all.resharded += report.resharded;
                 all.poisoned += report.poisoned;
                 all.drained += report.drained;

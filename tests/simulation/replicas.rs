@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::Home;
+use coordinator::cluster::orphanage::{Home, surplus};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
 use coordinator::replica::driver::Moved;
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
@@ -20,6 +20,9 @@ use crate::network::{LinkId, Packet, Side};
 use crate::scenario::Time;
 use crate::world::World;
 
+/// How often queues are compared, as `ClusterActor` does.
+const SHARE: Duration = Duration::from_millis(500);
+
 /// A message to a replica.
 pub(crate) enum ReplicaMail {
     Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
@@ -28,6 +31,7 @@ pub(crate) enum ReplicaMail {
     Lost(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
     GiveUp,
+    Share(u32),
     Retire,
     Adopt(Vec<Moved>),
 }
@@ -150,6 +154,12 @@ impl World {
                 self.give_up(id);
             }
             ReplicaMail::GiveUp => self.give_up(id),
+            ReplicaMail::Share(most) => {
+                let mut requests = Vec::new();
+                self.operate(id, |operation, now, out| requests = operation.share(now, most, out));
+                self.report.shared += requests.len() as u64;
+                self.mail_orphans(id, requests);
+            }
             ReplicaMail::Retire => {
                 if running.operation.epoch().is_some() {
                     self.clients.interrupted(life, id, at);
@@ -219,6 +229,10 @@ impl World {
     fn give_up(&mut self, id: ReplicaId) {
         let mut requests = Vec::new();
         self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
+        self.mail_orphans(id, requests);
+    }
+
+    fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<Moved>) {
         // Some clients cancel in the moment that no replica has their request.
         let ids = requests.iter().map(|request| request.id().0 as usize);
         let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
@@ -286,6 +300,17 @@ impl World {
         self.hear_clients(from, None);
     }
 
+    /// As `ClusterActor::share_queues`.
+    fn share_queues(&mut self) {
+        let coordinator = &mut *self.coordinator;
+        let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
+        let homes: Vec<Home> = homes.collect();
+        if let Some((from, most)) = surplus(&homes) {
+            coordinator.orphanage.expect();
+            self.mail_replica(from, ReplicaMail::Share(most));
+        }
+    }
+
     /// Time passes for the cluster and its replicas.
     pub(crate) fn tick(&mut self) {
         let now = self.time();
@@ -294,6 +319,10 @@ impl World {
             self.coordinator.core.tick(now, &mut effects);
         }
         self.carry_out(effects);
+        if now >= self.coordinator.shares_at {
+            self.coordinator.shares_at = now + SHARE;
+            self.share_queues();
+        }
         let ids: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
         for id in ids {
             if self.switches.no_canary && self.clients.hung().is_none() {

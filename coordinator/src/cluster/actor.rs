@@ -44,6 +44,8 @@ use crate::scheduler::{ConfigError, EpochEnd};
 const TICK: Duration = Duration::from_millis(50);
 /// How often actors are counted.
 const COUNT: Duration = Duration::from_secs(1);
+/// How often replicas' queues are compared.
+const SHARE: Duration = Duration::from_millis(500);
 
 struct Connected {
     incarnation: Incarnation,
@@ -401,6 +403,7 @@ impl Actor for ClusterActor {
         });
         // Actors of applications change without a change of the cluster.
         ctx.run_interval(COUNT, |actor, _| actor.name_actors());
+        ctx.run_interval(SHARE, |actor, _| actor.share_queues());
         self.publish();
     }
 }

@@ -39,6 +39,20 @@ pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<H
     if doubtful.is_empty() || !heard.iter().any(|home| home.serving) { homes } else { heard }
 }
 
+/// The replica that shall share its queue, and how many requests at most: half of what it has more
+/// than the one with the fewest. What runs stays, so it may well give fewer, or none.
+///
+/// Requests are bound to a replica when they come. One that begins to serve later, or whose requests
+/// were shorter, would have nothing to do beside the queues of others.
+#[must_use]
+pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, u32)> {
+    let serving = || homes.iter().filter(|home| home.serving);
+    let most = serving().max_by_key(|home| home.load)?;
+    let least = serving().min_by_key(|home| home.load)?;
+    let surplus = (most.load - least.load) / 2;
+    (surplus > 0).then_some((most.replica, surplus))
+}
+
 /// Where requests go.
 #[derive(Debug, Default)]
 pub struct Placed {
@@ -142,6 +156,16 @@ mod tests {
         assert_eq!(fit(&homes, 101), [0, 2]);
         assert_eq!(fit(&homes, 201), [0], "one that has not served yet may have room");
         assert_eq!(fit(&homes[1..], 201), [1, 2], "one of them says that it has none");
+    }
+
+    #[test]
+    fn the_longest_queue_is_shared_with_the_shortest() {
+        let home = |id: u32, serving, load| Home { replica: ReplicaId(id), serving, load, room: 9 };
+        let homes = [home(0, true, 8), home(1, true, 3), home(2, false, 0), home(3, true, 5)];
+        assert_eq!(surplus(&homes), Some((ReplicaId(0), 2)));
+        assert_eq!(surplus(&homes[1..]), Some((ReplicaId(3), 1)));
+        assert_eq!(surplus(&homes[..1]), None, "with nobody");
+        assert_eq!(surplus(&[home(0, true, 4), home(1, true, 3)]), None, "it would go to and fro");
     }
 
     #[test]

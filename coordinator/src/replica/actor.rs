@@ -102,6 +102,12 @@ pub struct Lost {
 #[rtype(result = "()")]
 pub struct GiveUp;
 
+/// Give up to so many requests that have not run yet to replicas with fewer; answered with
+/// [`Orphans`].
+#[derive(Clone, Copy, Debug, Message)]
+#[rtype(result = "()")]
+pub struct Share(pub u32);
+
 /// The replica is given up for good: as [`GiveUp`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
@@ -259,6 +265,15 @@ impl Handler<GiveUp> for ReplicaActor {
 
     fn handle(&mut self, _: GiveUp, _ctx: &mut Self::Context) {
         self.give_up();
+    }
+}
+
+impl Handler<Share> for ReplicaActor {
+    type Result = ();
+
+    fn handle(&mut self, Share(most): Share, _ctx: &mut Self::Context) {
+        let requests = self.operation.share(self.clock.now(), most, &mut self.outside);
+        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
     }
 }
 

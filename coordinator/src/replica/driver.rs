@@ -228,6 +228,17 @@ impl ReplicaDriver {
     /// epochs.
     pub fn hand_over(&mut self) -> Vec<Moved> {
         let handed = self.scheduler.hand_over();
+        self.moved(handed)
+    }
+
+    /// Gives up to `most` requests that have not run, for a replica with fewer to go on with.
+    pub fn share(&mut self, most: u32) -> Vec<Moved> {
+        let handed = self.scheduler.share(most);
+        self.moved(handed)
+    }
+
+    /// With what only the driver knows of them.
+    fn moved(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
         let mut moved = Vec::with_capacity(handed.len());
         for handed in handed {
             let Some(live) = self.live.remove(&handed.id()) else { continue };

@@ -175,6 +175,13 @@ impl Operation {
         requests
     }
 
+    /// Gives up to `most` requests that have not run, for a replica with fewer to go on with.
+    pub fn share(&mut self, now: Duration, most: u32, outside: &mut impl Outside) -> Vec<Moved> {
+        let requests = self.driver.share(most);
+        self.drive(now, outside);
+        requests
+    }
+
     /// Goes on with another replica's requests, before its own that wait.
     pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
         self.driver.adopt(now, requests);

@@ -1,11 +1,11 @@
 //! Requests on their way to replicas, and from those that cannot go on with them.
 use actix::{Context, Handler, Message};
 
-use super::super::orphanage::{Home, heard, with_room};
+use super::super::orphanage::{Home, heard, surplus, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
-use crate::replica::actor::{Adopt, Cancel, Orphans, Submit};
+use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
 use crate::replica::driver::{Moved, reject_reason};
 
 /// A request or cancellation from the front end.
@@ -36,6 +36,21 @@ impl ClusterActor {
                 Some(running) => running.addr.do_send(Adopt(requests)),
                 None => self.refuse_all(requests),
             }
+        }
+    }
+
+    /// Requests are bound to a replica when they come: asks the replica with the most requests for some of those that wait, if another has fewer.
+    pub(super) fn share_queues(&mut self) {
+        if self.stopping {
+            return;
+        }
+        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
+        let homes = self.heard(homes.collect());
+        if let Some((from, most)) = surplus(&homes)
+            && let Some(running) = self.replicas.get(&from)
+        {
+            running.addr.do_send(Share(most));
+            self.orphanage.expect();
         }
     }
 

@@ -5,7 +5,7 @@ use shared::sampling::SamplingParams;
 
 use super::*;
 use crate::engine::GenerateRequest;
-use crate::scheduler::{EpochEnd, SchedulerConfig};
+use crate::scheduler::{EpochEnd, HandedOver, SchedulerConfig};
 
 fn scheduler(max_queued_requests: u32) -> Scheduler {
     let config = SchedulerConfig {
@@ -90,6 +90,34 @@ fn what_has_run_does_not_count_as_queued() {
     assert_eq!((other.gauges().waiting, other.queued), (3, Load::of(3, 1)));
     other.cancel(RequestId(2), &mut effects);
     assert_eq!(other.queued, Load::default());
+}
+
+#[test]
+fn what_has_not_run_is_shared_evenly_along_the_queue() {
+    let mut here = scheduler(20);
+    let (mut plan, mut effects) = (StepPlan::default(), Vec::new());
+    here.submit(request(0, 3, 2)).unwrap();
+    assert!(here.plan(&mut plan, &mut effects));
+    // One that has run and waits again; the others never have.
+    here.replica_lost(EpochEnd::Failed, &mut effects);
+    for id in 1..=6 {
+        here.submit(request(id, 3, 1 + id as u32 % 2)).unwrap();
+    }
+    let ids = |handed: &[HandedOver]| handed.iter().map(|it| it.id().0).collect::<Vec<_>>();
+    let shared = here.share(3);
+    assert_eq!(ids(&shared), [1, 3, 5]);
+    let mut three = Load::default();
+    (0..3).for_each(|_| three.add(Load::of(3, 1)));
+    assert_eq!((here.gauges().waiting, here.queued), (4, three));
+    let mut other = scheduler(20);
+    for handed in shared.into_iter().rev() {
+        other.adopt(handed).unwrap();
+    }
+    assert_eq!(other.gauges().waiting, 3);
+    assert_eq!(ids(&here.share(100)), [2, 4, 6], "never more than there are");
+    assert_eq!(ids(&here.share(1)), [0; 0], "what has run stays");
+    assert_eq!((here.gauges().waiting, here.queued), (1, Load::default()));
+    assert_eq!(ids(&other.hand_over()), [1, 3, 5], "in their order");
 }
 
 #[test]
