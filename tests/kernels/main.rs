@@ -1,8 +1,8 @@
 //! The CPU backend against plain loops in f64, for every instruction set of this machine; and the
 //! CUDA kernels' sources, emulated on the host (`cuda_emulation`), against the same.
 //!
-//! `support` has the oracle's inputs and a collective of one; each other module has the naive
-//! version of the operations it tests. Outputs are poisoned with NaN before every call.
+//! `support` has the oracle's inputs and a collective of one rank; every other module has naive
+//! versions of the operations that it tests. Outputs are filled with NaN before every call.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,

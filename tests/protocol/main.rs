@@ -1,4 +1,4 @@
-//! Frames, the codec and links: what a peer may send, and what becomes of it.
+//! Frames, the codec and links: what a peer may send, and the effect.
 //!
 //! - [`frames`]: the frame format, bit by bit
 //! - [`messages`]: every message through codec and frame, and hostile bytes
