@@ -1,12 +1,13 @@
 //! Every model folder against its golden values (transformers, float32), at tp 1, 2 and 4.
 //!
 //! - [`adapters`]: LoRA adapters beside the model
-//! - `ahead`: steps of any mix begun while the one before runs
+//! - `ahead`: steps of any mix, begun while the previous step runs
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
+//! - [`cuda_invariance`]: `--batch-invariant`: bits that do not depend on the batch
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
 //! - `embeddings`: compared with transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on one of them, in many chunks of slots
