@@ -13,6 +13,7 @@
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`full_etcd`]: what etcd stores, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes
+//! - [`hosts`]: all workers of a host, started by one command
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
 //! - [`priorities`]: urgent requests before others

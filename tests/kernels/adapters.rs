@@ -1,5 +1,5 @@
-//! What LoRA adapters are made of on CPUs: rows that go to matrices that others chose, and what is added
-//! to fused products. Each is the same bits as the operation that it stands for.
+//! The operations behind LoRA adapters on CPUs: rows assigned to matrices from outside, and results
+//! added to fused products. Each must give the same bits as the operation that it replaces.
 use kernels::KernelError;
 use kernels::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights,

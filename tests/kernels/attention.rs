@@ -10,7 +10,7 @@ use crate::support::{
 pub(crate) const LAYERS: usize = 2;
 pub(crate) const MAX_POSITIONS: usize = 128;
 
-/// One attention layer and its inputs as plain numbers.
+/// One attention layer and its inputs, as plain numbers.
 pub(crate) struct Case {
     pub(crate) shape: AttentionShape,
     pub(crate) hidden: usize,
@@ -23,7 +23,7 @@ pub(crate) struct Case {
     sin: Vec<f32>,
 }
 
-/// The same on a backend.
+/// The same layer, loaded into a backend.
 pub(crate) struct Loaded {
     weights: QkvWeights<CpuMatrix, CpuVector>,
     sinks: Option<CpuVector>,
@@ -62,7 +62,8 @@ impl Case {
             weight: Weight::random(random, out, hidden),
             bias: extras.then(|| random.vec(out)),
             norms: extras.then(|| (random.vec(shape.head_dim), random.vec(shape.head_dim))),
-            // From less than any token's score to more than all of them have together.
+            // Sinks with weights from below that of any token to above those of all tokens
+            // together.
             sinks: extras.then(|| random.vec(shape.num_heads).iter().map(|x| 5.0 * x).collect()),
             cos: (0..MAX_POSITIONS * half).map(|i| angle(i).cos() as f32).collect(),
             sin: (0..MAX_POSITIONS * half).map(|i| angle(i).sin() as f32).collect(),
@@ -88,7 +89,7 @@ impl Case {
         Loaded { weights: QkvWeights { weight, bias, q_norm, k_norm }, sinks, rope, cache }
     }
 
-    /// Runs one step on the last layer; returns every row's q and attention output.
+    /// Runs one step on the last layer; returns q and the attention output of every row.
     pub(crate) fn step(
         &self,
         backend: &mut CpuBackend,
@@ -140,7 +141,7 @@ impl Case {
         (q.values().to_vec(), out.values().to_vec())
     }
 
-    /// One head of a projected row: bias, norm and rotation, by the book.
+    /// One head of a projected row: bias, norm and rotation, by definition.
     fn head(
         &self,
         projected: &[(f64, f64)],
@@ -168,8 +169,8 @@ impl Case {
             .collect()
     }
 
-    /// q and attention outputs of a whole sequence, as exact as what they are made of: activations
-    /// of the projection, and queries, K and V of attention, are as the precision says.
+    /// q and attention outputs of a whole sequence, in f64, except that the projection's
+    /// activations, and the queries, K and V of attention, are rounded as the precision says.
     fn oracle(&self, x: &[f32], precision: Precision) -> (Vec<f64>, Vec<f64>) {
         let taken = |values: &[f64]| -> Vec<f64> {
             let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
@@ -230,7 +231,7 @@ pub(crate) fn shape(
     AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-6, sliding_window: window }
 }
 
-/// Blocks in no particular order.
+/// Blocks in random order.
 pub(crate) fn shuffled(random: &mut Random, count: usize) -> Vec<u32> {
     let mut blocks: Vec<u32> = (0..count as u32).collect();
     for i in (1..count).rev() {
@@ -269,15 +270,15 @@ fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
     matches_however_chunked(&mut Random(35), &shapes, &chunks);
 }
 
-/// Shapes with blocks of so many tokens, and whether heads are normalised.
+/// Shapes with blocks of the given numbers of tokens, and whether heads are normalised.
 fn matches_however_chunked(
     random: &mut Random,
     shapes: &[(AttentionShape, usize, bool)],
     all_chunks: &[&[usize]],
 ) {
     for (isa, precision) in variants() {
-        // The rounding of a weight is that of one part in 256, and an element of q, K or V that
-        // lies between two bf16 may be rounded the other way than the oracle does.
+        // A rounded weight may be off by one part in 256, and an element of q, K or V between two
+        // bf16 may be rounded differently than in the oracle.
         let tolerance = if precision == Precision::Float32 { 1e-3 } else { 3e-2 };
         for &(shape, block_size, extras) in shapes {
             let case = Case::random(random, shape, block_size, extras);
@@ -304,7 +305,8 @@ fn matches_however_chunked(
                 for (&got, &want) in q.iter().zip(&want_q) {
                     assert_close(got, want, 2e-4, format!("q {what}"));
                 }
-                // With heads normalized by up to 1/rms the scores' error grows; values are below 10.
+                // Normalising heads scales them by up to 1/rms, and the scores' error with them;
+                // values are below 10.
                 for (&got, &want) in out.iter().zip(&want) {
                     assert_close(got, want, tolerance, format!("out {what}"));
                 }
@@ -344,7 +346,7 @@ fn stale_and_foreign_cache_contents_do_not_matter() {
 
 #[test]
 fn non_finite_activations_reach_the_output() {
-    // Or nobody could tell a corrupted request from a sound one.
+    // Otherwise a corrupted request would look like a sound one.
     let mut random = Random(33);
     for (isa, precision) in variants() {
         let case = Case::random(&mut random, shape(2, 1, 16, None), 4, false);

@@ -1,4 +1,4 @@
-//! How the backend hands buffers to its collective, with pretended ranks.
+//! How the backend passes buffers to its collective, with simulated ranks.
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer};
 use kernels::cpu::{CpuBackend, Precision};

@@ -1,5 +1,6 @@
-//! Emulated attention kernels against softmax in f64, on a cache that is NaN wherever no token of
-//! the batch is; and against themselves: bits depend neither on the batch nor on how a prompt is cut.
+//! Emulated attention kernels compared with softmax in f64, on a cache that is NaN except where the
+//! batch has tokens; and with themselves: bits must depend neither on the batch nor on how a prompt
+//! is chunked.
 use crate::cuda_emulation::{
     Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, some_f32s, u32s,
 };
@@ -21,7 +22,8 @@ impl Shape {
         Self { has_sinks: true, ..self }
     }
 
-    /// A head's sink: from less than any token's score to more than all of them have together.
+    /// The sink of a head: weights from below that of any token to above those of all tokens
+    /// together.
     fn sink(&self, head: usize) -> Option<f32> {
         self.has_sinks.then_some((head * 7 % 5) as f32 * 2.5 - 3.0)
     }
@@ -107,7 +109,7 @@ impl Seq {
     }
 }
 
-/// A batch as the device has it.
+/// A batch in the device's form.
 struct Device {
     shape: Shape,
     seqs: Vec<Seq>,
@@ -123,7 +125,7 @@ struct Device {
 impl Device {
     fn new(random: &mut Random, shape: Shape, seqs: &[Seq]) -> Self {
         let block_size = 1usize << shape.shift;
-        // A block more than needed per sequence: what is in it must not matter.
+        // One block more than needed per sequence: its contents must not matter.
         let lens: Vec<usize> =
             seqs.iter().map(|seq| seq.context.div_ceil(block_size) + 1).collect();
         let blocks = lens.iter().sum::<usize>() + 2;
@@ -133,13 +135,13 @@ impl Device {
         }
         let mut keys = vec![f32::NAN; blocks * block_size * shape.kv_heads * shape.head_dim];
         let mut values = keys.clone();
-        // The tables do not begin at 0.
+        // The block tables do not begin at index 0.
         let mut tables = vec![u32::MAX; 3];
         let mut metadata = Vec::new();
         let mut row = 0;
         for (seq, len) in seqs.iter().zip(lens) {
             let table = free.split_off(free.len() - len);
-            // What no row's window reaches is NaN as well.
+            // Positions outside of every row's window are NaN, too.
             let first = if shape.window == 0 {
                 0
             } else {
@@ -178,7 +180,7 @@ impl Device {
         poison_bf16(self.rows * self.shape.heads * self.shape.head_dim)
     }
 
-    /// All tiles of all sequences, the last first.
+    /// All tiles of all sequences, the last one first.
     fn tiles(&self) -> Vec<[u32; 2]> {
         let mut tiles: Vec<[u32; 2]> = (0..)
             .zip(&self.seqs)
@@ -215,7 +217,7 @@ impl Device {
         read_bf16(&launch.run(&args)[6])
     }
 
-    /// Every part of the sequences named in `items`, by the rule of `kernels.h`.
+    /// All parts of the sequences in `items`, by the rule of `kernels.h`.
     fn parts(&self, items: &[u32], rule: Rule) -> Vec<u32> {
         let of = |index: u32| {
             let context = self.seqs[index as usize].context;
@@ -230,7 +232,7 @@ impl Device {
     fn decode_args(&self, parts: &[u32], rule: Rule) -> Vec<Arg> {
         let Shape { heads, kv_heads, head_dim, shift, window, .. } = self.shape;
         let slots = self.seqs.len() * heads * rule.max_splits;
-        // What is beyond the list is never looked at.
+        // The kernel must not read beyond the list.
         let listed: Vec<u32> = parts.iter().copied().chain([u32::MAX; 3]).collect();
         vec![
             self.queries.clone(),
@@ -254,8 +256,8 @@ impl Device {
         ]
     }
 
-    /// Rows of the first `live` sequences named in `items`, by so many blocks for each group of heads
-    /// that take `parts`.
+    /// Computes the rows of the first `live` sequences in `items`, with `across` blocks per group
+    /// of heads that take `parts`.
     fn decode_parts(
         &self,
         (items, live): (&[u32], Option<usize>),
@@ -286,7 +288,7 @@ impl Device {
         read_bf16(&out)
     }
 
-    /// The same of all of their parts.
+    /// The same for all of their parts.
     fn decode(&self, items: &[u32], rule: Rule, across: usize, live: Option<usize>) -> Vec<f32> {
         let parts = self.parts(&items[..live.unwrap_or(items.len())], rule);
         self.decode_parts((items, live), rule, &parts, across)
@@ -315,7 +317,7 @@ impl Device {
         read_bf16(&launch("tutti_attention_any", grid, 128).run(&args)[6])
     }
 
-    /// `weight_error`: relative, of one token's weight.
+    /// `weight_error` is the relative error of one token's weight.
     fn check(&self, out: &[f32], weight_error: f64, rows_of: impl Fn(usize) -> bool) {
         let dim = self.shape.head_dim;
         let mut row = 0;
@@ -328,7 +330,7 @@ impl Device {
                         continue;
                     }
                     for (d, want) in seq.want(&self.shape, i, head).into_iter().enumerate() {
-                        // |v| < 1. Weights are off by their rounding at most, in both directions.
+                        // v| < 1. Weights are off by at most their rounding, in either direction.
                         let tolerance = weight_error + want.abs() / 250.0 + 1e-5;
                         assert_close(
                             got[d],
@@ -344,7 +346,7 @@ impl Device {
     }
 }
 
-/// How sequences of one row are split.
+/// The rule by which sequences of one row are split.
 #[derive(Clone, Copy, Debug)]
 struct Rule {
     max_splits: usize,
@@ -355,7 +357,7 @@ fn rule(max_splits: usize) -> Rule {
     Rule { max_splits, least: 64 }
 }
 
-/// Of weights in bf16: half a unit in the last place each, where they agree on the worst.
+/// For weights in bf16: half a unit in the last place, in the worst case for all weights alike.
 const ROUNDED: f64 = 1.0 / 256.0;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
@@ -449,7 +451,7 @@ fn decode_attention_matches_softmax_in_f64() {
         let device = Device::new(&mut random, shape, &seqs);
         let mut items: Vec<u32> = (0..seqs.len() as u32).collect();
         items.reverse();
-        // A block for each part and more; blocks that take several in turn.
+        // One block per part, and more; blocks that take several parts in turn.
         let out = device.decode(&items, rule(max_splits), 9, None);
         device.check(&out, ROUNDED, |_| true);
         assert_eq!(bits(&device.decode(&items, rule(max_splits), 2, None)), bits(&out));
@@ -460,7 +462,8 @@ fn decode_attention_matches_softmax_in_f64() {
     }
 }
 
-/// Where a sequence gets one part more, and where parts get longer; beside rows that are not there.
+/// Lengths at which a sequence gets one more part, and where parts get longer; beside rows that are
+/// not live.
 #[test]
 fn sequences_at_the_ends_of_parts_are_decoded_whole() {
     let mut random = Random(37);
@@ -470,16 +473,16 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
     let device = Device::new(&mut random, shape, &seqs);
     let out = device.decode(&[4, 1, 0, 3, 2], rule(64), 40, None);
     device.check(&out, ROUNDED, |_| true);
-    // Items that are not there name sequences all the same: nothing of theirs is written.
+    // Items that are not live still name sequences: nothing may be written for those.
     let out = device.decode(&[2, 1, 0, 0, 0], rule(64), 1, Some(2));
     device.check(&out, ROUNDED, |index| index == 1 || index == 2);
-    // 65 and 4096 tokens are one part and 32 then.
+    // Now 65 and 4096 tokens take one part and 32 parts.
     let longer = Rule { max_splits: 64, least: 128 };
     let out = device.decode(&[2, 3], longer, 5, None);
     device.check(&out, ROUNDED, |index| index == 2 || index == 3);
     assert_eq!(device.parts(&[2, 3], longer).len(), 33);
     assert_eq!(device.parts(&[3, 4], rule(64)).len(), 64 + 52);
-    // Nothing to do at all.
+    // Nothing to do.
     let out = device.decode(&[0, 1], rule(64), 2, Some(0));
     device.check(&out, ROUNDED, |_| false);
 }
@@ -492,10 +495,10 @@ fn a_sequence_decodes_to_the_same_bits_alone_and_among_others() {
         let seqs = seqs(&mut random, &shape, &[(1, 90), (1, 333), (1, 1), (1, 128)]);
         let device = Device::new(&mut random, shape, &seqs);
         let row = shape.heads * shape.head_dim;
-        // 333 tokens in at most 5 splits: 80 each.
+        // 333 tokens in at most 5 splits: 80 tokens each.
         let items = [0, 1, 2, 3];
         let all = device.decode(&items, rule(5), 5, None);
-        // Whoever takes which part when.
+        // In any order of parts.
         let mut parts = device.parts(&items, rule(5));
         parts.reverse();
         for across in [1, 2, 30] {
@@ -521,7 +524,7 @@ fn constant_values_come_out_exact() {
         seq.values.fill(0.734_375);
         let device = Device::new(&mut random, shape, &[seq]);
         let decoded = device.decode(&[0], rule(4), 4, None);
-        // As one part, whose result is the row's.
+        // As a single part, whose result is the row's.
         let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
         let prefilled = device.prefill(&device.tiles(), Arg::Null);
         let mut all = decoded.iter().chain(&whole).chain(&prefilled);

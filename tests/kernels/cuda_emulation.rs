@@ -1,10 +1,10 @@
 //! The sources of the CUDA kernels, compiled for the host and launched there.
 //!
 //! `kernels/cuda/emulate` runs a block's threads as fibers and computes what tensor cores and warps
-//! do; no GPU is involved, and none has checked it. Every launch happens several times, with
-//! another order of threads and blocks, with background copies early and late, with buffers right
-//! before or right behind memory that faults: the results must be the same bits. Shared memory and
-//! outputs begin as NaN. UBSan watches alignment.
+//! do; no GPU is involved, and none has checked it. Every launch runs several times, with different
+//! orders of threads and blocks, with background copies early and late, and with buffers right
+//! before or right after memory that faults: the results must be the same bits. Shared memory and
+//! outputs are initially NaN. UBSan checks alignment.
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{Read as _, Write as _};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 
-/// Orders in which every launch is tried; see `Settings::seed` in `emulate/block.h`.
+/// Seeds of the orders in which every launch runs; see `Settings::seed` in `emulate/block.h`.
 const SEEDS: std::ops::Range<u32> = 0..4;
 
 /// One argument of a kernel.
@@ -22,9 +22,9 @@ pub(crate) enum Arg {
     U32(u32),
     U64(u64),
     F32(f32),
-    /// A buffer of the device with these bytes.
+    /// A device buffer with these bytes.
     Buffer(Vec<u8>),
-    /// The buffer that argument `.0` is, from byte `.1` on.
+    /// The buffer of argument number `.0`, from byte `.1` on.
     Same(u32, u64),
 }
 
@@ -44,7 +44,7 @@ pub(crate) fn some_f32s(values: Option<&[f32]>) -> Arg {
     values.map_or(Arg::Null, f32s)
 }
 
-/// `len` values that nothing may leave as they are: NaN.
+/// `len` NaN values, each of which must be overwritten.
 pub(crate) fn poison_f32(len: usize) -> Arg {
     Arg::Buffer(vec![0xff; 4 * len])
 }
@@ -71,7 +71,7 @@ pub(crate) fn read_bf16(bytes: &[u8]) -> Vec<f32> {
     pairs.iter().map(|&pair| f32::from_bits(u32::from(u16::from_le_bytes(pair)) << 16)).collect()
 }
 
-/// Rounds to nearest even.
+/// Rounds to nearest, ties to even.
 pub(crate) fn to_bf16(x: f32) -> u16 {
     let bits = x.to_bits();
     if x.is_nan() { 0x7fff } else { ((bits + 0x7fff + (bits >> 16 & 1)) >> 16) as u16 }
@@ -85,7 +85,7 @@ pub(crate) fn rounded_all(values: &[f32]) -> Vec<f32> {
     values.iter().map(|&x| rounded(x)).collect()
 }
 
-/// How a kernel is started.
+/// A kernel launch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Launch<'a> {
     pub(crate) kernel: &'a str,
@@ -99,7 +99,8 @@ pub(crate) fn launch(kernel: &str, grid: [usize; 3], threads: u32) -> Launch<'_>
 }
 
 impl Launch<'_> {
-    /// Runs it in every order, and returns what its buffers hold then, in the order of arguments.
+    /// Runs it in every order; returns the final contents of its buffers, in the order of the
+    /// arguments.
     pub(crate) fn run(&self, args: &[Arg]) -> Vec<Vec<u8>> {
         let running: Vec<Child> = SEEDS.map(|seed| self.start(args, seed)).collect();
         let mut results = running.into_iter().map(|child| self.finish(child, args));
@@ -110,7 +111,7 @@ impl Launch<'_> {
         first
     }
 
-    /// Runs it in one order: what the emulation says when it fails.
+    /// Runs it in one order; returns the emulation's error.
     pub(crate) fn failure(&self, args: &[Arg]) -> String {
         let output = self.start(args, 0).wait_with_output().unwrap();
         assert!(!output.status.success(), "{} did not fail", self.kernel);
@@ -147,8 +148,8 @@ impl Launch<'_> {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It reads all before it writes anything. A request that is refused may end it earlier:
-        // then it says why.
+        // It reads all input before it writes. If it rejects the request it may exit earlier; then
+        // it says why.
         let _ = child.stdin.take().unwrap().write_all(&request);
         child
     }
@@ -187,7 +188,7 @@ pub(crate) fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("kernels/cuda")
 }
 
-/// The emulation's program, built once per state of the sources.
+/// The emulation's program, built once per version of the sources.
 pub(crate) fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -200,7 +201,7 @@ pub(crate) fn program() -> &'static Path {
             std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
             let sources = sources();
             let units = sources.iter().filter(|path| {
-                // `ranks.cpp` is a program of its own.
+                // `ranks.cpp` is a separate program.
                 path.extension().is_some_and(|extension| extension == "cu" || extension == "cpp")
                     && !path.ends_with("ranks.cpp")
             });
@@ -209,7 +210,7 @@ pub(crate) fn program() -> &'static Path {
     })
 }
 
-/// A program of these sources: `build` makes it, once per state of them.
+/// A program that `build` creates, once per version of these sources.
 pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
     FLAGS.hash(&mut hasher);
@@ -224,8 +225,8 @@ pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     program
 }
 
-/// Optimised, so that the tests are quick; without fused multiply-add, so that sums are the ones
-/// written; every access checked for alignment.
+/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are computed as
+/// written; every access is checked for alignment.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
@@ -256,7 +257,7 @@ fn sources() -> Vec<PathBuf> {
     paths
 }
 
-/// Compiles each to an object below `scratch`, where includes are looked for as well.
+/// Compiles each unit to an object below `scratch`, which is also an include directory.
 pub(crate) fn compile<'a>(
     units: impl Iterator<Item = &'a PathBuf>,
     scratch: &Path,
@@ -287,7 +288,7 @@ pub(crate) fn compile<'a>(
     objects
 }
 
-/// Whole or not at all: others may be at it.
+/// Atomically: another process may use the file.
 pub(crate) fn link(objects: &[PathBuf], scratch: &Path, program: &Path) {
     let linked = scratch.join("program");
     let output =
@@ -307,7 +308,7 @@ fn every_declared_kernel_can_be_launched() {
 
 #[test]
 fn the_emulation_notices_what_it_should() {
-    // A buffer that is too short, then one that is not aligned.
+    // A buffer that is too short, then one that is misaligned.
     let short = launch("tutti_add", [1, 1, 1], 256);
     let args = [f32s(&[1.0; 8]), f32s(&[2.0; 4]), Arg::U32(8), Arg::Null];
     let said = short.failure(&args);

@@ -1,5 +1,6 @@
-//! Emulated kernels of mixtures of experts: choices, groups and sums against their definitions, and a
-//! slot's product against sums in f64, the same bits in every variant.
+//! Emulated kernels of mixtures of experts: choices, groups and sums compared with their
+//! definitions; the product of a slot compared with sums in f64, with the same bits in every
+//! variant.
 use kernels::backend::ExpertActivation;
 
 use crate::cuda_emulation::{
@@ -34,7 +35,7 @@ fn rows_choose_the_largest_ties_by_number() {
         [(1, 1, true), (3, 3, false), (40, 8, true), (128, 8, false), (1024, 32, true)]
     {
         let rows = 3;
-        // Few values, so that many are equal.
+        // Few distinct values, so that many are equal.
         let logits: Vec<f32> =
             (0..rows * experts).map(|_| random.below(experts / 2 + 2) as f32 * 0.25).collect();
         let (chosen, weights) = route(&logits, experts, top_k, normalise, u32s(&[2]));
@@ -70,7 +71,7 @@ fn what_is_not_a_number_is_chosen_last() {
     assert_close(weights[0], e / (e + 1.0), 1e-6, "the larger one");
 }
 
-/// What `tutti_group_experts` makes of one chunk: (expert, slots) of every tile.
+/// The tiles that `tutti_group_experts` builds for one chunk: (expert, slots) each.
 type Tiles = Vec<(u32, Vec<u32>)>;
 
 struct Group<'a> {
@@ -88,7 +89,7 @@ impl Group<'_> {
         slots.min(slots / self.tile_slots + self.num_experts)
     }
 
-    /// slots, tiles and their numbers, as the kernel leaves them.
+    /// The slots, tiles and numbers of both, as the kernel leaves them.
     fn run(&self) -> [Vec<u32>; 3] {
         let rows = self.experts.len() / self.top_k;
         let chunks = rows.div_ceil(self.chunk_rows);
@@ -134,7 +135,7 @@ fn groups_have_every_live_slot_once_by_expert() {
     ] {
         let experts: Vec<u32> = (0..rows)
             .flat_map(|_| {
-                // Different ones within a row.
+                // Different experts within a row.
                 let first = random.below(num_experts);
                 (0..top_k).map(move |j| ((first + j * 7) % num_experts) as u32)
             })
@@ -152,7 +153,7 @@ fn groups_have_every_live_slot_once_by_expert() {
             for (i, (expert, slots)) in tiles.iter().enumerate() {
                 assert!((1..=tile_slots).contains(&slots.len()));
                 assert!(slots.iter().all(|slot| experts[*slot as usize] == *expert));
-                // Only an expert's last tile is not full.
+                // Only the last tile of an expert may be partly filled.
                 let next = tiles.get(i + 1).map(|tile| tile.0);
                 assert!(slots.len() == tile_slots || next != Some(*expert));
             }
@@ -160,14 +161,14 @@ fn groups_have_every_live_slot_once_by_expert() {
     }
 }
 
-/// Slots of 5 experts, 2 for each row.
+/// Slots of 5 experts, 2 per row.
 struct Products {
     rows: usize,
     k: usize,
     experts: Vec<u32>,
     x: Vec<f32>,
     w: Vec<f32>,
-    /// In their place.
+    /// Int8 weights instead.
     int8: Option<Int8>,
 }
 
@@ -175,20 +176,20 @@ const EXPERTS: usize = 5;
 
 impl Products {
     fn random(random: &mut Random, rows: usize, inner: usize, k: usize) -> Self {
-        // One expert has most, one has none.
+        // One expert has most slots, one has none.
         let experts = (0..rows).flat_map(|row| [0, 1 + (row % 3) as u32]).collect();
         let x = rounded_all(&random.vec(rows * k));
         let w = rounded_all(&random.vec(EXPERTS * 2 * inner * k));
         Self { rows, k, experts, x, w, int8: None }
     }
 
-    /// The same with other weights, of int8.
+    /// The same with different weights, in int8.
     fn with_int8(mut self, random: &mut Random) -> Self {
         self.int8 = Some(Int8::random(random, self.w.len() / self.k, self.k));
         self
     }
 
-    /// The weights and what belongs to them, and their stride.
+    /// The weights with their scales, and their stride.
     fn weights(&self) -> (Vec<Arg>, Arg) {
         match &self.int8 {
             None => {
@@ -202,7 +203,7 @@ impl Products {
         }
     }
 
-    /// The kernel of this family and how many buffers it has before its result.
+    /// The kernel of this family, and the number of buffers before its result.
     fn kernel(&self, family: &str, number: usize) -> (String, usize) {
         match self.int8 {
             None => (format!("tutti_experts_{family}_{number}"), 2),
@@ -338,7 +339,7 @@ fn down_of_every_slot() {
 #[test]
 fn experts_are_weighted_and_added_in_order() {
     let mut random = Random(75);
-    // The last ones: a later chunk of a graph, all, some and none of whose rows are there.
+    // The last four: a later chunk of a graph, of whose rows all, some and none are live.
     for (rows, top_k, width, first_row, live) in [
         (3, 2, 8, 0, 3),
         (2, 8, 1030, 0, 2),
@@ -377,7 +378,7 @@ fn experts_are_weighted_and_added_in_order() {
     }
 }
 
-/// Rows whose matrices others chose: those that went to none are zeros, whatever lies in their place.
+/// Rows with assigned matrices: those without a matrix become zeros, whatever their memory held.
 #[test]
 fn rows_that_go_to_no_matrix_are_zeros() {
     let mut random = Random(79);
@@ -418,7 +419,7 @@ fn rows_that_go_to_no_matrix_are_zeros() {
     }
 }
 
-/// What goes to no matrix is in no tile.
+/// Rows without a matrix are in no tile.
 #[test]
 fn rows_that_go_to_no_matrix_are_in_no_tile() {
     let experts = [1, u32::MAX, 0, 1, u32::MAX, u32::MAX, 2, 1];

@@ -1,12 +1,12 @@
-//! Emulated kernels of products with weights of 4 bits, against sums in f64 and against themselves: a
-//! row's bits depend neither on the other rows nor on the variant.
+//! Emulated kernels of products with 4-bit weights, compared with sums in f64 and with themselves:
+//! a row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, bf16s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded, rounded_all,
     some_f32s, u32s,
 };
 use crate::support::{ACTIVATIONS, Random, assert_close, assert_gated, bits};
 
-/// Weights as kernels take them.
+/// Weights in the kernels' layout.
 struct Int4 {
     k: usize,
     stride: usize,
@@ -56,7 +56,7 @@ impl Int4 {
         (Arg::Buffer(bytes), u32s(&words), Arg::U32(self.stride as u32))
     }
 
-    /// The product of one row and its size.
+    /// The product of one row, and the sum of its absolute terms.
     fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
         let terms = x.iter().enumerate();
         let terms = terms.map(|(k, &x)| f64::from(x) * f64::from(self.weight(row, k)));
@@ -64,7 +64,7 @@ impl Int4 {
     }
 }
 
-/// Rows of x with NaN behind each, which must not count, and their stride.
+/// Rows of x followed by NaN, which must not count, and their stride.
 fn padded(x: &[f32], k: usize) -> (Arg, Arg) {
     let stride = k.next_multiple_of(8) + 8;
     let rows = x.chunks(k).flat_map(|row| [row, &vec![f32::NAN; stride - k]].concat());

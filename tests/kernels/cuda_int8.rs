@@ -1,18 +1,18 @@
-//! Emulated kernels of products with weights of int8, against sums in f64 and against themselves: a
-//! row's bits depend neither on the other rows nor on the variant.
+//! Emulated kernels of products with int8 weights, compared with sums in f64 and with themselves: a
+//! row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all, some_f32s,
     u32s,
 };
 use crate::support::{ACTIVATIONS, Random, assert_close, assert_gated, bits};
 
-/// Weights as kernels take them: rows of bytes, 128 added, and a scale for each.
+/// Weights in the kernels' layout: rows of bytes with 128 added, and a scale per row.
 pub(crate) struct Int8 {
     k: usize,
     stride: usize,
     values: Vec<i8>,
     scales: Vec<f32>,
-    /// What lies behind rows.
+    /// The contents of the padding after rows.
     padding: u8,
 }
 
@@ -34,7 +34,7 @@ impl Int8 {
         (Arg::Buffer(bytes), f32s(&self.scales), Arg::U32(self.stride as u32))
     }
 
-    /// The product of one row and its size.
+    /// The product of one row, and the sum of its absolute terms.
     pub(crate) fn dot(&self, x: &[f32], row: usize) -> (f64, f64) {
         let values = &self.values[row * self.k..][..self.k];
         let terms = x.iter().zip(values).map(|(&x, &w)| f64::from(x) * f64::from(w));
@@ -44,7 +44,7 @@ impl Int8 {
     }
 }
 
-/// Rows of x with NaN behind each, which must not count, and their stride.
+/// Rows of x followed by NaN, which must not count, and their stride.
 fn padded(x: &[f32], k: usize) -> (Arg, Arg) {
     let stride = k.next_multiple_of(8) + 8;
     let rows = x.chunks(k).flat_map(|row| [row, &vec![f32::NAN; stride - k]].concat());

@@ -1,5 +1,5 @@
-//! Emulated sampling with masks against the reference backend, and the arg-max over parts of a
-//! vocabulary against plain loops.
+//! Emulated masked sampling compared with the reference backend; and the arg-max over parts of a
+//! vocabulary compared with plain loops.
 use kernels::sampling::SampleParams;
 
 use crate::cuda_emulation::{Arg, f32s, launch, poison_f32, read_u32, u32s};
@@ -24,7 +24,7 @@ fn masked_sampling_chooses_the_references_tokens() {
         let mut logits = Vec::new();
         for _ in 0..n {
             logits.extend(row_of_logits(&mut random, vocab));
-            // Behind the vocabulary is padding that would win.
+            // After the vocabulary there is padding that would win.
             logits.resize(logits.len() + stride - vocab, 1e9);
         }
         if vocab == 1 {
@@ -39,7 +39,7 @@ fn masked_sampling_chooses_the_references_tokens() {
             kinds[2] += u32::from(found.rank > 1);
         }
     }
-    // Masks that leave nothing, and ones that leave out the most likely token.
+    // Includes masks that leave nothing, and masks that exclude the most likely token.
     assert!(kinds[0] > 90 && kinds[1] > 2 && kinds[2] > 20, "{kinds:?}");
 }
 
@@ -65,15 +65,16 @@ fn what_is_wrong_beside_the_mask_is_noticed() {
     assert_eq!((found[0].token, found[5].token), (3, 1));
 }
 
-/// Each part's best, then the best of those, against a loop over the whole vocabulary; the parts
-/// begin within a word of the mask, and all rows' masks lie somewhere in a block of other words.
+/// The best of each part, then the best of those, compared with a loop over the whole vocabulary.
+/// Parts begin within a word of the mask, and the rows' masks are anywhere in a block of other
+/// words.
 #[test]
 fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
     let mut random = Random(62);
     let rows = 60;
     for (ranks, width) in [(1, 70), (2, 45), (3, 7), (4, 257), (4, 64)] {
         let vocab = ranks * width;
-        // Few values: ties within parts and across them.
+        // Few distinct values: ties within parts and across them.
         let values = [-1.0, 0.0, 0.5, 0.5, f32::NEG_INFINITY, 2.0, f32::NAN];
         let whole: Vec<Vec<f32>> = (0..rows)
             .map(|row| (0..vocab).map(|_| values[random.below(6 + row / 55)]).collect())
@@ -136,7 +137,7 @@ fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
     }
 }
 
-/// Id and bits of the largest logit in `part` that is allowed; or what says that there is none.
+/// Id and bits of the largest allowed logit in `part`, or the marker for none.
 fn best(row: &[f32], mask: Option<&[u32]>, part: std::ops::Range<usize>) -> [u32; 2] {
     if row[part.clone()].iter().any(|x| x.is_nan())
         || row[part.clone()].iter().all(|&x| x == f32::NEG_INFINITY)

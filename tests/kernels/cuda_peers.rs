@@ -1,21 +1,20 @@
-//! The exchange between GPUs (`all_reduce.cu`) under schedules that a seed decides, and with parts
-//! of its protocol taken away: every such change must be noticed.
+//! The exchange between GPUs (`all_reduce.cu`) under seeded schedules, also with parts of its
+//! protocol removed: every such change must be detected.
 //!
-//! A failing seed is named. To see it again:
-//! `TUTTI_PEER_SEED=17 cargo test -p tests --test kernels cuda_peers`. More of them:
-//! `TUTTI_PEER_SEEDS=100000 ..`.
+//! A failing seed is printed. To repeat it: `TUTTI_PEER_SEED=17 cargo test -p tests --test kernels
+//! cuda_peers`. To run more seeds: `TUTTI_PEER_SEEDS=100000 ..`.
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use crate::cuda_emulation::{compile, folder, link, program_named};
 
-/// All but the exchange itself.
+/// All sources except the exchange itself.
 fn other_units() -> [PathBuf; 3] {
     ["emulate/block.cpp", "emulate/ranks.cpp", "elementwise.cu"].map(|name| folder().join(name))
 }
 
-/// The emulated ranks.
+/// The program of emulated ranks.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -39,7 +38,7 @@ fn run(program: &Path, scenario: &str, (from, seeds): (u64, u64), threads: u32) 
         .unwrap()
 }
 
-/// Runs `seeds` of a scenario, or those that the environment asks for.
+/// Runs `seeds` seeds of a scenario, or those given in the environment.
 fn holds(scenario: &str, seeds: u64, threads: u32) {
     let seeds = number("TUTTI_PEER_SEEDS").unwrap_or(seeds);
     let range = number("TUTTI_PEER_SEED").map_or((0, seeds), |seed| (seed, 1));
@@ -73,7 +72,7 @@ fn ranks_end_when_one_dies_or_freezes() {
     holds("freeze", 10, 512);
 }
 
-/// What is taken away, and in which scenario it must show.
+/// A part of the protocol to remove, and the scenario that must detect it.
 struct Change {
     what: &'static str,
     scenario: &'static str,

@@ -1,5 +1,5 @@
-//! Emulated kernels of products with few rows, against sums in f64 and against themselves: a row's
-//! bits depend neither on the other rows nor on the variant.
+//! Emulated kernels of products with few rows, compared with sums in f64 and with themselves: a
+//! row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, Launch, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all,
     some_f32s, u32s,
@@ -11,7 +11,7 @@ struct Product {
     rows: usize,
     n: usize,
     k: usize,
-    /// Elements behind each row of x and W; NaN, which must not count.
+    /// Padding elements after each row of x and W; NaN, which must not count.
     padding: usize,
     x: Vec<f32>,
     w: Vec<f32>,
@@ -38,7 +38,7 @@ impl Product {
         )
     }
 
-    /// Sum and size of the terms of `out[row, feature]`.
+    /// `out[row, feature]`, and the sum of its absolute terms.
     fn want(&self, row: usize, feature: usize) -> (f64, f64) {
         let x = &self.x[row * self.k..][..self.k];
         let w = &self.w[feature * self.k..][..self.k];
@@ -47,7 +47,7 @@ impl Product {
         terms.fold((bias, bias.abs()), |(sum, size), term| (sum + term, size + term.abs()))
     }
 
-    /// Computes the product of some rows of x with the variant for `number` rows.
+    /// Multiplies some rows of x with the variant for `number` rows.
     fn run(&self, number: usize, index: Option<&[u32]>, live: Arg) -> Vec<f32> {
         let rows = index.map_or(self.rows, <[u32]>::len);
         let features = if number <= 16 { 16 } else { 32 };
@@ -116,7 +116,7 @@ fn a_rows_product_has_the_same_bits_in_every_variant_and_place() {
     for number in [8, 16, 32] {
         assert_eq!(bits(&product.run(number, None, Arg::Null)), bits(&all), "variant {number}");
     }
-    // Alone, and gathered in another order among others.
+    // Alone, and gathered in a different order among others.
     let of = |row: u32| &all[row as usize * 48..][..48];
     for row in [0u32, 9, 69] {
         let alone = product.run(8, Some(&[row]), Arg::Null);

@@ -6,7 +6,7 @@ use crate::cuda_emulation::{
 use crate::rows::normed_twice;
 use crate::support::{ACTIVATIONS, Random, activated, assert_close, bits};
 
-/// Half a unit in the last place of bf16, relative, and a little.
+/// Half a unit in the last place of bf16, relative, with some margin.
 const BF16: f64 = 1.01 / 256.0;
 
 fn tiles(width: usize) -> usize {
@@ -20,7 +20,7 @@ fn embeddings_of_other_ranks_are_zero() {
         [(8, 8), (64, 64), (30, 32), (1028, 1032), (5, 5)].into_iter().zip([1.0, 33.75].repeat(3))
     {
         let table = rounded_all(&random.vec(6 * stride));
-        // Rows 10 to 15 are here.
+        // This rank has rows 10 to 15.
         let ids = [10, 15, 9, 16, 0, u32::MAX, 12, 11];
         // The last two rows are not live.
         let args = [
@@ -111,7 +111,7 @@ fn add_normed_rmsnorm_is_its_definition() {
     for width in [4, 64, 100, 63, 1, 2560, 8196, 9999] {
         let (rows, stride) = (3, width + 4);
         let (x, delta) = (random.vec(rows * width), random.vec(rows * width));
-        // As small as what is added may be: its norm makes it as large as its weight.
+        // Very small values: the norm scales them to the size of the weight.
         let delta: Vec<f32> = delta.iter().map(|x| x / 64.0).collect();
         let (delta_weight, weight) = (random.vec(width), random.vec(width));
         let args = [
@@ -203,7 +203,7 @@ fn sums_of_rows() {
     }
 }
 
-/// As the collectives add: a subtree is whole when the bits of the number so far say so.
+/// Adds as the collectives do: each trailing 1 bit of the count so far completes a subtree.
 fn tree(values: &[f32]) -> f32 {
     let mut levels: Vec<f32> = Vec::new();
     for (i, &x) in values.iter().enumerate() {
@@ -251,7 +251,7 @@ fn rows_and_columns_are_copied() {
     let mut random = Random(6);
     for (width, stride) in [(8, 8), (7, 7), (1028, 1032), (3, 8)] {
         let values = rounded_all(&random.vec(5 * stride));
-        // The second stays as it is, the last is not live.
+        // The second row stays unchanged, the last one is not live.
         let rows = [4u32, u32::MAX, 4, 2];
         let args = [
             bf16s(&values),
@@ -317,7 +317,7 @@ fn ranks_logits_become_rows() {
 #[test]
 fn every_word_is_read_once() {
     let mut random = Random(12);
-    // 16 bytes, of which a block reads 2048.
+    // In units of 16 bytes; a block reads 2048 units.
     for n in [1, 256, 2047, 2048, 2049, 5000] {
         let words: Vec<u32> = random.vec(4 * n).into_iter().map(f32::to_bits).collect();
         let blocks = n.div_ceil(2048);
@@ -373,7 +373,7 @@ fn blocks_are_copied_out_and_in() {
     }
 }
 
-/// One case of what follows the QKV product.
+/// One test case of what follows the QKV product.
 struct Qkv {
     heads: usize,
     kv_heads: usize,

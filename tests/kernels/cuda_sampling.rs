@@ -1,5 +1,5 @@
-//! Emulated sampling and log-probabilities against the reference backend, which does the same with
-//! sorted lists in f64: same tokens, same random draws.
+//! Emulated sampling and log-probabilities compared with the reference backend, which uses sorted
+//! lists and f64: same tokens, same random draws.
 use kernels::backend::Backend;
 use kernels::reference::{ReferenceBackend, ReferenceBuffer};
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
@@ -7,12 +7,12 @@ use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use crate::cuda_emulation::{Arg, f32s, launch, poison_f32, read_f32, read_u32, u32s};
 use crate::support::{Pretend, Random, assert_close};
 
-/// Most likely tokens that there is room for.
+/// Room for the most likely tokens.
 const TOP_STRIDE: usize = 8;
 const NO_LOGPROBS: u32 = u32::MAX;
 pub(crate) const NO_MASK: u32 = u32::MAX;
 
-/// One row: its parameters, the tokens before, and its mask.
+/// One row: its parameters, the preceding tokens, and its mask.
 #[derive(Clone)]
 pub(crate) struct Row {
     pub(crate) params: SampleParams,
@@ -43,7 +43,7 @@ fn reference(logits: &[f32], width: usize) -> (ReferenceBackend, ReferenceBuffer
     (backend, buffer)
 }
 
-/// What the kernel's buffers say.
+/// Reads the results from the kernel's buffers.
 fn results(
     out: &[u8],
     ids: &[u8],
@@ -171,7 +171,7 @@ pub(crate) fn compare(
     got
 }
 
-/// Logits as of a model: a bell with a few peaks, some ties, some -infinity.
+/// Logits like a model's: a bell curve with a few peaks, some ties, some -infinity.
 pub(crate) fn row_of_logits(random: &mut Random, vocab: usize) -> Vec<f32> {
     (0..vocab)
         .map(|_| {
@@ -190,7 +190,7 @@ pub(crate) fn random_row(random: &mut Random, vocab: usize) -> Row {
     let one_of = |random: &mut Random, list: &[f32]| list[random.below(list.len())];
     let ids = |random: &mut Random, most: usize| -> Vec<u32> {
         let n = random.below(most + 1);
-        // Repeats, and some beyond the vocabulary.
+        // Repeated tokens, some beyond the vocabulary.
         (0..n).map(|_| random.below(vocab.min(20)) as u32 * (1 + random.below(3) as u32)).collect()
     };
     let mut p = SampleParams {
@@ -229,7 +229,7 @@ fn sampling_chooses_the_references_tokens() {
         let mut logits = Vec::new();
         for _ in 0..n {
             logits.extend(row_of_logits(&mut random, vocab));
-            // Behind the vocabulary is padding that would win.
+            // After the vocabulary there is padding that would win.
             logits.resize(logits.len() + stride - vocab, 1e9);
         }
         if vocab == 1 {
@@ -265,9 +265,9 @@ fn equal_logits_go_by_id() {
 
 #[test]
 fn draws_are_spread_as_the_weights_are() {
-    // 4 tokens of weights 8 : 4 : 2 : 2, whichever way they are drawn.
+    // 4 tokens with weights 8 : 4 : 2 : 2, drawn in every way.
     let logits = [8.0f32, 2.0, 4.0, 2.0].map(f32::ln);
-    // The last two cut nothing, so they are drawn in order of id, as the first.
+    // The last two cut nothing, so they draw in order of id, like the first.
     for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.99), (4, 1.0), (5, 1.0)] {
         let n = 128;
         let rows: Vec<Row> = (0..n as u64)
@@ -276,7 +276,7 @@ fn draws_are_spread_as_the_weights_are() {
         let got = compare(&logits.repeat(n), 4, 4, &rows, "spread");
         let share = |id: u32| got.iter().filter(|row| row.token == id).count() as f64 / n as f64;
         let all = if top_k == 3 { 14.0 } else { 16.0 };
-        // 128 draws of p = 1/2: a deviation of 4.4 %. The seeds are fixed.
+        // 128 draws with p = 1/2: a standard deviation of 4.4 %. The seeds are fixed.
         assert!((share(0) - 8.0 / all).abs() < 0.15, "{}", share(0));
         assert!((share(2) - 4.0 / all).abs() < 0.15, "{}", share(2));
         assert_eq!(share(3) == 0.0, top_k == 3);
@@ -304,7 +304,7 @@ fn corrupted_rows_say_so() {
     let got = compare(&rows.concat(), 40, 40, &settings, "corrupted");
     assert_eq!(got.iter().map(|row| u32::from(row.corrupted)).collect::<Vec<_>>(), wanted);
 
-    // Suppressing all that is left, or a bias that is not finite.
+    // Suppressing all remaining tokens, or a bias that is not finite.
     let one = (0..40).map(|i| if i == 7 { good[i] } else { f32::NEG_INFINITY });
     let suppress = SampleParams { suppress_until_min: vec![7], min_tokens: 1, ..params() };
     let infinite = SampleParams { logit_bias: vec![(2, f32::INFINITY)], ..params() };
@@ -338,7 +338,7 @@ fn corrupted_rows_say_so() {
 fn the_best_of_all_parts_is_the_best_of_the_whole() {
     let (ranks, rows, width) = (3, 300, 7);
     let mut random = Random(46);
-    // Few values: ties within parts and across them.
+    // Few distinct values: ties within parts and across them.
     let values = [-1.0, 0.0, 0.5, 0.5, f32::NEG_INFINITY, 2.0];
     let whole: Vec<Vec<f32>> = (0..rows)
         .map(|row| {
@@ -381,7 +381,7 @@ fn the_best_of_all_parts_is_the_best_of_the_whole() {
 #[test]
 fn an_ids_biases_add_up_in_order() {
     let vocab = 50;
-    // 1e8 - 1e8 + 1 is 1 in this order alone.
+    // 1e8 - 1e8 + 1 is 1 only in this order.
     let bias = vec![(5, 1e8), (9, 2.0), (5, -1e8), (5, 1.0), (9, -4.0), (60, 9.0)];
     let row =
         Row::of(SampleParams { logit_bias: bias, temperature: 0.0, logprobs: None, ..params() });

@@ -1,6 +1,6 @@
-//! Emulated sampling against its definition in whole numbers: sort all tokens, add up their weights,
-//! cut, draw. So tokens must be equal without exception: at ties, at the ends of lists and bins, and
-//! in rows that no model makes.
+//! Emulated sampling compared with its definition in integers: sort all tokens, add up their
+//! weights, cut, draw. Tokens must be equal without exception: at ties, at the ends of lists and
+//! bins, and in rows that no model produces.
 use kernels::philox;
 use kernels::sampling::{SampleParams, Sampled};
 
@@ -8,12 +8,12 @@ use crate::cuda_sampling::{Row, params, row_of_logits, sample};
 use crate::masks::{allows, random_mask};
 use crate::support::Random;
 
-/// Tokens that the kernel's list takes (`LIST_MAX` of select.cuh).
+/// Size of the kernel's token list (`LIST_MAX` of select.cuh).
 const LISTED: u32 = 2048;
 const VOCAB: usize = 5003;
 const NOTHING: f32 = f32::NEG_INFINITY;
 
-/// Units of 2^-40 of the largest weight.
+/// The weight in units of 2^-40 of the largest.
 fn weight(x: f32, max: f32, p: &SampleParams) -> u64 {
     let exponent =
         (f64::from(x) - f64::from(max)) * (std::f64::consts::LOG2_E / f64::from(p.temperature));
@@ -32,7 +32,7 @@ fn ranked(logits: &[f32]) -> Vec<u32> {
     ids
 }
 
-/// The token that is to be drawn of a row that is sound.
+/// The token to be drawn from a valid row.
 fn wanted(logits: &[f32], row: &Row) -> u32 {
     let p = &row.params;
     let allowed = |id: usize| row.allowed.as_ref().is_none_or(|mask| allows(mask, id));
@@ -47,7 +47,7 @@ fn wanted(logits: &[f32], row: &Row) -> u32 {
     if cuts_rank {
         kept.truncate(p.top_k as usize);
     }
-    // The first whose running sum is as much.
+    // The first token at which the running sum reaches `least`.
     let first = |ids: &[u32], least: u128| {
         let mut so_far = 0;
         let reaches = |&id: &u32| {
@@ -68,7 +68,7 @@ fn wanted(logits: &[f32], row: &Row) -> u32 {
     kept[first(&kept, ((bits * sum(&kept)) >> 53) + 1)]
 }
 
-/// Draws from every row, and compares; returns what was drawn.
+/// Draws from every row and compares; returns the draws.
 fn check(what: &str, stride: usize, rows: &[(Vec<f32>, Row)]) -> Vec<Sampled> {
     let vocab = rows[0].0.len();
     let mut logits = Vec::new();
@@ -87,7 +87,7 @@ fn check(what: &str, stride: usize, rows: &[(Vec<f32>, Row)]) -> Vec<Sampled> {
         let top: Vec<u32> = found.top.iter().map(|(id, _)| *id).collect();
         assert_eq!(top, order[..top.len()], "{what}");
         if row.params.logprobs.is_some() {
-            // 0 and -0 are equal here.
+            // 0 and -0 count as equal here.
             let own = logits[found.token as usize];
             let ahead = |&(id, x): &(u32, &f32)| *x > own || (*x == own && id < found.token);
             let rank = (0u32..).zip(logits).filter(ahead).count() as u32 + 1;
@@ -97,11 +97,11 @@ fn check(what: &str, stride: usize, rows: &[(Vec<f32>, Row)]) -> Vec<Sampled> {
     found
 }
 
-/// Rows that are hard in one way each.
+/// Rows that are each hard in one way.
 fn hard_rows(random: &mut Random) -> Vec<(&'static str, Vec<f32>)> {
     let listed = LISTED as usize;
     let of = |f: &mut dyn FnMut(usize) -> f32| (0..VOCAB).map(f).collect::<Vec<f32>>();
-    // A bijection: ids in no order.
+    // A bijection: ids in pseudorandom order.
     let mixed = |i: usize| i * 1009 % VOCAB;
     vec![
         ("all equal", of(&mut |_| 0.25)),
@@ -159,7 +159,8 @@ fn hard_rows_are_cut_and_drawn_exactly() {
     }
 }
 
-/// Few values, so that cuts fall among equal ones; few tokens and more than a list takes.
+/// Few distinct values, so that cuts fall among equal ones; few tokens, and more than the list
+/// holds.
 #[test]
 fn cuts_among_equal_tokens_are_exact() {
     let mut random = Random(82);
@@ -186,7 +187,7 @@ fn cuts_among_equal_tokens_are_exact() {
     }
 }
 
-/// A target at the very first and the very last unit of the weights.
+/// A target at the very first and the very last unit of weight.
 #[test]
 fn all_that_top_p_keeps_can_be_drawn_and_nothing_else() {
     // Weights 1/2, 1/4, 1/8, ..: the first three are 7/8.
@@ -202,7 +203,8 @@ fn all_that_top_p_keeps_can_be_drawn_and_nothing_else() {
     }
 }
 
-/// As many tokens as models have, where bins hold hundreds and shares of the weight tens of thousands.
+/// Vocabularies as large as models', whose bins hold hundreds of tokens, and tens of thousands
+/// share the weight.
 #[test]
 fn a_whole_vocabulary_is_cut_exactly() {
     let mut random = Random(83);

@@ -1,5 +1,5 @@
-//! Mixtures of experts on CPUs: against a naive version in f64 and the reference backend; and law 7:
-//! a row's bits depend on no other row, nor on the threads.
+//! Mixtures of experts on CPUs, compared with a naive version in f64 and with the reference
+//! backend. Law 7: a row's bits depend neither on other rows nor on the threads.
 use kernels::KernelError;
 use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
@@ -13,7 +13,7 @@ use crate::support::{
 
 const TOLERANCE: f64 = 1.5e-5;
 
-/// A layer's experts, as numbers.
+/// The experts of a layer, as plain numbers.
 pub(crate) struct Layer {
     pub(crate) routing: Routing,
     pub(crate) hidden: usize,
@@ -22,12 +22,12 @@ pub(crate) struct Layer {
     /// Gate, up, gate, up, ..
     pub(crate) gate_up: Vec<Weight>,
     pub(crate) down: Vec<Weight>,
-    /// Of the router, of each gate and up, of each down.
+    /// Biases of the router, of all gates and ups, of all downs.
     pub(crate) biases: Option<[Vec<f32>; 3]>,
     pub(crate) activation: ExpertActivation,
 }
 
-/// What a backend has made of one.
+/// The layer as loaded into a backend.
 struct Loaded {
     router: kernels::cpu::CpuMatrix,
     gate_up: CpuStack,
@@ -36,7 +36,7 @@ struct Loaded {
 }
 
 impl Loaded {
-    /// That of the router, of gate and up, of down.
+    /// The bias of the router (0), of gate and up (1), or of down (2).
     fn bias(&self, which: usize) -> Option<&CpuVector> {
         self.biases.as_ref().map(|biases| &biases[which])
     }
@@ -70,7 +70,7 @@ impl Layer {
         Self { routing, hidden, inner, router, gate_up, down, biases: None, activation }
     }
 
-    /// The same with biases, and activations many of which reach their limit.
+    /// The same with biases, and with activations that often reach their limit.
     fn clamped(self, random: &mut Random) -> Self {
         let (experts, hidden, inner) = (self.routing.num_experts, self.hidden, self.inner);
         let biases = [experts, 2 * experts * inner, experts * hidden].map(|len| random.vec(len));
@@ -78,7 +78,7 @@ impl Layer {
         Self { biases: Some(biases), activation, ..self }
     }
 
-    /// Of matrix `index` of `which`.
+    /// The bias of matrix `index` among those of `which`.
     fn bias(&self, which: usize, index: usize, width: usize) -> Option<&[f32]> {
         self.biases.as_ref().map(|biases| &biases[which][index * width..][..width])
     }
@@ -101,7 +101,7 @@ impl Layer {
         }
     }
 
-    /// All of it: choices, inner activations, result.
+    /// Everything: choices, inner activations, result.
     fn run(
         &self,
         backend: &mut CpuBackend,
@@ -145,7 +145,7 @@ impl Layer {
         order.into_iter().map(|expert| (expert, logits[expert].exp() / all)).collect()
     }
 
-    /// The inner activations of a row at an expert, and their sizes.
+    /// The inner activations of a row at an expert, with the sums of absolute terms.
     pub(crate) fn inner_of(&self, x: &[f32], expert: usize) -> Vec<(f64, f64)> {
         let [gate, up] = [2 * expert, 2 * expert + 1]
             .map(|index| self.gate_up[index].product(x, self.bias(1, index, self.inner)));
@@ -185,7 +185,7 @@ fn experts_match_the_naive_version() {
                 let (experts, weights) = backend.read_routes(&routes).unwrap();
                 for (row, x) in x.chunks(hidden).enumerate() {
                     let at = format!("{isa} {precision} {routing:?} row {row} of {rows}");
-                    // Rows choose by f32, whatever products take.
+                    // Rows choose in f32, whatever precision products have.
                     let chosen = layer.choose(x);
                     let taken = as_taken(precision, x);
                     let mut want = vec![(0.0, 0.0); hidden];
@@ -255,8 +255,8 @@ fn the_reference_makes_the_same() {
     }
 }
 
-/// Ranks of one replica each choose for themselves, on hosts that may differ: one that chooses another
-/// expert adds its part of something else, and no rank could tell.
+/// The ranks of a replica choose independently, on hosts that may differ: a rank that chose another
+/// expert would add a part of the wrong sum, and no rank would notice.
 #[test]
 fn choices_have_the_same_bits_with_every_instruction_set() {
     let mut random = Random(67);
@@ -347,7 +347,7 @@ fn experts_that_do_not_fit_are_errors() {
     let mut inner = backend.new_buffer(4, 6).unwrap();
     let short = backend.load_vector(&[0.0; 2]).unwrap();
     refused(backend.route(&x, &loaded.router, Some(&short), &mut routes));
-    // Nothing is routed yet.
+    // No row has been routed yet.
     refused(backend.experts_gate_up(
         &x,
         &loaded.gate_up,

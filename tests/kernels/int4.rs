@@ -1,5 +1,5 @@
-//! Weights of 4 bits on CPUs: against sums in f64 of what the file's integers, zeros and scales stand
-//! for, unrounded; and law 7: a row's bits depend on no other row, nor on the threads.
+//! 4-bit weights on CPUs, compared with sums in f64 of the file's integers, zero points and scales,
+//! unrounded. Law 7: a row's bits depend neither on other rows nor on the threads.
 use kernels::backend::{Activation, Backend, DType, ExpertActivation, HostMatrix, Routing, Scales};
 use kernels::cpu::{CpuBackend, CpuMatrix};
 use kernels::reference::ReferenceBackend;
@@ -10,26 +10,26 @@ use crate::support::{
     bits, buffer, isas, poisoned, variants,
 };
 
-/// As of products of bf16. One bf16 of a weight would be off by some 1e-3 of a term.
+/// As for products of bf16. A weight rounded to bf16 would be off by about 1e-3 of a term.
 const TOLERANCE: f64 = 1.5e-5;
 
-/// A file's tensor, as integers and packed, of which a matrix takes some columns.
+/// A tensor of a file, as integers and packed; a matrix takes some of its columns.
 struct Four {
     packing: Packing,
     rows: usize,
-    /// Inputs of the tensor, and the first and the number of those taken.
+    /// Number of inputs of the tensor, and the first and the number of those taken.
     all: usize,
     first: usize,
     cols: usize,
     group: usize,
-    /// `[rows, cols]`, what the columns taken are worth.
+    /// The values of the columns taken, `[rows, cols]`.
     values: Vec<f32>,
     words: Vec<u8>,
     zeros: Option<Vec<u8>>,
     scales: Vec<u8>,
 }
 
-/// Numbers of 4 bits in words, eight to a word, in rows of `width` numbers.
+/// Packs 4-bit numbers into words of eight, in rows of `width` numbers.
 fn words(numbers: &[u32], width: usize, order: [usize; 8]) -> Vec<u8> {
     let word = |eight: &[u32]| {
         let place = |i: usize| order.iter().position(|at| *at == i).unwrap();
@@ -62,7 +62,7 @@ impl Four {
         let zeros: Vec<u32> = (0..rows * groups)
             .map(|_| if symmetric { 8 } else { random.below(16) as u32 })
             .collect();
-        // No numbers of bf16.
+        // Not exact in bf16.
         let scales: Vec<f32> =
             (0..rows * groups).map(|_| 0.01 + random.f32().abs() * 0.1).collect();
         let value = |row: usize, col: usize| {
@@ -75,7 +75,7 @@ impl Four {
             .collect();
         let (words, zeros, scales) = match packing {
             Packing::Gptq { zero_less } => {
-                // Eight inputs a word: words of rows of the transposed.
+                // Eight inputs per word, in rows of the transposed matrix.
                 let by_word =
                     transposed(words(&integers, all, STRAIGHT).as_chunks::<4>().0, all / 8);
                 let less: Vec<u32> =
@@ -149,9 +149,9 @@ impl Four {
     }
 }
 
-/// (outputs, (inputs of the tensor, first taken, how many), inputs of a group): one input, one group,
-/// a last group and words that are not full, first groups that are cut, groups of several blocks of
-/// pairs, panels that are not full.
+/// (outputs, (inputs of the tensor, first taken, number taken), inputs per group): one input, one
+/// group, a partial last group and partial words, first groups that are cut, groups of several
+/// blocks of pairs, partial panels.
 const SHAPES: [(usize, (usize, usize, usize), usize); 9] = [
     (1, (1, 0, 1), 8),
     (65, (7, 0, 7), 7),
@@ -217,7 +217,7 @@ fn rows_are_read_as_the_file_means_them() {
             let mut out = poisoned(&mut backend, 72, 48);
             backend.embed(&table, &ids, 0, 1.0, &mut out).unwrap();
             assert_eq!(bits(out.values()), bits(&weight.values), "{isa} {packing:?}");
-            // The same as parts, and with rows of zeros behind them.
+            // The same in parts, and followed by rows of zeros.
             let parts = [weight.some_rows(0, 9), weight.some_rows(9, 63), weight.some_rows(72, 5)];
             let table = backend.load_matrix(&parts).unwrap();
             let ids: Vec<u32> = (0..77).collect();
@@ -229,7 +229,7 @@ fn rows_are_read_as_the_file_means_them() {
     }
 }
 
-/// What is multiplied, in the files' ways: all give the same bits.
+/// All file formats of the same weights give the same bits.
 #[test]
 fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
     let mut random = Random(63);
@@ -294,11 +294,11 @@ fn gate_up_and_lm_head_match_the_naive_versions() {
     }
 }
 
-/// A stack's matrices are those that are loaded one by one.
+/// The matrices of a stack equal matrices loaded separately.
 #[test]
 fn experts_are_what_their_matrices_are() {
     let mut random = Random(65);
-    // One expert for each row, whose weight is 1.
+    // One expert per row, with weight 1.
     let routing = Routing { num_experts: 3, top_k: 1, normalise: true };
     let (hidden, inner) = (72, 40);
     let router = Weight::random(&mut random, 3, hidden);
@@ -351,7 +351,8 @@ fn experts_are_what_their_matrices_are() {
     }
 }
 
-/// Parts that are not all of 4 bits, or in other groups, are bf16 together: as the oracle has them.
+/// Concatenated parts that are not all in 4 bits, or have different groups, become bf16 together,
+/// as in the oracle.
 #[test]
 fn what_is_not_kept_in_4_bits_is_bf16() {
     let mut random = Random(67);

@@ -27,7 +27,7 @@ fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
 fn attention_of_a_sequence_does_not_depend_on_the_batch_or_the_threads() {
     let mut random = Random(42);
     for (isa, precision) in variants() {
-        // Heads of 64 and 128 are summed up in other tiles than those of 32, several queries at once.
+        // Heads of 64 and 128 use other tiles than heads of 32, with several queries at once.
         let shapes = [(6, 32), (8, 64), (2, 128)].into_iter();
         for ((heads, dim), window) in shapes.flat_map(|it| [(it, None), (it, Some(9))]) {
             let case = Case::random(&mut random, shape(heads, 2, dim, window), 16, true);

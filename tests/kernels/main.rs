@@ -1,8 +1,25 @@
 //! The CPU backend against plain loops in f64, for every instruction set of this machine; and the
 //! CUDA kernels' sources, emulated on the host (`cuda_emulation`), against the same.
 //!
-//! `support` has the oracle's inputs and a collective of one; each other module has the naive
-//! version of the operations it tests. Outputs are poisoned with NaN before every call.
+//! `support` has the oracle's inputs and a collective of one rank; every other module has naive
+//! versions of the operations that it tests. Outputs are filled with NaN before every call.
+//!
+//! On CPUs:
+//! - [`products`], [`int4`], [`mxfp4`]: matrix products, by the format of the weights
+//! - [`attention`]: QKV projection, rotation and paged attention
+//! - [`rows`]: norms
+//! - [`experts`]: mixtures of experts
+//! - [`adapters`]: the operations behind LoRA adapters
+//! - [`sampling`], [`masks`]: sampling, token masks
+//! - [`collectives`]: buffers passed to a collective
+//! - [`invariance`]: same bits alone, in a batch and with any number of threads
+//!
+//! CUDA kernels, emulated:
+//! - [`cuda_emulation`]: compiles and launches them
+//! - [`cuda_products`], [`cuda_int4`], [`cuda_int8`]: matrix products
+//! - [`cuda_attention`], [`cuda_rows`], [`cuda_experts`]: the other parts of a layer
+//! - [`cuda_sampling`], [`cuda_select`], [`cuda_masks`]: sampling
+//! - [`cuda_peers`]: the exchange between GPUs
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,

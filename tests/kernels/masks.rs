@@ -1,5 +1,5 @@
-//! Masks of tokens in sampling. What must come out is said without masks: a row chooses as one whose
-//! other logits are -infinity does, and its log-probabilities are those of the row as it was.
+//! Token masks in sampling. The expected results are defined without masks: a row chooses as if all
+//! other logits were -infinity, and its log-probabilities are those of the original row.
 use kernels::KernelError;
 use kernels::backend::Backend;
 use kernels::cpu::Isa;
@@ -13,8 +13,8 @@ pub(crate) fn allows(mask: &[u32], token: usize) -> bool {
     mask[token / 32] >> (token % 32) & 1 == 1
 }
 
-/// Of a few tokens, of nearly all, of half, of runs, of one, of none: never with bits beyond the
-/// vocabulary.
+/// Masks of a few tokens, of nearly all, of half, of runs, of one, of none; never with bits beyond
+/// the vocabulary.
 pub(crate) fn random_mask(random: &mut Random, vocab: usize) -> Vec<u32> {
     let mut mask = vec![0u32; vocab.div_ceil(32)];
     let kind = random.below(6);
@@ -27,7 +27,7 @@ pub(crate) fn random_mask(random: &mut Random, vocab: usize) -> Vec<u32> {
             2 => random.below(2) == 0,
             3 => (token / run).is_multiple_of(2),
             4 => token == one,
-            // Mostly something.
+            // Usually not empty.
             _ => one.is_multiple_of(4) && random.below(10) == 0,
         };
         mask[token / 32] |= u32::from(allowed) << (token % 32);
@@ -56,7 +56,7 @@ fn random_params(random: &mut Random) -> SampleParams {
     params
 }
 
-/// What the row has to give, by a sampler that is not shown the mask.
+/// The expected result of a row, by a sampler that does not see the mask.
 fn expected(
     sample: &mut dyn FnMut(&[f32], &SampleRow<'_>) -> Sampled,
     logits: &[f32],
@@ -72,7 +72,7 @@ fn expected(
     if chosen.corrupted || row.params.logprobs.is_none() {
         return chosen;
     }
-    // Greedy, made to choose that token by a bias that nothing else comes near.
+    // Greedy, and forced to choose that token by an overwhelming bias.
     let logit_bias = vec![(chosen.token, 1e30)];
     let params = SampleParams { temperature: 0.0, logit_bias, ..SampleParams::default() };
     let params = SampleParams { logprobs: row.params.logprobs, ..params };
@@ -142,7 +142,7 @@ fn draws_are_spread_over_what_is_allowed() {
                 SampleRow { params: &params, prompt: &[], output: &[], allowed: Some(&[0b1110]) };
             counts[sampler.sample(&logits, &row).token as usize] += 1;
         }
-        // A deviation of 32 at most.
+        // Allows a deviation of 32.
         assert_eq!(counts[0], 0);
         assert!(counts[1].abs_diff(2000) < 160 && counts[2].abs_diff(1000) < 160, "{counts:?}");
     }
@@ -185,7 +185,7 @@ fn a_mask_that_is_too_short_is_an_error() {
     }
 }
 
-/// Rows are sampled by several threads, each with the scratch of the row before.
+/// Several threads sample rows, each reusing the scratch memory of its previous row.
 #[test]
 fn a_row_is_masked_alike_alone_and_beside_others() {
     let mut random = Random(72);

@@ -1,5 +1,5 @@
-//! Products with weights in MXFP4 on CPUs, against sums in f64 of what the format's definition says that
-//! its bits are worth; rows that lie among others, and numbers that lie column by column.
+//! Products with MXFP4 weights on CPUs, compared with sums in f64 of values by the format's
+//! definition; with interleaved rows, and with tensors stored by column.
 use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing, Scales};
 use kernels::cpu::Precision;
 use kernels::weights::{Columns, Groups, Packed, Packing, int4_groups};
@@ -12,7 +12,7 @@ use crate::support::{
 const TOLERANCE: f64 = 1.5e-5;
 const GROUP: usize = 32;
 
-/// A tensor, as a file has it: the first of two neighbours in a byte's lower bits.
+/// A tensor as in a file: the first of two neighbours is in the lower bits of a byte.
 struct Tensor {
     rows: usize,
     cols: usize,
@@ -21,7 +21,7 @@ struct Tensor {
     values: Vec<f32>,
 }
 
-/// Sign, exponent and mantissa by the book: OCP's Microscaling Formats, 5.3.3.
+/// Decodes sign, exponent and mantissa by definition: OCP Microscaling Formats, 5.3.3.
 fn worth(code: u8) -> f64 {
     let (sign, exponent, mantissa) = (code >> 3 & 1, i32::from(code >> 1 & 3), code & 1);
     let magnitude = match exponent {
@@ -48,7 +48,7 @@ impl Tensor {
         &self.values[row * self.cols..][..self.cols]
     }
 
-    /// `rows` rows, `step` apart from `first` on, and some columns of them.
+    /// `rows` rows, `step` apart, from `first` on, and a range of their columns.
     fn part(
         &self,
         (first, step, rows): (usize, usize, usize),
@@ -92,7 +92,7 @@ fn dot(x: &[f32], w: &[f32]) -> (f64, f64) {
 fn rows_are_read_as_the_format_means_them() {
     let mut random = Random(91);
     let tensor = Tensor::random(&mut random, 150, 96);
-    // Beginning in the middle of a group, as parts of a division do; ending there.
+    // Beginning and ending within a group, as a rank's part may.
     for (rows, cols) in [
         ((0, 1, 150), (0, 96)),
         ((0, 2, 75), (0, 96)),
@@ -162,8 +162,8 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
     }
 }
 
-/// Gate and up take turns in one tensor, of which a rank takes some columns; so does the same tensor in
-/// f32 column by column.
+/// A tensor in which gate and up alternate, of which a rank takes some columns; and the same tensor
+/// in f32, stored by column.
 #[test]
 fn experts_are_what_their_tensors_mean() {
     let mut random = Random(94);
@@ -235,7 +235,7 @@ fn experts_are_what_their_tensors_mean() {
     }
 }
 
-/// What a scale without a number makes is none, and nothing else is touched.
+/// A scale that is NaN makes its products NaN, and affects nothing else.
 #[test]
 fn a_scale_that_is_no_number_reaches_the_output() {
     let mut tensor = Tensor::random(&mut Random(95), 70, 64);

@@ -9,11 +9,11 @@ use crate::support::{
     buffer, isas, poisoned, variants,
 };
 
-/// Per unit of the sum of absolute terms. Rounding activations to one bf16 where the whole f32 is
-/// wanted, or otherwise than to the nearest one where a bf16 is, would be off by some 1e-3 of a term.
+/// Relative to the sum of absolute terms. Rounding activations to one bf16 where f32 is required,
+/// or not to the nearest bf16 where bf16 is, would be off by about 1e-3 of a term.
 const TOLERANCE: f64 = 1.5e-5;
 
-/// `[in, out]`: not multiples of 2, 16 or 64, one, and long enough for several blocks of inputs.
+/// `[in, out]`: not multiples of 2, 16 or 64; one; and long enough for several blocks of inputs.
 const SHAPES: [(usize, usize); 8] =
     [(1, 1), (2, 64), (7, 65), (33, 100), (64, 330), (67, 63), (131, 257), (2311, 70)];
 
@@ -53,7 +53,7 @@ fn linear_matches_the_naive_product() {
 
 #[test]
 fn large_activations_keep_their_precision() {
-    // Row values over many magnitudes; the high bf16 term alone would fail.
+    // Row values of many magnitudes; the high bf16 term alone would fail.
     let mut random = Random(2);
     for isa in isas() {
         let mut backend = backend(isa, 1);
@@ -71,7 +71,7 @@ fn large_activations_keep_their_precision() {
 
 #[test]
 fn bfloat16_rounds_activations_to_the_nearest_ties_to_even() {
-    // One output of weight 1 per input, so that the result is the activation as it was taken.
+    // One output of weight 1 per input, so that the result shows the activation as it was rounded.
     let taken = [
         (1.0, 1.0),
         // 1 + 2^-8 is halfway between 1 and 1 + 2^-7; 1 + 3 * 2^-8 between that and 1 + 2^-6.

@@ -37,7 +37,7 @@ fn add_rmsnorm_matches_the_naive_version() {
     }
 }
 
-/// The residual stream and its norm after something normalised was added, in f64.
+/// The residual stream and its norm after a normalised delta was added, in f64.
 pub(crate) fn normed_twice(
     x: &[f32],
     delta: &[f32],

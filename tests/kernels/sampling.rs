@@ -1,4 +1,4 @@
-//! Sampling and log-probabilities against definitions written out, and against distributions.
+//! Sampling and log-probabilities compared with written-out definitions and with distributions.
 use std::collections::BTreeSet;
 
 use kernels::KernelError;
@@ -21,7 +21,7 @@ fn sample(logits: &[f32], params: &SampleParams, prompt: &[u32], output: &[u32])
     Sampler::new().sample(logits, &SampleRow { params, prompt, output, allowed: None })
 }
 
-/// Counts over `draws` seeds.
+/// Number of draws of each token over `draws` seeds.
 fn histogram(logits: &[f32], params: &SampleParams, draws: u64) -> Vec<u64> {
     let mut sampler = Sampler::new();
     let mut counts = vec![0; logits.len()];
@@ -39,7 +39,8 @@ fn softmax(logits: &[f32], temperature: f64) -> Vec<f64> {
     weights.iter().map(|w| w / total).collect()
 }
 
-/// Pearson's statistic; its mean is the degrees of freedom, its deviation sqrt(2 dof).
+/// Pearson's chi-squared statistic; its mean is the degrees of freedom (dof), its standard
+/// deviation sqrt(2 dof).
 fn assert_distributed(counts: &[u64], probabilities: &[f64]) {
     let draws: u64 = counts.iter().sum();
     let mut statistic = 0.0;
@@ -80,7 +81,7 @@ fn truncated_tokens_are_distributed_as_the_rest_of_the_softmax() {
     assert_distributed(&histogram(&logits, &params, 40_000), &p);
 }
 
-/// The definition: sort by probability, cut by rank, by share of the best, by cumulative mass.
+/// The definition: sort by probability; cut by rank, by ratio to the best, by cumulative mass.
 fn allowed(logits: &[f32], params: &SampleParams) -> BTreeSet<u32> {
     let p = softmax(logits, f64::from(params.temperature));
     let mut order: Vec<usize> = (0..logits.len()).collect();
@@ -138,7 +139,7 @@ fn nucleus_over_a_large_vocabulary() {
     assert!((1000..4000).contains(&allowed.len()));
     let counts = histogram(&logits, &params, 20_000);
     let outside = (0..5000u32).filter(|i| counts[*i as usize] > 0 && !allowed.contains(i)).count();
-    // Where the mass reaches 0.6 exactly is a matter of rounding by one token.
+    // Rounding may shift the place where the mass reaches 0.6 by one token.
     assert!(outside <= 1, "{outside}");
     assert!(counts.iter().filter(|&&count| count > 0).count() * 10 > allowed.len() * 9);
 }
@@ -181,7 +182,7 @@ fn penalties_follow_their_definitions() {
     assert_eq!(sample(&[-1.0, -1.5], &repetition, &[0], &[]).token, 1);
     let presence = SampleParams { presence_penalty: 0.2, ..greedy() };
     assert_eq!(sample(&logits, &presence, &[], &[0]).token, 1);
-    // Once, however often it occurred; and not for the prompt.
+    // Once, however often the token occurred; and not for the prompt.
     assert_eq!(sample(&[2.0, 1.7], &presence, &[], &[0, 0, 0]).token, 0);
     assert_eq!(sample(&logits, &presence, &[0], &[]).token, 0);
     let frequency = SampleParams { frequency_penalty: 0.04, ..greedy() };
@@ -189,7 +190,8 @@ fn penalties_follow_their_definitions() {
     assert_eq!(sample(&logits, &frequency, &[], &[0, 0, 0]).token, 1);
     // Tokens beyond the vocabulary are ignored.
     assert_eq!(sample(&logits, &frequency, &[99], &[99, 4]).token, 0);
-    // Repetition comes before the subtractions: (3 / 2) - 1 = 0.5 < 0.8 (not (3 - 1) / 2 = 1).
+    // The repetition penalty is applied before the subtractions: (3 / 2) - 1 = 0.5 < 0.8 (not (3 -
+    // 1) / 2 = 1).
     let both = SampleParams { presence_penalty: 1.0, ..repetition };
     assert_eq!(sample(&[3.0, 0.8], &both, &[], &[0]).token, 1);
 }
@@ -268,7 +270,7 @@ fn the_backend_samples_rows_without_padding() {
         let mut backend = backend(Isa::detect(), threads);
         let logits = random.vec(9 * 80);
         let mut padded = buffer(&mut backend, &logits, 80);
-        // 70 columns count; the padding is larger than any logit, and not even finite.
+        // 70 columns count; the padding is larger than any logit, or not even finite.
         for row in padded.values_mut().chunks_mut(80) {
             row[70..75].fill(100.0);
             row[75..].fill(f32::NAN);

@@ -6,8 +6,7 @@ use kernels::collective::{AbortHandle, Collective};
 use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa, Precision};
 use kernels::error::CollectiveError;
 
-/// A collective that pretends: rank 0 of `world`, the other ranks' data being known multiples of
-/// this rank's (rank r has r + 1 times as much).
+/// A simulated collective: this is rank 0 of `world`, and rank r has r + 1 times this rank's data.
 #[derive(Debug)]
 pub(crate) struct Pretend {
     pub(crate) world: u32,
@@ -69,7 +68,7 @@ impl Collective for Pretend {
     }
 }
 
-/// With products of f32 precision.
+/// A backend with products in f32 precision.
 pub(crate) fn backend(isa: Isa, threads: usize) -> CpuBackend {
     backend_in(isa, Precision::Float32, threads)
 }
@@ -78,19 +77,19 @@ pub(crate) fn backend_in(isa: Isa, precision: Precision, threads: usize) -> CpuB
     CpuBackend::with_isa(threads, isa, precision, Box::new(Pretend { world: 1 })).unwrap()
 }
 
-/// Every instruction set of this machine in every precision.
+/// Every instruction set of this machine, in every precision.
 pub(crate) fn variants() -> impl Iterator<Item = (Isa, Precision)> {
     isas().flat_map(|isa| [(isa, Precision::Float32), (isa, Precision::Bfloat16)])
 }
 
-/// The activations that a product of this precision has to take: rounded, in f64 and on the number's
-/// own terms, not by its bits. Values are normal.
+/// The activations as a product of this precision takes them: rounded in f64, by the value instead
+/// of the bits. Values are normal numbers.
 pub(crate) fn as_taken(precision: Precision, x: &[f32]) -> Vec<f32> {
     let round = |&x: &f32| {
         if x == 0.0 {
             return x;
         }
-        // A bf16 has 8 significant bits: its last one is worth 2^(exponent - 7).
+        // A bf16 has 8 significant bits: the last one is worth 2^(exponent - 7).
         let unit = 2f64.powi(f64::from(x).abs().log2().floor() as i32 - 7);
         ((f64::from(x) / unit).round_ties_even() * unit) as f32
     };
@@ -105,7 +104,7 @@ pub(crate) fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_supported())
 }
 
-/// SplitMix64: inputs that do not come from the code under test.
+/// SplitMix64: inputs independent of the code under test.
 pub(crate) struct Random(pub u64);
 
 impl Random {
@@ -117,7 +116,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// In -1..1.
+    /// Uniform in -1..1.
     pub(crate) fn f32(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
@@ -131,14 +130,14 @@ impl Random {
     }
 }
 
-/// A weight matrix both as the file has it and as numbers.
+/// A weight matrix, both as in a file and as numbers.
 pub(crate) struct Weight {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     /// Exactly representable in bf16.
     pub(crate) values: Vec<f32>,
     bytes: Vec<u8>,
-    /// Loaded as int8, as which `values` are what that makes of the file's.
+    /// Loaded as int8; `values` are then the quantised values.
     pub(crate) is_int8: bool,
 }
 
@@ -151,14 +150,14 @@ impl Weight {
         Self { rows, cols, values, bytes, is_int8: false }
     }
 
-    /// Other values, exactly representable in bf16.
+    /// Sets other values, which must be exactly representable in bf16.
     pub(crate) fn set(&mut self, value: impl Fn(usize, usize) -> f32) {
         let cols = self.cols;
         self.values = (0..self.rows * cols).map(|i| value(i / cols, i % cols)).collect();
         self.bytes = self.values.iter().flat_map(|x| x.to_le_bytes()[2..].to_vec()).collect();
     }
 
-    /// The same file to be loaded as int8.
+    /// The same file, to be loaded as int8.
     pub(crate) fn quantised(&self) -> Self {
         let quantise = |row: &[f32]| {
             let most = row.iter().map(|x| x.abs()).fold(0.0, f32::max);
@@ -173,7 +172,7 @@ impl Weight {
         &self.values[row * self.cols..][..self.cols]
     }
 
-    /// As a file has it.
+    /// The matrix as in a file.
     pub(crate) fn host(&self) -> HostMatrix<'_> {
         HostMatrix {
             data: &self.bytes,
@@ -193,7 +192,7 @@ impl Weight {
         }
     }
 
-    /// `x W^T + bias` in f64, and how large the sums' terms are.
+    /// `x W^T + bias` in f64, with the sum of absolute terms of each output.
     pub(crate) fn product(&self, x: &[f32], bias: Option<&[f32]>) -> Vec<(f64, f64)> {
         (0..self.rows)
             .map(|r| {
@@ -210,7 +209,7 @@ impl Weight {
     }
 }
 
-/// A buffer with these rows, with room for more.
+/// A buffer with these rows, and room for more.
 pub(crate) fn buffer(backend: &mut CpuBackend, values: &[f32], width: usize) -> CpuBuffer {
     let rows = values.len() / width;
     let mut buffer = backend.new_buffer(rows + 3, width).unwrap();
@@ -238,7 +237,7 @@ pub(crate) fn assert_close(got: f32, want: f64, tolerance: f64, what: impl std::
 
 pub(crate) const ACTIVATIONS: [Activation; 2] = [Activation::Silu, Activation::GeluTanh];
 
-/// By its definition, in f64.
+/// The activation by definition, in f64.
 pub(crate) fn activated(activation: Activation, x: f64) -> f64 {
     match activation {
         Activation::Silu => x / (1.0 + (-x).exp()),
@@ -249,7 +248,7 @@ pub(crate) fn activated(activation: Activation, x: f64) -> f64 {
     }
 }
 
-/// Likewise.
+/// The experts' activation by definition, in f64.
 pub(crate) fn expert_activated(activation: ExpertActivation, gate: f64, up: f64) -> f64 {
     match activation {
         ExpertActivation::Silu => activated(Activation::Silu, gate) * up,
@@ -261,8 +260,8 @@ pub(crate) fn expert_activated(activation: ExpertActivation, gate: f64, up: f64)
     }
 }
 
-/// What `tutti_skinny_gate_up_*` made of `rows` rows, `inner + 1` words apart, of which the last row is
-/// not live, against the products that `want` gives with the sizes of their terms.
+/// Compares the output of `tutti_skinny_gate_up_*` for `rows` rows, `inner + 1` words apart, the
+/// last of which is not live, with the products and sums of absolute terms from `want`.
 pub(crate) fn assert_gated(
     out: &[f32],
     (rows, inner): (usize, usize),
@@ -285,8 +284,8 @@ pub(crate) fn assert_gated(
     }
 }
 
-/// A matrix's products of 67 rows have the same bits whatever the number of rows at a time, of which
-/// `sizes` are some, and of threads.
+/// Checks that the products of 67 rows with a matrix have the same bits for all `sizes` of batches,
+/// and for any number of threads.
 pub(crate) fn assert_same_in_batches(
     (isa, precision): (Isa, Precision),
     random: &mut Random,

@@ -1,4 +1,4 @@
-//! Membership by a real etcd: joining, leaving, crashing, and etcd's own troubles.
+//! Membership with a real etcd: joining, leaving, crashing, and failures of etcd itself.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -18,7 +18,7 @@ use testkit::local_cluster::LocalCluster;
 use tokio::sync::watch::Receiver;
 
 const PATIENCE: Duration = Duration::from_secs(20);
-/// A short life, so that the tests need not wait for long.
+/// A short lease, so that the tests need not wait long.
 const TTL: Duration = Duration::from_secs(2);
 
 fn options(etcd: &Etcd) -> EtcdOptions {
@@ -81,8 +81,8 @@ async fn who_joins_is_seen_and_who_leaves_or_crashes_is_gone() {
     assert_eq!(seen.records["workers/a"], record("a", 2));
     a.leave().await;
     until(&mut view, "a leaves without waiting for its lease", |v| !has(v, "a")).await;
-    // A crash: its keepalives stop. The thread lives on with the handle alone gone, so another
-    // process's lease is what is taken away here.
+    // A crash ends the keepalives. Dropping the handle does not stop the thread, so this revokes
+    // the other process's lease instead.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     let lease = client.lease_grant(2, None).await.unwrap().id();
     let put = etcd_client::PutOptions::new().with_lease(lease);
@@ -90,7 +90,7 @@ async fn who_joins_is_seen_and_who_leaves_or_crashes_is_gone() {
     client.put("/test/workers/crashed", value, Some(put)).await.unwrap();
     until(&mut view, "it joins", |v| has(v, "crashed")).await;
     until(&mut view, "its lease ends", |v| !has(v, "crashed")).await;
-    // What is no record of ours is nobody.
+    // A value that is not one of our records is ignored.
     client.put("/test/workers/nonsense", "{", None).await.unwrap();
     client.put("/other/workers/b", "{}", None).await.unwrap();
     let _b = join(&etcd, record("b", 4));
@@ -113,7 +113,7 @@ async fn etcd_frozen_and_killed_loses_nobody() {
         }
         let seen = until(&mut view, "etcd is missed", |v| !v.connected).await;
         assert!(all(&seen), "the last view stays");
-        // For longer than the leases live.
+        // For longer than the leases last.
         tokio::time::sleep(TTL + Duration::from_secs(1)).await;
         assert!(all(&view.borrow()));
         if kill {
@@ -122,7 +122,7 @@ async fn etcd_frozen_and_killed_loses_nobody() {
             LocalCluster::signal(etcd.pid(), "CONT").unwrap();
         }
         until(&mut view, "all are back", |v| all(v) && v.connected).await;
-        // Whatever leases ended meanwhile: everybody is registered again.
+        // Whatever leases ended meanwhile, everybody is registered again.
         for member in &members {
             until(&mut member.view(), "each is back", |v| all(v) && v.connected).await;
         }
@@ -149,7 +149,7 @@ async fn a_lease_taken_away_and_a_compacted_history_are_got_over() {
         false
     };
     assert!(registered(&mut client).await, "under a new lease");
-    // History that a watch would need is gone: what happened is known nonetheless.
+    // The history that a watch would need is compacted: the changes are noticed nevertheless.
     LocalCluster::signal(etcd.pid(), "STOP").unwrap();
     until(&mut view, "etcd is missed", |v| !v.connected).await;
     LocalCluster::signal(etcd.pid(), "CONT").unwrap();
@@ -171,7 +171,7 @@ async fn a_name_belongs_to_one_process_and_is_free_again_after_it() {
     let error = tokio::time::timeout(PATIENCE, second.failed()).await.unwrap();
     assert_eq!(error, FatalError::NameTaken { key: "workers/same".to_owned() });
     assert!(error.to_string().contains("unique"));
-    // A program started again finds its last run's key, and waits for its end.
+    // A restarted program finds the key of its previous run, and waits until that expires.
     let third = join(&etcd, record("same", 3));
     tokio::time::sleep(Duration::from_millis(700)).await;
     first.leave().await;
@@ -196,7 +196,7 @@ async fn an_etcd_that_lost_its_data_learns_everything_again() {
             && v.records.len() == 3
             && v.leader.as_ref().is_some_and(|leader| leader.record.incarnation == 1)
     };
-    // A history that makes the new revisions the smaller ones.
+    // A history in which the newer revisions are smaller.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     for i in 0..200 {
         client.put("/test/workers/x", format!("{i}"), None).await.unwrap();
@@ -222,7 +222,7 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     let epoch = seen.leader.unwrap().epoch;
     let mut ledger = Ledger::new(options(&etcd));
     assert_eq!(ledger.load().await.unwrap(), None);
-    // Smaller and larger than etcd takes in one request, in any order.
+    // Smaller and larger than what etcd takes in one request, in any order.
     let bytes = |len: usize| (0..len).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>();
     for len in [10, 3 << 20, 1 << 19, 0, 5 << 20] {
         ledger.save(epoch, &bytes(len)).await.unwrap();
@@ -230,7 +230,7 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     }
     let large = ledger.save(epoch, &bytes(33 << 20)).await;
     assert!(matches!(large, Err(LedgerError::TooLarge { .. })), "{large:?}");
-    // Another's epoch, known or not, writes nothing; nor does anybody's when nobody leads.
+    // Another leader's epoch, known or not, writes nothing; nor does anyone while nobody leads.
     let mut stranger = Ledger::new(options(&etcd));
     let fenced = stranger.save(epoch + 1, &bytes(3)).await;
     assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
@@ -243,7 +243,7 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     ledger.save(seen.leader.unwrap().epoch, &bytes(7)).await.unwrap();
     assert!(matches!(ledger.save(epoch, &bytes(8)).await, Err(LedgerError::Fenced)));
     assert_eq!(ledger.load().await.unwrap(), Some(bytes(7)));
-    // Pieces that are not those the head names.
+    // Pieces that do not match the head.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     for generation in 0..2 {
         client.put(format!("/test:totals/{generation}/0"), "x", None).await.unwrap();
@@ -293,7 +293,7 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
         client.role_add(user).await.unwrap();
         client.user_grant_role(user, user).await.unwrap();
     }
-    // What docs/operations.md says is needed.
+    // The permissions that docs/operations.md lists.
     for prefix in ["/test/", "/test:totals/"] {
         let permission = Permission::read_write(prefix).with_prefix();
         client.role_grant_permission("tutti", permission).await.unwrap();
@@ -315,7 +315,7 @@ async fn an_etcd_with_users_gives_each_what_is_theirs() {
         let loaded = Ledger::new(refused).load().await;
         assert!(loaded.is_err(), "{loaded:?}");
     }
-    // It stays for longer than its lease, and leaves.
+    // It stays for longer than its lease, then leaves.
     tokio::time::sleep(TTL * 2).await;
     let view = member.view().borrow().clone();
     assert!(view.leading && view.connected);
@@ -329,8 +329,8 @@ async fn what_is_there_outlives_a_writer_that_cannot_read_it() {
     let seen = until(&mut leader.view(), "it leads", |v| v.leading).await;
     let epoch = seen.leader.unwrap().epoch;
     Ledger::new(options(&etcd)).save(epoch, b"first").await.unwrap();
-    // Another writer may see who leads and write what is not the head: its first answer is an
-    // error, and so are some that follow.
+    // Another writer may read the leader and write everything but the head: its first answer is an
+    // error, and so are some of the following.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     for user in ["root", "tutti"] {
         client.user_add(user, "secret", None).await.unwrap();
@@ -390,7 +390,7 @@ async fn one_of_three_leads_and_the_next_takes_over_under_a_larger_epoch() {
     until(&mut view, "nobody leads", |v| v.leader.is_none()).await;
 }
 
-/// The way to an etcd that takes so long in each direction.
+/// A proxy to etcd with this delay in each direction.
 async fn slow_way_to(etcd: &Etcd, delay: Duration) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let way = format!("http://{}", listener.local_addr().unwrap());
@@ -431,12 +431,12 @@ async fn delayed(
     }
 }
 
-/// Registering and taking the lead are several questions one behind the other: together they take
-/// longer than the lease lasts.
+/// Registering and taking the lead take several requests in sequence: together these take longer
+/// than the lease lasts.
 #[tokio::test]
 async fn an_etcd_that_answers_slowly_costs_nobody_the_lease() {
     let Some((_folder, etcd)) = etcd().await else { return };
-    // Beginning anew are three questions within a life of the lease; registering and taking the lead,
+    // Starting anew takes three requests within one lease; registering and taking the lead take
     // five more.
     let way = slow_way_to(&etcd, Duration::from_millis(500)).await;
     let ttl = Duration::from_secs(4);
@@ -447,7 +447,7 @@ async fn an_etcd_that_answers_slowly_costs_nobody_the_lease() {
     let leads = |v: &View| v.leader.as_ref().is_some_and(|it| it.record.node == "slow");
     let led = tokio::time::timeout(3 * PATIENCE, view.wait_for(leads)).await;
     let epoch = led.expect("it leads").unwrap().leader.as_ref().unwrap().epoch;
-    // For several lives of a lease.
+    // For the length of several leases.
     let end = tokio::time::Instant::now() + 3 * ttl;
     while tokio::time::Instant::now() < end {
         tokio::time::sleep(Duration::from_millis(100)).await;

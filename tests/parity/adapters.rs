@@ -1,5 +1,5 @@
-//! LoRA adapters: what they make is what the model with merged weights makes, and what PEFT makes; the
-//! same bits alone and among others, at every degree.
+//! LoRA adapters: same results as a model with merged weights, and as PEFT; same bits alone and in
+//! a batch, at every tensor-parallel degree.
 use std::path::{Path, PathBuf};
 
 use kernels::ReferenceBackend;
@@ -16,12 +16,12 @@ use worker::model::shard::Shard;
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::{On, Rig, Seq};
 
-/// How far a log-probability may be off.
+/// Largest error of a log-probability.
 const TOLERANCE: f64 = 1e-3;
-/// The same where products take bf16: see [`crate::goldens`].
+/// The same with products in bf16: see [`crate::goldens`].
 const BF16_TOLERANCE: f64 = 0.15;
 
-/// Adapters in a scratch folder.
+/// Adapters in a temporary folder.
 struct Scratch {
     folder: TempDir,
     lora: Lora,
@@ -70,7 +70,7 @@ fn sequence(rig: &mut Rig, prompt: &[u32], adapter: u32) -> Seq {
     seq
 }
 
-/// Tokens, and all log-probabilities bit by bit.
+/// The tokens, and the bits of all log-probabilities.
 fn bits(seq: &Seq) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     let prompt = seq.prompt_logprobs.iter().map(|(_, logprob)| logprob.to_bits()).collect();
     let output = seq.logprobs.iter().map(|logprob| logprob.to_bits()).collect();
@@ -104,7 +104,7 @@ fn merge(tensor: &mut Tensor, factors: &[Factors], spec: &AdapterSpec) {
     }
 }
 
-/// The model of every architecture whose weights merging changes, and an adapter for it.
+/// For each architecture the model, and an adapter whose merging changes its weights.
 fn specs() -> Vec<(&'static str, AdapterSpec)> {
     vec![
         ("llama-gqa", AdapterSpec::whole(8, 1)),
@@ -120,7 +120,7 @@ fn specs() -> Vec<(&'static str, AdapterSpec)> {
     ]
 }
 
-/// Another adapter for the same model, of attention alone.
+/// Another adapter for the same model, only for attention.
 fn other(spec: &AdapterSpec) -> AdapterSpec {
     let attention = AdapterSpec::attention(5, 99);
     match spec.modules.contains(&FUSED[0]) {
@@ -150,7 +150,7 @@ fn an_adapter_makes_what_merged_weights_make() {
             let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
             let mut seq = sequence(&mut rig, &longest, 2);
             rig.run(&mut seq, 1, u32::MAX);
-            // Where weights are kept in bf16, B is, scaled; GPUs' products take bf16.
+            // Where weights are kept in bf16, B is kept scaled; GPUs' products take bf16.
             let bound = match on {
                 On::FakeCuda => BF16_TOLERANCE,
                 On::Cpu if spec.alpha == 3.0 => 20.0 * TOLERANCE,
@@ -163,7 +163,7 @@ fn an_adapter_makes_what_merged_weights_make() {
     }
 }
 
-/// How far log-probabilities of two sequences' prompts are apart.
+/// Largest difference of the log-probabilities of two sequences' prompts.
 fn worst(a: &Seq, b: &Seq) -> f64 {
     assert_eq!(a.prompt_logprobs.len(), b.prompt_logprobs.len());
     let pairs = a.prompt_logprobs.iter().zip(&b.prompt_logprobs);
@@ -180,7 +180,7 @@ fn requests_of_all_adapters_in_one_batch_get_the_same_bits_as_alone() {
         [(On::Cpu, 1), (On::Cpu, 2), (On::CpuBf16, 2), (On::CpuInt8, 2), (On::FakeInvariant, 1)]
     {
         let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
-        // The model alone, where there are no adapters.
+        // The base model, without any adapters loaded.
         let mut bare = Rig::on(on, &model, degree);
         let request = |i: usize| (&all[i % 4], (i % 3) as u32);
         let mut alone = Vec::new();
@@ -256,7 +256,7 @@ fn drafts_are_verified_with_the_sequences_own_adapter() {
     assert_eq!(bits(&drafted), bits(&plain), "all drafts count");
 }
 
-/// What a GPU is asked to have room for before anything is loaded.
+/// The memory that a GPU reserves before anything is loaded.
 #[test]
 fn what_adapters_take_is_known_before_they_are_loaded() {
     for (name, spec) in specs() {
@@ -335,20 +335,20 @@ fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
         },
         "adapter_model.bin is not read",
     );
-    // Experts are not adapted.
+    // Experts cannot be adapted.
     let model = variant("mixtral");
     let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 42)]);
     let error = scratch.open(&model).err().unwrap_or_default();
     assert!(error.contains("has experts: adapters of them are not supported"), "{error}");
 }
 
-/// Adapters that PEFT has saved, against what PEFT makes with them: see `tests/models/make_adapters.py`.
+/// Adapters saved by PEFT, compared with PEFT's results: see `tests/models/make_adapters.py`.
 #[test]
 fn adapters_make_what_peft_makes() {
     let folder = repository().join("tests/parity/adapters");
     let cases =
         [("llama-gqa-all", "llama-gqa"), ("llama-gqa-qv", "llama-gqa"), ("qwen2-mlp", "qwen2")];
-    // Each beside one that is not asked for.
+    // Each beside another adapter that is not requested.
     for (name, base) in cases {
         let (path, model) = (folder.join(name), variant(base));
         let other = Scratch::new(&model, &[AdapterSpec::whole(16, 61)]);
@@ -418,7 +418,7 @@ fn embeddings_have_adapters_too() {
     }
 }
 
-/// Ranks whose devices exchange data by themselves, in graphs with and without adapters by turns.
+/// Ranks whose devices exchange data by themselves, in graphs with and without adapters in turn.
 #[test]
 fn ranks_on_gpus_have_adapters_too() {
     let (name, model) = ("llama-gqa", variant("llama-gqa"));
@@ -434,7 +434,7 @@ fn ranks_on_gpus_have_adapters_too() {
             let adapter = turn % 2;
             let mut seq = sequence(&mut rig, prompt, adapter);
             rig.run(&mut seq, 6, u32::MAX);
-            // What it said, scored by the oracle as a prompt.
+            // The generated tokens, scored by the oracle as a prompt.
             let oracle = if adapter == 1 { &mut oracle } else { &mut base };
             let mut scored = oracle.sequence(&seq.tokens, seq.tokens.len(), greedy());
             oracle.run(&mut scored, 1, u32::MAX);

@@ -1,7 +1,7 @@
-//! Steps of any mix begun while the one before runs, on stand-ins for GPUs: prompts in chunks beside
-//! sequences that decode, admissions, sequences that end late, that are swapped, that come back under
-//! their old names, sequences with masks that come while their step is computed. What every sequence
-//! gets is what it gets from steps one after the other.
+//! Steps of any mix, begun while the previous step runs, on stand-ins for GPUs: prompts in chunks
+//! beside decoding sequences, admissions, sequences that end late, are swapped, or come back under
+//! their old names, and sequences whose masks arrive while their step is computed. Every sequence
+//! must get what it gets when steps run one after the other.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -20,12 +20,12 @@ use crate::masks;
 use crate::rig::{engine_of, fake_cuda_with, fake_nccl_backend, fake_nccl_options};
 
 const BLOCK_SIZE: u32 = 16;
-/// Blocks that each sequence has for itself.
+/// Blocks reserved for each sequence.
 const BLOCKS: u32 = 8;
 const SEQS: u32 = 10;
 
-/// Sequences as their author has them: how much of them is computed, their own blocks so far, where
-/// they lie in the cache, and whether they are in host memory.
+/// Sequences as the author of plans tracks them: computed tokens, own blocks, places in the cache,
+/// and whether they are in host memory.
 #[derive(Debug, Default)]
 struct Written {
     computed: u32,
@@ -33,7 +33,7 @@ struct Written {
     moved: u32,
 }
 
-/// Writes plans as a coordinator does that does not wait for tokens.
+/// Writes plans like a coordinator that does not wait for tokens.
 #[derive(Debug, Default)]
 struct Author {
     written: BTreeMap<u64, Written>,
@@ -46,8 +46,8 @@ fn prompt(seq: u64, len: u32) -> Vec<u32> {
     (0..len).map(|i| (seq as u32 * 31 + i * 7) % 384).collect()
 }
 
-/// Greedy and random ones, some with log-probabilities, and some whose logits are edited: by what is
-/// known, or by all tokens so far.
+/// Greedy and random sequences, some with log-probabilities, and some with edited logits: by fixed
+/// parameters, or by all tokens so far.
 fn sampling(seq: u64) -> SamplingParams {
     SamplingParams {
         repetition_penalty: if seq == 2 { 1.5 } else { 1.0 },
@@ -97,7 +97,7 @@ impl Author {
         self
     }
 
-    /// `count` tokens, and one more sampled behind them if so.
+    /// Computes `count` tokens, and samples one more if `sample`.
     fn runs(&mut self, seq: u64, count: u32, sample: bool) -> &mut Self {
         let own = self.written.get_mut(&seq).unwrap();
         let start = own.computed;
@@ -147,7 +147,7 @@ impl Author {
         self
     }
 
-    /// To other blocks than it left.
+    /// Swaps a sequence in, to different blocks.
     fn comes_back(&mut self, seq: u64) -> &mut Self {
         self.written.get_mut(&seq).unwrap().moved += 3;
         let swap = self.pairs(seq);
@@ -157,7 +157,7 @@ impl Author {
     }
 }
 
-/// Steps of every kind; those that can be begun while the one before runs.
+/// Steps of every kind, and the ones that can be begun while the previous step runs.
 fn mixed(masked: &[u64]) -> (Script, Vec<u64>) {
     let mut author = Author::new(masked);
     author.plan().admits(1, 5).admits(2, 20).runs(1, 5, true).runs(2, 20, true);
@@ -167,20 +167,20 @@ fn mixed(masked: &[u64]) -> (Script, Vec<u64>) {
     author.plan().decodes(&[1, 2, 4]).runs(3, 8, true);
     author.plan().decodes(&[1, 2, 3, 4]);
     author.plan().decodes(&[1, 2, 3, 4]);
-    // The token of 1 on its way is its last, as is found late; 2 has no share.
+    // The token of 1 in flight is its last, which is found out late; 2 has no share.
     author.plan().forgets(1).decodes(&[4, 3]);
     // Nothing is sampled.
     author.plan().admits(5, 30).runs(5, 10, false);
     author.plan().decodes(&[2, 3, 4]).runs(5, 20, true);
-    // 4 goes to host memory with its token on its way, and comes back elsewhere.
+    // 4 is swapped out with its token in flight, and comes back to other blocks.
     author.plan().leaves(4).decodes(&[2, 3, 5]);
     author.plan().decodes(&[5, 2, 3]).admits(6, 33).runs(6, 33, true);
     author.plan().comes_back(4).decodes(&[2, 3, 5, 6]);
-    // One leaves and another comes back at once.
+    // One is swapped out and another in, in the same step.
     author.plan().leaves(6).decodes(&[2, 3, 4, 5]);
     author.plan().leaves(5).comes_back(6).decodes(&[2, 3, 4]);
     author.plan().comes_back(5).decodes(&[6, 4, 2, 3]);
-    // Preempted while its token is on its way, and admitted again a step later.
+    // Preempted with its token in flight, and admitted again a step later.
     author.plan().forgets(3).decodes(&[2, 4, 5, 6]);
     author.plan().admits(3, 48).decodes(&[2, 4, 5, 6]).runs(3, 30, false);
     author.plan().decodes(&[2, 4, 5, 6]).runs(3, 18, true);
@@ -188,7 +188,7 @@ fn mixed(masked: &[u64]) -> (Script, Vec<u64>) {
     (author.script, begun)
 }
 
-/// Steps that need their host, or the token before, each among others that do not.
+/// Steps that need the host, or the previous token, each among others that do not.
 fn hindered(masked: &[u64]) -> (Script, Vec<u64>) {
     let mut author = Author::new(masked);
     author.plan().admits(1, 5).runs(1, 5, true);
@@ -209,10 +209,10 @@ fn hindered(masked: &[u64]) -> (Script, Vec<u64>) {
     author.written.get_mut(&1).unwrap().computed -= 2;
     author.plan().decodes(&[2]);
     author.plan().decodes(&[2]);
-    // Its name is given to another while its token is on its way.
+    // Its name is given to another sequence while its token is in flight.
     author.plan().forgets(2).admits(2, 6).runs(2, 6, true);
     author.plan().decodes(&[2]);
-    // Nobody but the ranks themselves.
+    // An empty step.
     author.plan();
     author.plan().decodes(&[2]);
     author.plan().decodes(&[2]).admits(4, 3).runs(4, 3, true);
@@ -241,10 +241,10 @@ fn engine(graphs: bool) -> Engine<CudaBackend> {
     started(fake_cuda_with(options, single_rank()), 0, 1)
 }
 
-/// All that a sequence's outputs say at a position: the token, and bits of numbers.
+/// All outputs of a sequence at one position: the token, and the bits of numbers.
 type Said = (u64, u32, Option<u32>, Vec<u32>);
 
-/// Runs the plans; what was said, and the steps that were begun while the one before ran.
+/// Runs the plans; returns the outputs, and the steps begun while the previous one ran.
 fn run(engine: &mut Engine<CudaBackend>, script: &Script, ahead: bool) -> (Vec<Said>, Vec<u64>) {
     let (mut said, mut begun) = (Vec::new(), Vec::new());
     let mut source = Waiting::new(script, !ahead);
@@ -266,7 +266,7 @@ fn run(engine: &mut Engine<CudaBackend>, script: &Script, ahead: bool) -> (Vec<S
     (said, begun)
 }
 
-/// Every token that is due is there once, in the order of plans, and is one that its mask allows.
+/// Checks that every expected token occurs once, in the order of plans, and is allowed by its mask.
 fn complete(script: &Script, said: &[Said]) {
     let plans = &script.plans;
     let shares = plans.iter().flat_map(|plan| &plan.sequences);
@@ -286,7 +286,7 @@ fn complete(script: &Script, said: &[Said]) {
         let mut masks = script.masks.get(&plan.step).into_iter().flatten();
         for entry in plan.sequences.iter().filter(|entry| entry.masked) {
             let mask = masks.next().unwrap().as_ref().unwrap();
-            // A name may come again.
+            // A name may be reused.
             let own = |said: &&Said| (said.0, said.1) == (entry.seq.0, entry.start + entry.count);
             let mut tokens = said.iter().filter(own).filter_map(|said| said.2);
             assert!(tokens.any(|token| mask.allows(token)), "{} of {}", entry.seq, plan.step);
@@ -329,7 +329,7 @@ fn steps_that_need_their_host_or_the_token_before_wait() {
     }
 }
 
-/// The epoch ends with a step of every kind begun; the next has nothing of it.
+/// An epoch ends with a step of any kind begun; the next epoch keeps nothing of it.
 #[test]
 fn an_epoch_may_end_with_any_step_begun() {
     let (plans, _) = mixed(&[2, 5]);
@@ -351,7 +351,7 @@ fn an_epoch_may_end_with_any_step_begun() {
     assert_eq!(again, expected);
 }
 
-/// A plan that does not fit is an error of the step that it was looked at behind.
+/// A plan that does not fit is an error of the step during which it was looked at.
 #[test]
 fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
     let (plans, _) = mixed(&[2]);
@@ -366,7 +366,7 @@ fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
     assert_eq!(again, run(&mut self::engine(true), &plans, false).0);
 }
 
-/// The next step is there for one rank sooner than for the other, or for none.
+/// One rank learns of the next step earlier than the other, or neither does in time.
 #[test]
 fn ranks_begin_mixed_steps_alike_whenever_they_learn_of_them() {
     for masked in [&[][..], &[2, 5], &[1, 2, 3, 4, 5, 6]] {
@@ -410,8 +410,8 @@ fn ranks_begin_alike(masked: &[u64]) {
     }
 }
 
-/// The other rank does not come to the step that this one has begun: aborting the epoch frees it, and
-/// its device is good for the next.
+/// The other rank does not join the step that this one has begun: aborting the epoch frees it, and
+/// its device works in the next epoch.
 #[test]
 fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
     const COME: usize = 3;
@@ -454,7 +454,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
             std::thread::sleep(Duration::from_millis(200));
             handles.iter().for_each(|handle| handle.abort());
         });
-        // It is begun; nobody else comes to it.
+        // It is begun; no other rank joins it.
         let plan = source.plans.pop_front().unwrap();
         let error = engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap_err();
         let is_aborted = matches!(&error, EngineError::Kernel(KernelError::Collective(_)));

@@ -1,4 +1,4 @@
-//! Broken model folders give one clear error that names file, tensor and reason.
+//! Broken model folders give one clear error with the file, the tensor and the reason.
 use std::path::Path;
 
 use kernels::ReferenceBackend;
@@ -59,7 +59,7 @@ fn truncated_and_corrupt_weight_files() {
     names(&error, &["model.safetensors"]);
 }
 
-/// A stopped download says so, in bytes; sizes that overflow are no panic.
+/// An incomplete download is reported as such, with sizes in bytes; overflowing sizes do not panic.
 #[test]
 fn truncation_is_called_truncation() {
     let cut = |keep| broken("llama-gqa", |dir| edit(&dir.join(WEIGHTS), |b| b.truncate(keep)));
@@ -126,10 +126,10 @@ fn experts_that_are_not_there() {
     let stacked = "qwen3-moe-stacked";
     let error = resized(stacked, "\"moe_intermediate_size\": 32", "\"moe_intermediate_size\": 16");
     names(&error, &["model.layers.1.mlp.experts.gate_up_proj", "[6, 64, 64]", "[6, 32, 64]"]);
-    // The layout is told by what is there; where nothing is, the usual name is missing.
+    // The tensors' names determine the layout; if none is known, the error names the usual tensor.
     let error = resized(stacked, "\"decoder_sparse_step\": 2", "\"decoder_sparse_step\": 1");
     names(&error, &["tensor model.layers.0.mlp.gate.weight", "missing"]);
-    // What doctor looks at says the same.
+    // `tutti doctor` reports the same.
     let folder = Folder::copy_of("mixtral");
     assert!(worker::check::model(folder.path(), 1, Quantization::None).is_ok());
     folder.edit(|tensors| tensors.retain(|tensor| !tensor.name.ends_with("experts.3.w1.weight")));
@@ -189,7 +189,7 @@ fn quantised_tensors_need_their_scales() {
         norm.data.truncate(norm.shape[0]);
     });
     names(&error(&norm), &["model.norm.weight", "F8E4M3", "BF16, F16 or F32"]);
-    // FP8 becomes bf16, so ranks keep more than the files have.
+    // FP8 becomes bf16, so ranks keep more bytes than the files have.
     let whole = folder(&|_| ());
     let bytes =
         |quantization| worker::check::model(whole.path(), 1, quantization).unwrap().weight_bytes;
@@ -198,7 +198,7 @@ fn quantised_tensors_need_their_scales() {
     assert!(bytes(Quantization::Int8) < bytes(Quantization::None));
 }
 
-/// What a worker says of a model whose tensors were changed; `tutti doctor` says the same.
+/// The worker's error for a model with changed tensors; `tutti doctor` must report the same.
 fn error_of(model: &str, change: &dyn Fn(&mut Vec<Tensor>)) -> String {
     let folder = Folder::copy_of(model);
     folder.edit(change);
@@ -263,21 +263,21 @@ fn experts_of_gpt_oss_need_all_their_parts() {
     names(&short, &["down_proj_scales", "[5, 64, 2]", "[6, 64, 2]"]);
     let signed = edited("gate_up_proj_blocks", &|tensor| tensor.dtype = "I8".to_owned());
     names(&signed, &["gate_up_proj_blocks", "I8", "U8"]);
-    // Each rank's heads' sinks are in it.
+    // Includes the sinks of each rank's heads.
     let folder = Folder::copy_of("gpt-oss");
     folder.edit(|tensors| {
         tensors.retain(|tensor| !tensor.name.ends_with("layers.1.self_attn.sinks"))
     });
     let error = engine(folder.path(), 0, 1, single_rank()).map(|_| ()).unwrap_err().to_string();
     names(&error, &["model.layers.1.self_attn.sinks", "missing"]);
-    // Columns that are no multiple of a scale's inputs are no reason to refuse a degree.
+    // Columns that are not a multiple of a scale's inputs do not rule out a degree.
     let error = worker::check::model(&variant("gpt-oss-mxfp4"), 3, Quantization::None);
     let error = error.unwrap_err().to_string();
     names(&error, &["degree 3", "experts of 64", "possible degrees: 1, 2, 4"]);
 }
 
-/// Some have symmetric checkpoints' zeros as they are in a file whose form says that they are one less,
-/// some have none.
+/// Some symmetric checkpoints store plain zero points in a format that stores them reduced by one;
+/// others have none.
 #[test]
 fn zeros_of_symmetric_checkpoints_mean_nothing() {
     let tokens = |change: &dyn Fn(&mut Vec<Tensor>)| {
@@ -296,7 +296,7 @@ fn zeros_of_symmetric_checkpoints_mean_nothing() {
     assert_eq!(tokens(&|tensors| tensors.retain(|tensor| !is_zeros(tensor))), written);
 }
 
-/// Where each group has a zero of its own, it has to be there.
+/// Checkpoints with a zero point per group must have the tensor.
 #[test]
 fn zeros_of_other_checkpoints_are_needed() {
     let folder = Folder::copy_of("qwen3-moe-w4a16");
@@ -305,7 +305,7 @@ fn zeros_of_other_checkpoints_are_needed() {
     names(&error, &["weight_zero_point", "missing"]);
 }
 
-/// What is in the files is about what ranks keep.
+/// Ranks keep about as many bytes as the files have.
 #[test]
 fn weights_of_4_bits_stay_small() {
     let bytes = |model: &str| {
@@ -341,7 +341,7 @@ fn configurations_that_cannot_be_served() {
     names(&config("\"vocab_size\": 384", "\"vocab_size\": 0"), &["vocab_size is 0", "1..="]);
 }
 
-/// A download that stopped: the last layer is missing, and nothing is packed before that is found.
+/// An incomplete download: the last layer is missing, which is found before anything is packed.
 #[test]
 fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     let folder = Folder::copy_of("llama-gqa");
@@ -358,13 +358,13 @@ fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     assert_eq!(reports, 0);
 }
 
-/// Bytes as they are in the files, of any type, replicated KV heads counted on every rank.
+/// Bytes as in the files, of any type; replicated KV heads count on every rank.
 #[test]
 fn progress_ends_with_all_bytes_of_the_shard() {
     let folder = Folder::copy_of("llama-gqa");
     folder.edit(|tensors| tensors.iter_mut().for_each(Tensor::widen));
     let config = ModelConfig::load(folder.path()).unwrap();
-    // Weights of embedding, head, q, k, v, o, gate, up, down, in f32.
+    // f32 weights of embedding, head, q, k, v, o, gate, up and down.
     let (hidden, q, kv, inner) = (64, 64, 32, 128);
     for (degree, kv) in [(1, kv), (2, kv / 2), (4, 16)] {
         let share = 2 * 384 * hidden + 2 * (2 * q * hidden + 3 * inner * hidden);
@@ -382,8 +382,8 @@ fn progress_ends_with_all_bytes_of_the_shard() {
     }
 }
 
-/// Flipped bits all over the length and the header are noticed, or change nothing that matters (the
-/// name of a tensor that is not used); none is a panic.
+/// Flipped bits anywhere in the length or the header are noticed, or change nothing that matters
+/// (the name of an unused tensor); none causes a panic.
 #[test]
 fn no_flipped_header_bit_panics() {
     let folder = Folder::copy_of("llama-gqa");

@@ -1,6 +1,6 @@
-//! Model folders made from others: a copy in a scratch folder, with files and tensors changed.
+//! Modified model folders: a temporary copy with changed files and tensors.
 //!
-//! Reads and writes the safetensors format by itself, so that the loader is not tested with itself.
+//! Reads and writes the safetensors format itself, so that the loader is not tested against itself.
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 use testkit::models::variant;
 
-/// A scratch copy of a model folder; gone when dropped.
+/// A temporary copy of a model folder; deleted on drop.
 pub(crate) struct Folder {
     dir: TempDir,
 }
@@ -72,13 +72,13 @@ pub(crate) struct Tensor {
 }
 
 impl Tensor {
-    /// Keeps the first rows.
+    /// Keeps only the first rows.
     pub(crate) fn cut_rows(&mut self, rows: usize) {
         self.data.truncate(self.data.len() / self.shape[0] * rows);
         self.shape[0] = rows;
     }
 
-    /// bf16 to f32, which is exact.
+    /// Converts bf16 to f32, which is exact.
     pub(crate) fn widen(&mut self) {
         assert_eq!(self.dtype, "BF16");
         self.dtype = "F32".to_owned();

@@ -1,8 +1,8 @@
-//! The CUDA backend over the stand-in for NVIDIA's driver, its kernels emulated: all of the host's
-//! side runs as it would on a GPU, and the kernels' own sources compute. No GPU has checked it.
+//! The CUDA backend on the stand-in for NVIDIA's driver, with emulated kernels: all host code runs
+//! as it would with a GPU, and the kernels' own sources compute. No GPU has checked it.
 //!
-//! Products' inputs are rounded to bf16, so log-probabilities are compared more loosely than on
-//! CPUs, and greedy tokens where the golden's own choice was clear.
+//! The inputs of products are rounded to bf16, so log-probabilities are compared with a larger
+//! tolerance than on CPUs, and greedy tokens only where the golden's choice was clear.
 use std::collections::{BTreeMap, VecDeque};
 use std::path::Path;
 use std::time::Duration;
@@ -24,7 +24,7 @@ use crate::checkpoint::Folder;
 use crate::masks;
 use crate::rig::{On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
 
-/// How far a log-probability may be off.
+/// Largest error of a log-probability.
 const TOLERANCE: f64 = 0.1;
 
 pub(crate) fn check(on: On, model: &Path, degree: u32, prompts: usize, output: usize) {
@@ -182,7 +182,7 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
     plan
 }
 
-/// One step of some sequences; every logprob goes into `seen`.
+/// Runs one step of some sequences; appends all log-probabilities to `seen`.
 fn step(
     engine: &mut Engine<CudaBackend>,
     number: &mut u64,
@@ -245,8 +245,7 @@ fn graphs_give_the_bits_of_single_calls() {
     }
 }
 
-/// Whatever lengths sequences have, and however many they are: what was captured before the first
-/// request is all.
+/// No step is captured after the first request, whatever the number and the lengths of sequences.
 #[test]
 fn no_step_of_any_number_and_length_is_captured_after_the_start() {
     const LENGTHS: [u32; 8] = [1, 63, 64, 65, 200, 127, 30, 5];
@@ -278,8 +277,8 @@ fn no_step_of_any_number_and_length_is_captured_after_the_start() {
     assert_eq!(seen, run(&mut engine(false)));
 }
 
-/// Sequences of several parts, where windows leave fewer of them, one, or as many: layers that see
-/// everything and layers that do not read lists of their own.
+/// Sequences of several parts, where windows leave fewer parts, one, or all: full layers and
+/// sliding layers each read their own list.
 #[test]
 fn long_sequences_are_split_by_each_layers_window() {
     let mixed = Folder::copy_of("qwen3");
@@ -311,7 +310,7 @@ fn long_sequences_are_split_by_each_layers_window() {
     }
 }
 
-/// Rows choose their experts anew in every step, and a graph has more rows than there are.
+/// Rows choose experts anew in every step, and a graph has more rows than are live.
 #[test]
 fn graphs_with_experts_give_the_bits_of_single_calls() {
     let sizes = [1, 1, 1, 3, 3, 3, 4, 2, 40, 40, 40, 5].as_slice();
@@ -319,7 +318,7 @@ fn graphs_with_experts_give_the_bits_of_single_calls() {
     let (graphs, made) = run_batches("mixtral", true, sizes);
     assert!(made >= 3, "{made} graphs");
     assert_eq!(eager, graphs);
-    // Also where a graph has several chunks of slots, of which the last may have no rows at all.
+    // Also with several chunks of slots in a graph, the last of which may have no live rows.
     let options = CudaOptions { expert_slots: 16, ..CudaOptions::default() };
     let (chunks, made) = run_batches_with("mixtral", options, sizes);
     assert!(made >= 3, "{made} graphs");
@@ -362,7 +361,7 @@ fn edited_logits_and_lists_of_likely_tokens_come_back_right() {
         let mut batch: Vec<&mut Running> = all.iter_mut().collect();
         step(&mut engine, &mut number, &mut batch, &mut Vec::new());
     }
-    // The bias wins over penalties.
+    // The bias outweighs the penalties.
     assert_eq!(all[0].tokens[all[0].tokens.len() - 3..], [7, 7, 7]);
 }
 
@@ -373,7 +372,7 @@ pub(crate) struct Script {
     pub(crate) masks: BTreeMap<StepId, Vec<Option<TokenMask>>>,
 }
 
-/// A script that is all there from the start, or whose next plan never is.
+/// A source that has the whole script from the start, or never has the next plan in time.
 pub(crate) struct Waiting {
     pub(crate) plans: VecDeque<StepPlan>,
     masks: BTreeMap<StepId, Vec<Option<TokenMask>>>,
@@ -393,18 +392,19 @@ impl StepSource for Waiting {
     }
 
     fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String> {
-        // Of a step that was begun ahead the plan is taken by now: the one before was told.
+        // When a step was begun ahead, its plan has been taken already: the step before was
+        // reported.
         assert!(self.plans.front().is_none_or(|next| next.step > step), "{step}");
         self.masks.remove(&step).ok_or_else(|| format!("{step} has no masks, or had them"))
     }
 }
 
-/// Steps of six sequences, of which two leave and whose order changes: their prompts, then decode.
+/// Steps of six sequences, two of which leave, in changing order: their prompts, then decode.
 pub(crate) fn plans() -> Script {
     plans_with(&[])
 }
 
-/// The same, but that the tokens of some are masked behind their prompts.
+/// The same, but with masks on the tokens of some sequences after their prompts.
 pub(crate) fn plans_with(masked: &[usize]) -> Script {
     let sampling = |index: u32| SamplingParams {
         temperature: if index.is_multiple_of(2) { 0.0 } else { 1.0 },
@@ -429,14 +429,14 @@ pub(crate) fn plans_with(masked: &[usize]) -> Script {
             plan.finished = vec![all[1].seq, all[4].seq];
         }
         if i == 9 {
-            // An empty step: nothing can be begun behind or before it.
+            // An empty step: nothing can be begun after or before it.
             order.clear();
         }
         for index in order {
             let is_masked = masked.contains(&index);
             if is_masked {
                 let masks = script.masks.entry(plan.step).or_default();
-                // Now and then one for which it makes no difference any more.
+                // Now and then a masked sequence for which the mask no longer matters.
                 let ends = i == 3 && masks.is_empty();
                 masks.push((!ends).then(|| masks::of(index as u64, &[i])));
             }
@@ -463,7 +463,8 @@ pub(crate) fn plans_with(masked: &[usize]) -> Script {
     script
 }
 
-/// Runs them, with the next one known or not; every token with its log-probability's bits.
+/// Runs the script, with the next plan known or not; returns every token with its log-probability's
+/// bits.
 pub(crate) fn run_plans(
     engine: &mut Engine<CudaBackend>,
     script: &Script,
@@ -475,7 +476,7 @@ pub(crate) fn run_plans(
         let mut outputs = Vec::new();
         engine.step_with(&plan, &mut source, &mut outputs).unwrap();
         if outputs.is_empty() {
-            // Another rank's to tell.
+            // Another rank reports it.
             continue;
         }
         assert_eq!(outputs.len(), plan.sequences.len());
@@ -489,8 +490,8 @@ pub(crate) fn run_plans(
     seen
 }
 
-/// Masked sequences beside others: what they get is the same, whatever is begun ahead, and they are in
-/// every step.
+/// Masked sequences among others: results do not depend on what is begun ahead, and masked
+/// sequences are in every step.
 #[test]
 fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
     for masked in [&[2usize][..], &[0, 3], &[0, 1, 2, 3, 4, 5]] {
@@ -525,7 +526,7 @@ fn masked_steps_are_begun_ahead_and_give_the_same_tokens() {
 fn steps_begun_ahead_give_the_same_tokens() {
     let mut engine = engine(true);
     let known = run_plans(&mut engine, &plans(), true);
-    // All decode steps but the first behind an empty one: 0 to 8, and 11.
+    // All decode steps except the first after an empty step: 0 to 8, and 11.
     assert_eq!(engine.begun_ahead(), 10);
     let mut engine = self::engine(true);
     assert_eq!(known, run_plans(&mut engine, &plans(), false));
@@ -534,7 +535,7 @@ fn steps_begun_ahead_give_the_same_tokens() {
     assert!(tokens.len() > 8, "{tokens:?}");
 }
 
-/// As long as it has not finished, it may never do.
+/// A computation that has not finished may never finish.
 #[test]
 fn a_gpu_alone_is_not_waited_for_longer_than_it_may_take() {
     let options = CudaOptions { patience: Duration::ZERO, ..CudaOptions::default() };
@@ -545,7 +546,7 @@ fn a_gpu_alone_is_not_waited_for_longer_than_it_may_take() {
     assert!(matches!(&error, KernelError::Device(why) if why.contains("hangs")), "{error}");
 }
 
-/// Numbers that bf16 has, too, whose rows are padded there.
+/// Numbers exact in bf16, whose rows are padded there.
 #[test]
 fn rows_of_buffers_are_read_together() {
     let mut backend = fake_cuda_backend(true, single_rank());

@@ -1,5 +1,5 @@
-//! `--batch-invariant`: a request's bits on a GPU (here the emulation of one) depend neither on what
-//! else is in the batch nor on how it came there.
+//! `--batch-invariant`: on a GPU (here emulated), a request's bits depend neither on the rest of
+//! the batch nor on how the request got there.
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
@@ -13,14 +13,14 @@ use crate::rig::fake_cuda_with;
 const PROMPT: u32 = 100;
 const OUTPUT: usize = 8;
 
-/// A request under way, `chunk` tokens a step.
+/// A running request, with `chunk` tokens per step.
 struct Request {
     seq: SeqId,
     tokens: Vec<u32>,
     computed: u32,
     blocks: u32,
     chunk: u32,
-    /// Bits of every sampled token's log-probability.
+    /// The bits of every sampled token's log-probability.
     logprobs: Vec<u32>,
 }
 
@@ -34,7 +34,7 @@ impl Request {
         (0..len).map(|i| (index * 31 + i * i * 7 + 3) % 384).collect()
     }
 
-    /// Puts its next tokens into a plan.
+    /// Adds its next tokens to a plan.
     fn plan(&mut self, plan: &mut StepPlan) {
         let len = self.tokens.len() as u32;
         if self.computed == 0 {
@@ -66,7 +66,7 @@ impl Request {
     }
 }
 
-/// Steps of all requests until the first has so many tokens.
+/// Runs steps of all requests until the first one has `tokens` tokens.
 fn run(engine: &mut Engine<CudaBackend>, requests: &mut [Request], tokens: usize) {
     for step in 1.. {
         if requests[0].tokens.len() >= tokens {
@@ -86,8 +86,8 @@ fn run(engine: &mut Engine<CudaBackend>, requests: &mut [Request], tokens: usize
     }
 }
 
-/// Tokens and log-probabilities of one request: alone; with its prompt in pieces; among many
-/// others; and admitted again, in pieces, after half of its tokens, of which it tells the rest.
+/// The tokens and log-probabilities of one request: alone; with its prompt in chunks; among many
+/// others; and re-admitted in chunks after half of its tokens.
 fn in_four_ways(model: &str, batch_invariant: bool, others: u32) -> [(Vec<u32>, Vec<u32>); 4] {
     let run = |mut requests: Vec<Request>| {
         let options = CudaOptions { batch_invariant, ..CudaOptions::default() };
@@ -111,7 +111,7 @@ fn in_four_ways(model: &str, batch_invariant: bool, others: u32) -> [(Vec<u32>, 
 
 #[test]
 fn a_request_gets_the_same_bits_however_it_is_run() {
-    // Of experts, tiles have other slots in them, and other numbers of slots.
+    // With experts, tiles contain different slots, and different numbers of slots.
     for (model, others) in [("llama-gqa", 75), ("mixtral", 20), ("qwen3-moe", 75), ("gpt-oss", 20)]
     {
         let ways = in_four_ways(model, true, others);
@@ -119,7 +119,7 @@ fn a_request_gets_the_same_bits_however_it_is_run() {
             assert_eq!(result, &ways[0], "{model}: {way}");
         }
     }
-    // What it is for: without it the same comparison fails.
+    // Without the option the same comparison fails.
     let ways = in_four_ways("llama-gqa", false, 75);
     assert!(ways[1..].iter().any(|way| way != &ways[0]), "nothing differs without it either");
 }

@@ -1,4 +1,4 @@
-//! Drafted tokens change how many steps a text takes and nothing else: not a token, not a bit of a
+//! Drafted tokens change the number of steps and nothing else: not a token, not a bit of a
 //! log-probability, whatever is drafted.
 use std::path::Path;
 
@@ -9,7 +9,8 @@ use crate::rig::{On, Rig, Seq};
 
 const OUTPUT: usize = 32;
 
-/// Everything that depends on the tokens before: penalties, suppressed ends, positions of draws.
+/// Everything that depends on previous tokens: penalties, suppressed end tokens, positions of
+/// random draws.
 fn requests() -> Vec<SamplingParams> {
     let greedy = || SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
     let sampled = |seed| SamplingParams {
@@ -31,7 +32,7 @@ fn requests() -> Vec<SamplingParams> {
     ]
 }
 
-/// What a step drafts: the true text's next tokens, of which one may be wrong.
+/// The drafts of a step: the next tokens of the true text, one of which may be wrong.
 fn drafts(text: &Seq, known: usize, most: usize, vocab: u32) -> Vec<u32> {
     let mut drafts: Vec<u32> = text.tokens[known..].iter().copied().take(known % 6).collect();
     drafts.truncate(most);
@@ -59,8 +60,8 @@ fn same(a: &Seq, b: &Seq, what: &str) {
     assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");
 }
 
-/// All texts in one batch with drafts, beside a prompt that is computed in parts meanwhile and
-/// reports its log-probabilities. Returns how many steps it took.
+/// Generates all texts in one batch with drafts, beside a prompt that is computed in chunks and
+/// reports its log-probabilities. Returns the number of steps.
 fn drafted(rig: &mut Rig, texts: &[Seq], prompts: &[Vec<u32>], vocab: u32, what: &str) -> usize {
     let long = prompts.iter().max_by_key(|prompt| prompt.len()).unwrap();
     let scored = SamplingParams { prompt_logprobs: Some(0), ..SamplingParams::greedy() };
@@ -110,7 +111,7 @@ fn check(model: &Path, on: On, degree: u32) {
     let texts = texts(&mut rig, &prompts);
     let what = format!("of {} on {on:?} at tp {degree}", model.display());
     let steps = drafted(&mut rig, &texts, &prompts, vocab, &what);
-    // Without drafts each token takes a step, and prompts some more.
+    // Without drafts each token takes a step, and prompts take some more.
     assert!(steps < OUTPUT, "{steps} steps {what}");
 }
 
@@ -126,7 +127,7 @@ fn drafts_change_not_a_bit() {
     }
 }
 
-/// On the emulation of CUDA's kernels, whose decode steps run as graphs from the third of a kind on.
+/// On emulated CUDA kernels, whose decode steps run as graphs from the third of a kind on.
 #[test]
 fn drafts_change_not_a_bit_on_gpus_that_do_not_mind_the_batch() {
     for (model, degree) in [("llama-gqa", 1), ("mistral-swa", 2)] {
@@ -134,8 +135,8 @@ fn drafts_change_not_a_bit_on_gpus_that_do_not_mind_the_batch() {
     }
 }
 
-/// Elsewhere kernels are chosen by how many rows there are, so it is about the same: of the true next
-/// token the log-probability is the same but for rounding, behind drafts as without.
+/// Without batch invariance kernels depend on the number of rows: the log-probability of the true
+/// next token is then the same with drafts as without, up to rounding.
 #[test]
 fn drafts_change_next_to_nothing_on_other_gpus() {
     for (on, degree) in [(On::FakeCuda, 1), (On::FakeNccl, 2)] {

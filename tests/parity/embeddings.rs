@@ -1,5 +1,5 @@
-//! Embeddings against those of transformers: every way to make them, whole prompts and chunks of them,
-//! alone and beside sequences that get tokens.
+//! Embeddings compared with those of transformers: all ways of pooling, whole prompts and chunks,
+//! alone and beside sequences that generate tokens.
 use std::path::Path;
 
 use shared::sampling::{Pooling, SamplingParams};
@@ -7,9 +7,9 @@ use testkit::models::{EmbeddingGolden, demo, embedding_goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
-/// How far the cosine of two vectors may be from 1, and each of their numbers from the other's.
+/// Largest deviation of the cosine of two vectors from 1, and of each element.
 const FLOAT32: f64 = 1e-4;
-/// The same where products, or the activations that are read, are of bf16.
+/// The same where products, or the activations that are pooled, are in bf16.
 const BFLOAT16: f64 = 2e-2;
 
 const POOLINGS: [Pooling; 3] = [Pooling::Last, Pooling::First, Pooling::Mean];
@@ -92,7 +92,7 @@ fn they_share_steps_with_sequences_that_get_tokens() {
     let steps = (goldens[0].prompt_ids.len() as u32).div_ceil(17);
     for _ in 0..steps {
         let [last, first, mean] = seqs.each_mut();
-        // The order of outputs is that of the plan.
+        // Outputs have the order of the plan.
         rig.step(&mut [last, &mut writes, first, mean], 17);
     }
     while writes.output().len() < 8 {

@@ -1,5 +1,6 @@
-//! Experts on the CUDA backend (kernels emulated) that group their slots in many chunks: what
-//! thousands of rows do on a GPU, with a few. Against the reference, and bit by bit against one chunk.
+//! Experts on the CUDA backend (emulated kernels) whose slots are grouped in many chunks, as
+//! thousands of rows are on a GPU, but with few rows. Compared with the reference, and bit by bit
+//! with a single chunk.
 use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
@@ -9,10 +10,10 @@ use kernels::sampling::{SampleParams, SampleRow};
 use crate::queued;
 use crate::rig::fake_cuda_with;
 
-/// Slots of a chunk: 8 rows, or the one that a row of more experts needs.
+/// Slots per chunk: those of 8 rows, or of one row with more experts.
 const SLOTS: usize = 16;
 
-/// Numbers between -1 and 1 that bf16 has, so unlike in size that their sums are rounded.
+/// Numbers between -1 and 1, exact in bf16, of such different sizes that their sums are rounded.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_769) | 1;
     let mut next = || {
@@ -46,7 +47,7 @@ struct Case {
     hidden: usize,
     inner: usize,
     routing: Routing,
-    /// The first of the columns that the second product takes.
+    /// The first column that the second product takes.
     first: usize,
 }
 
@@ -54,7 +55,7 @@ struct Case {
 type Made = (Vec<u32>, Vec<f32>, Vec<f32>, Vec<f32>);
 
 impl Case {
-    /// `fill` puts the activations into a buffer, `poison` makes one's memory NaN.
+    /// `fill` writes activations to a buffer, `poison` fills a buffer's memory with NaN.
     fn run<B: Backend>(
         &self,
         backend: &mut B,
@@ -66,7 +67,7 @@ impl Case {
         let router = bytes(&numbers(1, num_experts * hidden));
         let router = backend.load_matrix(&[host(&router, num_experts, hidden)]).unwrap();
         let mut stack = |seed, count: usize, rows: usize, cols: usize| {
-            // Exact in bf16, and so small that sums are of the order of one.
+            // Exact in bf16, and small enough for sums of the order of one.
             let scale = 0.5f32.powi(cols.ilog2() as i32 / 2);
             let values = numbers(seed, count * rows * cols);
             let data = bytes(&values.iter().map(|x| x * scale).collect::<Vec<_>>());
@@ -111,10 +112,10 @@ fn bits(values: &[f32]) -> Vec<u32> {
 fn many_chunks_of_slots_make_what_one_does() {
     let routing = |num_experts, top_k, normalise| Routing { num_experts, top_k, normalise };
     for (rows, hidden, inner, routing, first) in [
-        // The last chunk has fewer rows; columns from an odd one on are copied first.
+        // The last chunk has fewer rows; columns that begin at an odd index are copied first.
         (21, 40, 24, routing(6, 2, true), 0),
         (70, 24, 20, routing(5, 3, false), 3),
-        // A row has more slots than a chunk is to have.
+        // A row has more slots than fit into a chunk.
         (5, 16, 16, routing(40, 20, true), 8),
     ] {
         let case = Case { rows, hidden, inner, routing, first };
@@ -133,7 +134,7 @@ fn many_chunks_of_slots_make_what_one_does() {
         };
         let want = case.run(&mut reference, fill, |_, _| ());
         assert_eq!(experts, want.0, "{at}");
-        // What lies between the products is rounded to bf16 on GPUs.
+        // On GPUs the intermediates are rounded to bf16.
         for (found, want, tolerance) in
             [(&weights, &want.1, 1e-5), (&middle, &want.2, 2e-2), (&out, &want.3, 4e-2)]
         {
@@ -146,8 +147,8 @@ fn many_chunks_of_slots_make_what_one_does() {
     }
 }
 
-/// Ranks may have other kernels for products of many rows, by their GPU or by what they timed; and a
-/// request may come again in another batch. Choices hang on neither.
+/// Ranks may use different kernels for products of many rows, because of their GPUs or their
+/// timings, and a request may come again in another batch. Choices depend on neither.
 #[test]
 fn a_rows_choice_depends_on_no_other_row() {
     let (rows, hidden) = (200, 328);
@@ -175,8 +176,8 @@ fn a_rows_choice_depends_on_no_other_row() {
     }
 }
 
-/// A step that may become a graph is launched for more rows than there are (12 for 9, the last 4 in a
-/// chunk of their own): nothing is made of those, in any chunk.
+/// A step that may become a graph is launched for more rows than are live (12 for 9, the last 4 in
+/// a separate chunk): nothing is computed for the others, in any chunk.
 #[test]
 fn rows_that_are_not_there_are_not_written_in_later_chunks() {
     let (there, launched, hidden, inner) = (9, 12, 24, 16);

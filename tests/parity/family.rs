@@ -1,5 +1,5 @@
-//! What other models of Llama's family do otherwise: scaled rotary embeddings, projections that are one
-//! tensor, text models within others.
+//! Differences between models of the Llama family: scaled rotary embeddings, merged projections,
+//! text models within multimodal ones.
 use std::path::Path;
 
 use kernels::backend::DType;
@@ -25,7 +25,7 @@ fn run(rig: &mut Rig, prompt: &[u32], output: usize) -> Seq {
     seq
 }
 
-/// Tokens, and all log-probabilities bit by bit.
+/// The tokens, and the bits of all log-probabilities.
 fn bits(seq: &Seq) -> (Vec<u32>, Vec<u32>) {
     let all = seq.prompt_logprobs.iter().map(|(_, logprob)| logprob).chain(&seq.logprobs);
     (seq.output().to_vec(), all.map(|logprob| logprob.to_bits()).collect())
@@ -45,7 +45,7 @@ fn frequencies_are_those_of_transformers() {
         let rope = &config.ropes[0];
         let what = &case["rope_parameters"];
         let served = case["served"].as_u64().unwrap() as usize;
-        // The longest ones that are served are the longest that transformers' were asked for.
+        // The longest lengths served are the longest for which transformers' results exist.
         assert!(served <= config.max_positions, "{what}: {}", config.max_positions);
         let expected: Vec<f64> =
             serde_json::from_value(case["inverse_frequencies"].clone()).unwrap();
@@ -74,7 +74,7 @@ fn frequencies_are_those_of_transformers() {
     }
 }
 
-/// The served length chooses, not how long a sequence is.
+/// The served length selects the divisors, not the length of a sequence.
 #[test]
 fn longrope_has_one_set_of_divisors_up_to_the_original_length_and_another_beyond() {
     let model = variant("phi3");
@@ -99,7 +99,7 @@ fn longrope_has_one_set_of_divisors_up_to_the_original_length_and_another_beyond
     }
 }
 
-/// Joins tensors by rows, or by columns.
+/// Concatenates tensors by rows or by columns.
 fn joined(parts: &[Tensor], by_columns: bool) -> Tensor {
     let [first, ..] = parts else { panic!("nothing to join") };
     let mut all = Tensor { data: Vec::new(), ..first.clone() };
@@ -119,7 +119,7 @@ fn joined(parts: &[Tensor], by_columns: bool) -> Tensor {
     all
 }
 
-/// A copy of a model as Phi-3's checkpoints have it.
+/// A copy of a model in the layout of Phi-3's checkpoints.
 fn fused(name: &str) -> Folder {
     let folder = Folder::copy_of(name);
     folder.configure("architectures", json!(["Phi3ForCausalLM"]));
@@ -141,7 +141,7 @@ fn fused(name: &str) -> Folder {
                     tensors.remove(at)
                 };
                 let taken: Vec<Tensor> = parts.iter().map(&mut take).collect();
-                // GPTQ has outputs in columns, and its list of groups once.
+                // GPTQ stores outputs in columns, and its list of groups only once.
                 let tensor = match name.rsplit('.').next().unwrap() {
                     "g_idx" => taken[0].clone(),
                     "qweight" | "qzeros" | "scales" => joined(&taken, true),
@@ -180,8 +180,8 @@ fn projections_that_are_one_tensor_make_what_separate_ones_make() {
     assert!(error.contains("qkv_proj.weight") && error.contains("[128, 64]"), "{error}");
 }
 
-/// A copy of a symmetric GPTQ checkpoint with the numbers that it stands for, by the format's
-/// definition: words of eight inputs, a scale for each 32.
+/// A copy of a symmetric GPTQ checkpoint with the weights it stands for, by the format's
+/// definition: words of eight inputs, one scale per 32.
 fn unpacked(folder: &Folder) -> Folder {
     let copy = Folder::copy_of("llama-gptq");
     std::fs::copy(folder.file("config.json"), copy.file("config.json")).unwrap();
@@ -220,7 +220,7 @@ fn unpacked(folder: &Folder) -> Folder {
     copy
 }
 
-/// Rows of packed integers in the order in which they are rotated begin anywhere in a word.
+/// Rows of packed integers, in the order of rotation, may begin anywhere in a word.
 #[test]
 fn packed_rows_of_partly_rotated_heads_are_found() {
     let packed = fused("llama-gptq");
@@ -242,7 +242,7 @@ fn packed_rows_of_partly_rotated_heads_are_found() {
     }
 }
 
-/// Tensors below another prefix.
+/// A copy with renamed tensors.
 fn renamed(name: &str, change: impl Fn(&str) -> String) -> Folder {
     let folder = Folder::copy_of(name);
     folder.edit(|tensors| {
@@ -253,13 +253,13 @@ fn renamed(name: &str, change: impl Fn(&str) -> String) -> Folder {
     folder
 }
 
-/// Where a text model's tensors are where it is alone.
+/// The name of a tensor in a text-only model.
 fn plain(name: &str) -> String {
     let within = name.replace("model.language_model.", "model.");
     within.strip_prefix("language_model.").unwrap_or(&within).to_owned()
 }
 
-/// The text model of `mistral3` in a folder of its own.
+/// The text model of `mistral3` in a separate folder.
 fn alone() -> Folder {
     let alone = renamed("mistral3", plain);
     let text = std::fs::read_to_string(alone.file("config.json")).unwrap();
@@ -269,7 +269,7 @@ fn alone() -> Folder {
     alone
 }
 
-/// PEFT names modules as the model has them that it adapted.
+/// PEFT names modules as in the model that was adapted.
 #[test]
 fn adapters_of_a_model_that_holds_another_are_those_of_the_text_model() {
     let (wrapped, alone) = (variant("mistral3"), alone());
@@ -317,7 +317,7 @@ fn a_text_model_is_served_from_what_holds_it() {
     let prompt = &goldens(&wrapped)[2].prompt_ids;
     let expected = bits(&run(&mut Rig::on(On::Cpu, &wrapped, 2), prompt, 8));
     let alone = alone();
-    // As transformers 4 and 5 name it.
+    // The names of transformers 4 and 5.
     let four = renamed("mistral3", |name| match plain(name) {
         name if name.contains("vision") || name.contains("projector") => name,
         name => format!("language_model.{name}"),
@@ -333,7 +333,7 @@ fn a_text_model_is_served_from_what_holds_it() {
         let needs = |model| worker::check::model(model, 1, Quantization::None);
         assert_eq!(needs(folder.path()).unwrap(), needs(&wrapped).unwrap(), "without the tower");
     }
-    // What is there twice is not guessed at.
+    // A tensor that exists twice is an error.
     four.edit(|tensors| {
         let norm =
             tensors.iter().find(|tensor| tensor.name.ends_with("model.norm.weight")).unwrap();

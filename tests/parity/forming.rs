@@ -1,4 +1,4 @@
-//! Ranks on GPUs, here stand-ins, that are formed as a coordinator has them formed.
+//! Ranks on (stand-ins for) GPUs, formed as by a coordinator.
 use std::net::TcpListener;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use worker::rank::{AbortSlot, FormNews, Rank as _};
 
 use crate::rig::fake_nccl_options;
 
-/// Brings rank 0's word to rank 1, and ends the epoch while the rank loads, if it is to.
+/// Relays rank 0's group id to rank 1, and ends the epoch while the rank loads, if requested.
 struct News<'a> {
     epoch: Epoch,
     other: &'a AbortSlot,
@@ -30,8 +30,8 @@ impl FormNews for News<'_> {
     }
 }
 
-/// A rank as its coordinator forms it: how many seconds it loaded for in two epochs, of which the
-/// first ends while it loads.
+/// Forms a rank as its coordinator does; returns the load times, in seconds, of two epochs, the
+/// first of which ends while the rank loads.
 fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     let device = CudaDevice {
         options: fake_nccl_options(rank),
@@ -76,7 +76,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     })
 }
 
-/// What was loaded is good for the next epoch, though the one it was loaded in ended meanwhile.
+/// Loaded weights are kept for the next epoch, even if their epoch ended meanwhile.
 #[test]
 fn a_load_outlives_its_epoch() {
     let slots = [AbortSlot::default(), AbortSlot::default()];

@@ -8,15 +8,16 @@ use testkit::models::{demo, goldens, variant};
 use crate::checkpoint::Folder;
 use crate::rig::{On, Rig};
 
-/// How far a log-probability may be off.
+/// Largest error of a log-probability.
 const TOLERANCE: f64 = 1e-3;
 
-/// The same where products take bf16. Rounding is off by at most 2^-9 of an activation; over a model's
-/// layers that makes errors of about 1e-2 in the mean, and the worst of some thousand log-probabilities
-/// is several times that (7.8e-2 here; other instructions round other sums). A layer that is wrong is
-/// off by 1 and more.
+/// The same with products in bf16. Rounding changes an activation by at most 2^-9; over a model's
+/// layers this makes a mean error of about 1e-2, and the largest of some thousand log-probabilities
+/// is several times that (7.8e-2 here; other instruction sets round differently). A wrong layer is
+/// off by 1 or more.
 const BF16_TOLERANCE: f64 = 0.15;
-/// The mean error of the greedy tokens, much the same whatever rounds: 1.0e-2 at most was seen.
+/// The mean error of the greedy tokens, which hardly depends on the instruction set: at most 1.0e-2
+/// was seen.
 const BF16_MEAN: f64 = 0.02;
 
 fn check(model: &Path) {
@@ -25,8 +26,8 @@ fn check(model: &Path) {
     check_on(On::CpuBf16, model, &[1, 2], BF16_TOLERANCE);
 }
 
-/// `tolerance` is for log-probabilities, and for how far apart the best two may be where a greedy token
-/// differs.
+/// `tolerance` bounds the error of log-probabilities, and the gap between the best two tokens where
+/// a greedy token differs.
 fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
     let goldens = goldens(model);
     assert!(goldens.len() >= 6);
@@ -76,9 +77,9 @@ fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
         );
         let mean = total / f64::from(compared);
         assert!(mean < tolerance.min(BF16_MEAN), "mean error {mean}");
-        // What was to be rounded was rounded: this one would hold for f32 as well.
+        // Rounding took place: in f32 the error would be smaller.
         assert!(!matches!(backend, On::CpuBf16) || mean > 1e-4, "mean error {mean}");
-        // Rounding may turn the tokens of a few prompts, early even; not of many.
+        // Rounding may change the tokens of a few prompts, even early ones; not of many.
         let enough = if tolerance > TOLERANCE { 20 } else { 30 };
         assert!(compared as usize >= goldens.len() * enough, "{compared} tokens compared");
     }
@@ -130,8 +131,8 @@ variants! {
     gpt_oss_mxfp4: "gpt-oss-mxfp4",
 }
 
-/// As transformers 5 saves Gemma 3 with its vision tower: tensors below a prefix, and the text model's
-/// configuration in its newer dialect within another.
+/// Gemma 3 as transformers 5 saves it with its vision tower: tensor names have a prefix, and the
+/// text model's configuration, in the newer dialect, is inside another one.
 #[test]
 fn gemma3_within_a_model_that_does_more() {
     let folder = Folder::copy_of("gemma3");

@@ -89,7 +89,7 @@ fn a_request_in_a_batch_of_32_gets_the_same_bits_as_alone() {
                 rig.sequence(&prompt, prompt.len(), sampling)
             })
             .collect();
-        // Sequences join one by one, so that prefill and decode are mixed in most steps.
+        // Sequences join one by one, so that most steps mix prefill and decode.
         let mut running = 0;
         while batch.iter().any(|seq| seq.output().len() < 12) {
             running = (running + 3).min(batch.len());
@@ -139,8 +139,8 @@ fn seeds_and_choices_differ() {
     assert_ne!(run(1, 0), run(1, 1));
 }
 
-/// A replica that goes on with fewer ranks, or more, gives the same bits: each of its ranks makes
-/// the sums of those it stands for.
+/// A replica that continues with fewer or more ranks gives the same bits: each rank computes the
+/// sums of the ranks it stands for.
 #[test]
 fn every_degree_gives_the_bits_of_the_wanted_one() {
     for model in [
@@ -179,8 +179,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
                 let what = format!("{} on {on:?}: {degree} ranks as 4", model.display());
                 same(&run((degree, 4)), &whole, &what);
             }
-            // Unless told so, a degree makes its own sums: this test can fail. Where activations are
-            // rounded, a small model may hide that.
+            // By default a degree computes its own sums: this test can fail. Where activations are
+            // rounded, a small model may hide the difference.
             let own = run((1, 1));
             let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
             if matches!(on, On::Cpu) {

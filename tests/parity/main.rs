@@ -1,25 +1,26 @@
 //! Every model folder against its golden values (transformers, float32), at tp 1, 2 and 4.
 //!
 //! - [`adapters`]: LoRA adapters beside the model
-//! - `ahead`: steps of any mix begun while the one before runs
+//! - `ahead`: steps of any mix, begun while the previous step runs
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
-//! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
+//! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
+//! - [`cuda_invariance`]: `--batch-invariant`: bits that do not depend on the batch
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
-//! - `embeddings`: those of transformers, whole and in chunks, on every device and degree
-//! - `experts`: mixtures of experts on one, in many chunks of slots
-//! - `family`: scaled rotary embeddings, projections that are one tensor, text models within others
-//! - [`forming`]: ranks on those as a coordinator has them formed
-//! - [`masks`]: tokens that keep to a rule, on every device and degree
+//! - `embeddings`: compared with transformers, whole and in chunks, on every device and degree
+//! - `experts`: mixtures of experts on one of them, in many chunks of slots
+//! - `family`: scaled rotary embeddings, merged projections, text models within multimodal ones
+//! - [`forming`]: ranks on stand-ins, formed as by a coordinator
+//! - [`masks`]: structured output by token masks, on every device and degree
 //! - [`odd`]: sizes, types and numbers that the repository's models do not have
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`quantised`]: weights in int8, and how far that is from the goldens
-//! - `queued`: samples queued behind each other against the sampler by definition
+//! - `queued`: queued sampling compared with the sampler by definition
 //! - [`rig`]: ranks as threads, driven by step plans
-//! - [`samplers`]: the fast sampler against the one by definition
-//! - `swapping`: sequences that go to host memory and come back, on every device
+//! - [`samplers`]: the fast sampler compared with the one by definition
+//! - `swapping`: sequences swapped to host memory and back, on every device
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,5 +1,5 @@
-//! Masks of tokens through plan, engine and sampler: tokens keep to their masks on every device and
-//! degree, alone and in a batch, and are those that a sampler without masks would choose.
+//! Token masks through plan, engine and sampler: tokens obey their masks on every device and
+//! degree, alone and in a batch, and equal the choices of a sampler without masks.
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
 use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
@@ -9,7 +9,7 @@ use testkit::models::{demo, goldens, variant};
 use crate::nccl::transcript_of;
 use crate::rig::{Given, On, Rig, Seq, engine_of, fake_cuda_backend};
 
-/// Of the models here.
+/// The vocabulary of the models here.
 const VOCAB: u32 = 384;
 
 fn mix(state: u64, word: u64) -> u64 {
@@ -17,8 +17,8 @@ fn mix(state: u64, word: u64) -> u64 {
     (state ^ (state >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9)
 }
 
-/// What a rule allows after these tokens, as of a grammar: it depends on all of them. One token, a
-/// few, half, all but a few.
+/// The tokens that a rule allows after `tokens`; like a grammar, it depends on all of them. One
+/// token, a few, half, all but a few.
 pub(crate) fn of(rule: u64, tokens: &[u32]) -> TokenMask {
     let state = tokens.iter().fold(rule, |state, token| mix(state, u64::from(*token)));
     let mut bits = [0u32; VOCAB.div_ceil(32) as usize];
@@ -56,7 +56,7 @@ fn sampling(index: usize) -> SamplingParams {
     SamplingParams { logprobs, ..sampling }
 }
 
-/// Two of three have a rule.
+/// Two of three sequences have a rule.
 fn rule(index: usize) -> Option<u64> {
     (!index.is_multiple_of(3)).then_some(index as u64)
 }
@@ -67,8 +67,8 @@ fn same(a: &Seq, b: &Seq, what: &str) {
     assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");
 }
 
-/// What a rule leaves out is given a bias that nothing makes up for: another part of the samplers
-/// has to choose the same tokens.
+/// Gives the tokens that a rule excludes an overwhelming negative bias: a different part of the
+/// samplers must choose the same tokens.
 fn check_against_biases(on: On, degree: u32, tokens: usize) {
     let model = variant("llama-gqa");
     let mut rig = Rig::on(on, &model, degree);
@@ -115,8 +115,8 @@ fn tokens_on_gpus_are_those_of_biases_that_say_the_same() {
     check_against_biases(On::FakePeers(1 << 20), 2, 2);
 }
 
-/// As many masks as there can be find room that was made before the first step: moving what graphs
-/// name would cost this rank its graphs, and no other.
+/// The memory for the largest number of masks is allocated before the first step: reallocating what
+/// graphs refer to would cost this rank, and no other, its graphs.
 #[test]
 fn masks_of_all_sequences_cost_no_graphs() {
     const SEQS: u32 = 64;
@@ -170,7 +170,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
     assert_eq!(engine.backend().num_graphs(), 1);
 }
 
-/// Every sequence alone, then all of them together, joining one by one.
+/// Every sequence alone, then all together, joining one by one.
 fn check_alone_and_together(on: On, degree: u32, count: usize, output: usize) {
     let model = variant("llama-gqa");
     let prompts: Vec<Vec<u32>> = goldens(&model).into_iter().map(|g| g.prompt_ids).collect();
@@ -230,12 +230,12 @@ fn a_masked_sequence_admitted_again_goes_on_identically() {
     }
 }
 
-/// Ranks on GPUs look each at their own part of the vocabulary for greedy steps, in graphs and
-/// outside of them, and all of it for others; rank 0 of ranks that exchange data through host memory
-/// always sees all.
+/// In greedy steps each rank on a GPU sees only its own part of the vocabulary, in graphs and
+/// outside of them; in other steps, all of it. Rank 0 of ranks that exchange data through host
+/// memory always sees all.
 #[test]
 fn ranks_on_gpus_find_what_one_that_sees_all_logits_finds() {
-    // The fourth and fifth are the greedy ones that nobody wants log-probabilities of.
+    // The fourth and fifth are the greedy ones without log-probabilities.
     let rule = |index: usize| [Some(1), None, Some(2), Some(3), None, Some(5)][index];
     let model = variant("llama-gqa");
     for (on, degree) in [

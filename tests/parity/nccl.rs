@@ -1,5 +1,5 @@
-//! Ranks on GPUs that exchange data by NCCL, all three of them stand-ins: the bits are those of ranks
-//! that exchange data through host memory, with graphs, and with one step begun behind the other.
+//! Ranks on GPUs that exchange data by NCCL, all of them stand-ins: same bits as ranks that
+//! exchange data through host memory, with graphs, and with one step begun ahead.
 use std::collections::HashMap;
 use std::path::Path;
 use std::time::Duration;
@@ -17,14 +17,14 @@ use worker::engine::Engine;
 use crate::cuda::{Script, check, plans_with, run_plans};
 use crate::rig::{On, Rig, engine_of, fake_nccl_backend, fake_nccl_engine, join_nccl};
 
-/// Sequences with each kind of sampling: tokens, and bits of all log-probabilities.
+/// The sequences, one per kind of sampling: tokens, and the bits of all log-probabilities.
 pub(crate) type Transcript = Vec<(Vec<u32>, Vec<u32>, Vec<(u32, u32)>)>;
 
 pub(crate) fn transcript(on: On, model: &Path, degree: u32, steps: usize) -> Transcript {
     transcript_of(on, model, degree, steps, |_| None)
 }
 
-/// The same, of sequences some of which keep to rules.
+/// The same for sequences of which some have rules.
 pub(crate) fn transcript_of(
     on: On,
     model: &Path,
@@ -42,7 +42,7 @@ pub(crate) fn transcript_of(
             logprobs: Some(0),
             ..SamplingParams::default()
         },
-        // Of these, ranks tell each other the best of their own logits alone.
+        // For these, ranks only exchange the best of their own logits.
         SamplingParams::greedy(),
         SamplingParams::greedy(),
         SamplingParams {
@@ -65,7 +65,7 @@ pub(crate) fn transcript_of(
     for (index, seq) in seqs.iter_mut().enumerate() {
         seq.rule = rule(index);
     }
-    // At most 32 rows a step: of more, sums of over two ranks are made in NCCL's own order.
+    // At most 32 rows per step: for more, sums over more than two ranks have NCCL's order.
     while seqs.iter().any(|seq| seq.output().len() < 2) {
         rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 6);
     }
@@ -128,7 +128,7 @@ fn the_demo_model_at_two_ranks() {
     check(On::FakeNccl, &demo(), 2, 1, 4);
 }
 
-/// Tokens of two ranks, each of which looks for the next step or does not.
+/// The tokens of two ranks, each of which looks for the next step or does not.
 fn run_ranks(plans: &Script, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
     let group = local_group(2, Duration::from_secs(30)).unwrap();
     let relay = SharedRelay::default();
@@ -138,7 +138,7 @@ fn run_ranks(plans: &Script, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
         let mut engine = fake_nccl_engine(&model, (rank, 2), collective, relay);
         let seen = run_plans(&mut engine, plans, ahead[rank as usize]);
         assert_eq!(engine.begun_ahead() > 0, ahead[rank as usize]);
-        // Among masked ones a late step makes room for a first exchange of best logits.
+        // With masks, a late step allocates for the first exchange of best logits.
         let graphs = if is_masked { 0 } else { 2 };
         assert!(engine.backend().num_graphs() >= graphs, "{}", engine.backend().num_graphs());
         (seen, engine.digest())
@@ -158,7 +158,7 @@ fn run_ranks(plans: &Script, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
     results[0].0.clone()
 }
 
-/// The next step is there for one rank sooner than for another, or for none.
+/// One rank learns of the next step earlier than another, or neither does in time.
 #[test]
 fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
     for masked in [&[][..], &[0, 3], &[0, 1, 2, 3, 4, 5]] {
@@ -171,8 +171,8 @@ fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
     }
 }
 
-/// Greedy steps of these sequences: a prompt where one is met first, a token of it later. Of every
-/// third one the prompt's log-probabilities are wanted, and every fifth one's tokens are masked.
+/// Greedy steps of these sequences: a prompt at the first occurrence, a token later. Every third
+/// sequence wants its prompt's log-probabilities, and every fifth one has masks.
 fn greedy(batches: &[&[u64]]) -> Script {
     const PROMPT: [u32; 5] = [1, 5, 9, 33, 7];
     let mut computed = HashMap::new();
@@ -219,7 +219,7 @@ fn greedy(batches: &[&[u64]]) -> Script {
     script
 }
 
-/// An engine as a worker has it: the largest steps were run once.
+/// An engine as in a worker: the largest steps have run once.
 fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> Engine<CudaBackend> {
     let sizes = EngineConfig {
         block_size: 16,
@@ -237,8 +237,8 @@ fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> E
     engine
 }
 
-/// What ranks capture before the first request is all that steps of any size need, for as long as rank
-/// 0 has time for it; with less of it, and with none, tokens are the same.
+/// Ranks capture all steps before the first request, for steps of any size, as long as rank 0 has
+/// time for it; with less time, or none, tokens are the same.
 #[test]
 fn ranks_capture_steps_of_every_size_before_the_first_request() {
     let batches: [&[u64]; 9] = [
@@ -261,7 +261,7 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
                 engine.start(512).unwrap();
                 let own = if rank == 0 { seconds } else { 60 - seconds };
                 let warmed = engine.warm(&decode_buckets(8), Duration::from_secs(own)).unwrap();
-                // Greedy ones, of whose logits ranks look at parts, and others.
+                // Greedy steps, for which ranks look at parts of the logits, and others.
                 let kinds = if seconds > 0 { 2 * 4 } else { 0 };
                 assert_eq!((warmed.kinds, warmed.of), (kinds, 2 * 4));
                 assert_eq!(engine.backend().num_graphs(), kinds);
@@ -288,8 +288,9 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
     }
 }
 
-/// One rank is another process in the second epoch: it must call, record and replay the steps that
-/// the other one does, which has seen larger ones before. NCCL's ranks would wait for each other.
+/// In the second epoch one rank is a new process: it must call, record and replay the same steps as
+/// the other one, which has seen larger steps before. Otherwise NCCL's ranks would wait for each
+/// other.
 #[test]
 fn a_replaced_rank_records_the_steps_that_the_other_records() {
     const LARGE: &[u64] = &[1, 2, 3, 4, 5, 6];

@@ -1,5 +1,5 @@
-//! Model folders that the repository does not have: a vocabulary that no degree divides, weights of
-//! several types, tensors nobody asked for, numbers that are not finite.
+//! Model folders unlike those of the repository: a vocabulary that no degree divides, weights of
+//! several types, unused tensors, values that are not finite.
 use std::path::Path;
 
 use kernels::ReferenceBackend;
@@ -16,7 +16,7 @@ fn params() -> SamplingParams {
     SamplingParams { logprobs: Some(5), prompt_logprobs: Some(0), ..SamplingParams::greedy() }
 }
 
-/// The folder's answers to prompts that name its first and last tokens.
+/// The model's answers to prompts with its first and last tokens.
 fn answers(on: On, folder: &Path, vocab: u32, degree: u32) -> Vec<Seq> {
     let prompts = [vec![0, vocab - 1, vocab / 2, vocab / 3], vec![vocab - 1; 7], vec![vocab / 2]];
     let mut rig = Rig::on(on, folder, degree);
@@ -45,7 +45,7 @@ fn assert_close(found: &[Seq], wanted: &[Seq], what: &str) {
     }
 }
 
-/// 381 leaves the last of four ranks short, 5 leaves it with padding alone.
+/// 381 leaves the last of four ranks with fewer tokens, 5 leaves it with padding only.
 #[test]
 fn a_vocabulary_that_does_not_divide_is_padded() {
     for vocab in [381, 5] {
@@ -129,8 +129,8 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         sampling: params(),
     }];
     let steps = [
-        // A prefill chunk that only scores its prompt, the chunk that samples, and the step that was
-        // already under way when the coordinator learned of it.
+        // A prefill chunk that only scores its prompt, the chunk that samples, and the step that
+        // was already in flight when the coordinator learned of it.
         StepPlan {
             step: StepId(1),
             admitted,

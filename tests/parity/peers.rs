@@ -1,5 +1,5 @@
-//! Ranks on GPUs that see each other's memory: their bits are those of ranks that exchange data
-//! through host memory, with sums fused with norms and apart, in one shot and in two, in graphs.
+//! Ranks on GPUs that see each other's memory: same bits as ranks that exchange data through host
+//! memory, with sums fused with norms and separate, one-shot and two-shot, in graphs.
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ use crate::rig::{On, fake_peers_alone};
 fn same_bits(folder: &str, degree: u32) {
     let model = variant(folder);
     let host = transcript(On::FakeCuda, &model, degree, 12);
-    // All fused; by size; all in two shots.
+    // All fused one-shot; by size; all two-shot.
     for one_shot in [1 << 20, 1024, 0] {
         let devices = transcript(On::FakePeers(one_shot), &model, degree, 12);
         assert_eq!(devices, host, "one-shot up to {one_shot} bytes");
@@ -31,7 +31,7 @@ fn llama_gqa_tp2() {
     same_bits("llama-gqa", 2);
 }
 
-/// Two ranks have the same KV head.
+/// Two ranks share a KV head.
 #[test]
 fn llama_gqa_tp4() {
     same_bits("llama-gqa", 4);
@@ -58,7 +58,7 @@ fn goldens_hold() {
     check(On::FakePeers(1 << 20), &variant("qwen3"), 2, 1, 12);
 }
 
-/// Joins the other ranks, which may take `timeout`; hands on what frees this rank.
+/// Joins the other ranks, within `timeout`; returns the handle that aborts the exchange.
 fn join(backend: &mut CudaBackend, timeout: Duration) -> Arc<dyn AbortHandle> {
     let mut handle = None;
     let joined = backend.join(GroupSetup {
@@ -71,7 +71,7 @@ fn join(backend: &mut CudaBackend, timeout: Duration) -> Arc<dyn AbortHandle> {
     handle.unwrap()
 }
 
-/// The sum of what `count` values of all ranks hold.
+/// The sum over all ranks of a buffer of `count` values.
 fn sum(backend: &mut CudaBackend, count: usize, value: f32) -> Result<Vec<f32>, KernelError> {
     let mut data = backend.new_buffer(1, count)?;
     data.set_rows(1)?;
@@ -80,8 +80,8 @@ fn sum(backend: &mut CudaBackend, count: usize, value: f32) -> Result<Vec<f32>, 
     backend.read_buffer(&data)
 }
 
-/// Rank 0 calls for a sum that rank 1 does not come to; what it is told, and after how long. Both
-/// are in good order behind it.
+/// Rank 0 calls a sum that rank 1 does not join; returns its error, and after how long. Both ranks
+/// work afterwards.
 fn left_alone(timeout: Duration, abort_after: Option<Duration>) -> (KernelError, Duration) {
     let groups = [(); 2].map(|()| local_group(2, Duration::from_secs(60)).unwrap());
     let [first, second] = groups;

@@ -1,5 +1,5 @@
-//! Plans that do not fit what a worker has are refused with one sentence, before the device sees
-//! them; plans at the very bounds are run.
+//! Plans that do not fit the worker's state are rejected with one sentence before the device sees
+//! them; plans exactly at the bounds run.
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
@@ -27,7 +27,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
     engine_of(&variant("llama-gqa"), 0, 1, backend, sizes).unwrap()
 }
 
-/// An engine that has run `seq-1`: five tokens and one sampled, in blocks 0 and 1.
+/// An engine that has run `seq-1`: five prompt tokens and one sampled, in blocks 0 and 1.
 fn engine() -> Engine<ReferenceBackend> {
     let mut engine = unstarted();
     engine.start(NUM_BLOCKS).unwrap();
@@ -224,7 +224,7 @@ fn masks_that_do_not_fit_their_plan() {
         assert_eq!(given(masks).unwrap_err(), format!("step 2: {expected}"));
     }
     assert_eq!(step(&decode, &mut NoSteps).unwrap_err(), "step 2: no masks come here");
-    // They are of the masked ones alone, in the plan's order.
+    // Masks belong only to the masked entries, in the plan's order.
     let both = StepPlan {
         admitted: vec![new(2, &TOKENS, 5)],
         sequences: vec![run(2, 0, 5, &[2, 3]), masked],
@@ -234,7 +234,7 @@ fn masks_that_do_not_fit_their_plan() {
     assert_eq!((tokens.len(), tokens[1]), (2, 9));
 }
 
-/// What the plans above are one step beyond.
+/// The bounds that the plans above exceed by one.
 #[test]
 fn the_last_position_is_computed_and_no_further() {
     let mut engine = engine();
@@ -250,8 +250,8 @@ fn the_last_position_is_computed_and_no_further() {
     assert_eq!(error, "step 3: seq-2 is to be sampled at 13, it has 13 tokens");
 }
 
-/// `finished` comes first: its id and its blocks are free within the same plan. Ids that were never
-/// here do no harm.
+/// `finished` is processed first: its ids and blocks are free within the same plan. Unknown ids are
+/// ignored.
 #[test]
 fn a_finished_sequence_makes_room_in_the_same_plan() {
     let mut fresh = unstarted();
@@ -266,7 +266,7 @@ fn a_finished_sequence_makes_room_in_the_same_plan() {
     assert_eq!(step(&mut engine(), &again(2)).unwrap(), expected);
 }
 
-/// A sequence may begin behind a prefix that another one has computed, in the same blocks.
+/// A sequence may start after a prefix that another one has computed, in the same blocks.
 #[test]
 fn a_prefix_computed_by_another_sequence_is_read() {
     let tokens = [TOKENS.as_slice(), &[6]].concat();

@@ -1,5 +1,5 @@
-//! Weights quantised to int8 while they are loaded: every backend makes the same of them, and how far
-//! that is from float32.
+//! Weights quantised to int8 at load time: every backend gets the same weights, and how far the
+//! results are from float32.
 use std::path::Path;
 
 use shared::sampling::SamplingParams;
@@ -7,19 +7,19 @@ use testkit::models::{demo, goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
-/// Of the fast backend in f32 precision, from the oracle with the same weights.
+/// Largest deviation of the fast backend in f32 precision from the oracle with the same weights.
 const TOLERANCE: f32 = 1e-3;
 
-/// How far log-probabilities are from transformers' in float32.
+/// How far log-probabilities are from those of transformers in float32.
 #[derive(Debug, Default)]
 struct Drift {
     worst: f64,
     total: f64,
     count: u32,
-    /// Of the prompts' tokens together: what a perplexity is made of.
+    /// Of all prompt tokens together: the basis of perplexity.
     log_likelihood: [f64; 2],
     prompts: usize,
-    /// Prompts of which greedy tokens differ.
+    /// Number of prompts with different greedy tokens.
     differ: usize,
 }
 
@@ -40,12 +40,12 @@ impl Drift {
     }
 }
 
-/// All golden prompts with their greedy tokens.
+/// All golden prompts, followed by their greedy tokens.
 pub(crate) fn answers(on: On, model: &Path, degree: u32) -> Vec<Seq> {
     some_answers(on, model, degree, usize::MAX, usize::MAX)
 }
 
-/// So many of the prompts, with so many tokens.
+/// The first `prompts` prompts, with `output` tokens each.
 fn some_answers(on: On, model: &Path, degree: u32, prompts: usize, output: usize) -> Vec<Seq> {
     let mut rig = Rig::on(on, model, degree);
     let sampling =
@@ -63,7 +63,7 @@ fn some_answers(on: On, model: &Path, degree: u32, prompts: usize, output: usize
         .collect()
 }
 
-/// Of the prompts' tokens, which are the same whatever computes.
+/// Computed from the prompts' tokens, which do not depend on the backend.
 fn drift(model: &Path, answers: &[Seq]) -> Drift {
     let mut drift = Drift::default();
     for (golden, seq) in goldens(model).iter().zip(answers) {
@@ -90,7 +90,7 @@ fn close(a: &[Seq], b: &[Seq], tolerance: f32, what: &str) {
     }
 }
 
-/// Mean error of models of random weights: small ones whose logits are large, so that rounding shows.
+/// Mean error for models with random weights: small models with large logits, where rounding shows.
 const RANDOM: f64 = 0.1;
 
 fn check(model: &Path, most: f64) {
@@ -114,7 +114,7 @@ fn check(model: &Path, most: f64) {
             drift.prompts
         );
         assert!(drift.mean() < most, "mean error {}", drift.mean());
-        // What was to be quantised was: float32 is a hundred times closer.
+        // Quantisation took place: in float32 the error would be a hundred times smaller.
         assert!(matches!(on, On::CpuBf16) || drift.mean() > 1e-4, "mean error {}", drift.mean());
     }
 }
@@ -146,7 +146,7 @@ fn norms_of_what_is_added() {
     check(&variant("gemma3"), RANDOM);
 }
 
-/// FP8 and 4 bits are quantised anew; int8 is taken as it is.
+/// FP8 and 4-bit weights are quantised again; int8 weights are used as they are.
 #[test]
 fn checkpoints_that_are_quantised() {
     check(&variant("qwen2-fp8"), RANDOM);
@@ -156,7 +156,7 @@ fn checkpoints_that_are_quantised() {
     check(&variant("qwen3-awq"), RANDOM);
 }
 
-/// Groups of 32 and more stay in 4 bits there, but for experts'; the rest is bf16.
+/// On GPUs, groups of at least 32 stay in 4 bits, except for experts; everything else is bf16.
 #[test]
 fn four_bits_on_gpus_are_the_same() {
     for (model, degree) in [
@@ -174,7 +174,7 @@ fn four_bits_on_gpus_are_the_same() {
     }
 }
 
-/// Products' inputs are rounded to bf16 there.
+/// On GPUs, the inputs of products are rounded to bf16.
 #[test]
 fn kernels_for_gpus_make_the_same() {
     for (model, degree) in [

@@ -1,6 +1,6 @@
-//! Samples that are queued behind each other on a stand-in for a GPU, against the sampler by definition:
-//! rows whose logits are edited among others, lists of likely tokens, and rows whose last token is one
-//! that the host does not have yet.
+//! Sampling queued behind sampling on a stand-in for a GPU, compared with the sampler by
+//! definition: rows with edited logits among others, lists of likely tokens, and rows whose last
+//! token the host does not have yet.
 use kernels::backend::{AttentionShape, Batch, DType, HostMatrix, NOT_FED, SeqRows, StepInputs};
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
@@ -11,7 +11,7 @@ use crate::rig::fake_cuda_backend;
 
 const VOCAB: usize = 200;
 
-/// Coarse logits, so that edits decide.
+/// Coarse logits, so that edits matter.
 fn logits(step: usize, rows: usize) -> Vec<f32> {
     let mut state = 77 + step as u32;
     let mut next = || {
@@ -27,7 +27,7 @@ struct Sequence {
     output: Vec<u32>,
 }
 
-/// Of every six, three have edits, two of them such as depend on their tokens.
+/// Of every six sequences three have edited logits, two of those depending on their tokens.
 fn sequence(index: u32) -> Sequence {
     let mut params = SampleParams {
         temperature: if index.is_multiple_of(4) { 0.0 } else { 0.8 },
@@ -51,7 +51,7 @@ fn sequence(index: u32) -> Sequence {
     Sequence { params, prompt: vec![index % 5, 3], output: Vec::new() }
 }
 
-/// The rows' tokens by definition.
+/// The rows' tokens, by definition.
 fn oracle(logits: &[f32], rows: &[SampleRow<'_>]) -> Vec<Sampled> {
     let mut backend = ReferenceBackend::new(single_rank());
     let bytes: Vec<u8> = logits.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -73,7 +73,7 @@ fn oracle(logits: &[f32], rows: &[SampleRow<'_>]) -> Vec<Sampled> {
     sampled
 }
 
-/// Begins a decode step of sequences that are each at their first token.
+/// Begins a decode step of sequences that are all at their first token.
 pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed: &[u32]) {
     let rows = sampling.len() as u32;
     let all: Vec<u32> = (0..rows).collect();
@@ -109,7 +109,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
     backend.begin_step(&inputs).unwrap();
 }
 
-/// Queues a step of sequences of one row each.
+/// Queues a step with one row per sequence.
 fn queue(
     backend: &mut CudaBackend,
     logits: &<CudaBackend as Backend>::Buffer,
@@ -138,8 +138,8 @@ fn compare(found: &[Sampled], expected: &[Sampled], at: &str) {
     }
 }
 
-/// Steps of `counts` sequences, each begun before the tokens of the one before are fetched. Sequences
-/// change their rows, and some are in every other step alone.
+/// Steps of `counts` sequences, each begun before the previous step's tokens are fetched. Sequences
+/// change rows, and some take part only in every other step.
 fn behind_each_other(counts: &[usize]) {
     let most = counts.iter().copied().max().unwrap();
     let mut backend = fake_cuda_backend(true, single_rank());
@@ -192,7 +192,7 @@ fn behind_each_other(counts: &[usize]) {
             .map(|(index, fed)| {
                 let mut output = all[*index].output[..lengths[*index]].to_vec();
                 if *fed != NOT_FED {
-                    // The host does not have it.
+                    // The host does not have this token.
                     *output.last_mut().unwrap() = 0;
                 }
                 output
@@ -224,7 +224,7 @@ fn edits_and_lists_are_queued_and_depend_on_tokens_that_are_fed() {
     behind_each_other(&[70, 70, 64, 70]);
 }
 
-/// Room for results is made while a step's are on their way.
+/// Memory for results is allocated while those of a step are in flight.
 #[test]
 fn a_step_of_more_rows_than_ever_is_queued_behind_another() {
     behind_each_other(&[20, 600, 30]);

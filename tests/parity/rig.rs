@@ -1,4 +1,4 @@
-//! Ranks as threads, driven by step plans: the coordinator's part, as simply as it can be done.
+//! Ranks as threads, driven by step plans: a minimal coordinator.
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
@@ -38,7 +38,7 @@ const TOKENS_MAX: u32 = 1024;
 /// A plan, and the masks of its masked entries.
 type Planned = (StepPlan, Vec<Option<TokenMask>>);
 
-/// Masks of one step, which are there when they are asked for.
+/// The masks of one step, available at once.
 pub(crate) struct Given(pub(crate) Vec<Option<TokenMask>>);
 
 impl StepSource for Given {
@@ -51,7 +51,7 @@ impl StepSource for Given {
     }
 }
 
-/// A replica of threads.
+/// A replica whose ranks are threads.
 pub(crate) struct Rig {
     plans: Vec<Sender<Planned>>,
     outputs: Receiver<Result<Vec<SequenceOutput>, String>>,
@@ -61,7 +61,7 @@ pub(crate) struct Rig {
     next_block: u32,
 }
 
-/// One sequence under way.
+/// A running sequence.
 #[derive(Clone, Debug)]
 pub(crate) struct Seq {
     pub(crate) id: SeqId,
@@ -73,11 +73,11 @@ pub(crate) struct Seq {
     computed: u32,
     blocks: u32,
     sampling: SamplingParams,
-    /// Its adapter; 0 for none.
+    /// The number of its adapter; 0 for none.
     pub(crate) adapter: u32,
-    /// Its tokens keep to the rule of this number.
+    /// The number of the rule that its tokens obey.
     pub(crate) rule: Option<u64>,
-    /// What its next step drafts, when it computes nothing but its last token.
+    /// The drafts of its next step, if that computes only its last token.
     pub(crate) drafts: Vec<u32>,
     admitted: bool,
 }
@@ -88,31 +88,31 @@ impl Seq {
     }
 }
 
-/// Which backend computes.
+/// The backend under test.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum On {
-    /// The fast one, with the instructions of this machine and products of f32 precision.
+    /// The CPU backend with this machine's instructions and products in f32 precision.
     Cpu,
     /// The same with activations of products rounded to bf16.
     CpuBf16,
-    /// The fast one in f32 precision, weights quantised to int8.
+    /// The CPU backend in f32 precision, with weights quantised to int8.
     CpuInt8,
     /// The same with activations of products rounded to bf16.
     CpuBf16Int8,
-    /// The oracle.
+    /// The oracle: the reference backend.
     Reference,
-    /// The oracle, weights quantised to int8.
+    /// The oracle, with weights quantised to int8.
     ReferenceInt8,
-    /// The CUDA backend with its kernels emulated; ranks exchange data through host memory.
+    /// The CUDA backend with emulated kernels; ranks exchange data through host memory.
     FakeCuda,
-    /// As `FakeCuda`, told to be independent of the batch.
+    /// As `FakeCuda`, with batch invariance.
     FakeInvariant,
-    /// As `FakeCuda`, whose ranks see each other's memory. Of messages, those of up to so many bytes go
-    /// one-shot, fused with the norm behind them.
+    /// As `FakeCuda`, with ranks that see each other's memory. Messages of up to this many bytes go
+    /// one-shot, fused with the following norm.
     FakePeers(usize),
-    /// The same, with a GPU for each rank and a stand-in for NCCL between them.
+    /// As `FakeCuda`, with a GPU per rank and a stand-in for NCCL between them.
     FakeNccl,
-    /// As `FakeCuda`, weights quantised to int8.
+    /// As `FakeCuda`, with weights quantised to int8.
     FakeCudaInt8,
 }
 
@@ -127,7 +127,7 @@ impl On {
     }
 }
 
-/// GPUs of the stand-in for NVIDIA's driver.
+/// Number of GPUs of the stand-in for NVIDIA's driver.
 const GPUS: u32 = 4;
 
 /// A backend on the stand-in for NVIDIA's driver.
@@ -142,7 +142,7 @@ pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collectiv
     CudaBackend::new(CudaOptions { folders, kernels, ..options }, collective).unwrap()
 }
 
-/// A backend on the stand-in that is to see other ranks' memory, and has not joined them.
+/// A backend on the stand-in that shall see other ranks' memory, and has not joined them yet.
 pub(crate) fn fake_peers_alone(collective: Box<dyn Collective>) -> CudaBackend {
     fake_peers_backend(256 << 10, collective)
 }
@@ -173,7 +173,7 @@ fn fake_peer(one_shot: usize, collective: Box<dyn Collective>) -> CudaBackend {
     backend
 }
 
-/// The stand-in's GPU of the rank's number, with a stand-in for NCCL.
+/// Options for the stand-in's GPU number `rank`, with a stand-in for NCCL.
 pub(crate) fn fake_nccl_options(rank: u32) -> CudaOptions {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fake = fake_cuda_of(folder, GPUS).unwrap();
@@ -188,7 +188,7 @@ pub(crate) fn fake_nccl_options(rank: u32) -> CudaOptions {
     }
 }
 
-/// A backend on the stand-in's GPU of the rank's number, that has joined the other ranks'.
+/// A backend on the stand-in's GPU number `rank` that has joined the other ranks'.
 pub(crate) fn fake_nccl_backend(
     rank: u32,
     collective: Box<dyn Collective>,
@@ -210,7 +210,7 @@ pub(crate) fn join_nccl(backend: &mut CudaBackend, mut relay: SharedRelay) {
     assert_eq!(joined.unwrap().algorithm, "nccl");
 }
 
-/// One rank's engine on the stand-ins, with the others' to come.
+/// One rank's engine on the stand-ins; the other ranks follow.
 pub(crate) fn fake_nccl_engine(
     model: &Path,
     (rank, degree): (u32, u32),
@@ -222,7 +222,7 @@ pub(crate) fn fake_nccl_engine(
         .unwrap()
 }
 
-/// One rank's engine on the fast backend.
+/// One rank's engine on the CPU backend.
 pub(crate) fn engine(
     model: &Path,
     rank: u32,
@@ -253,7 +253,7 @@ fn engine_on<B: Backend>(
     Ok(engine)
 }
 
-/// An engine of any sizes, not started.
+/// An engine of any size, not started yet.
 pub(crate) fn engine_of<B: Backend>(
     model: &Path,
     rank: u32,
@@ -271,7 +271,7 @@ pub(crate) fn engine_of<B: Backend>(
     )
 }
 
-/// The same, with sums made as by another number of ranks: `degree` is (ranks, ranks of sums).
+/// The same, with sums computed as by another number of ranks: `degree` is (ranks, ranks of sums).
 fn engine_reducing<B: Backend>(
     model: &Path,
     rank: u32,
@@ -318,17 +318,17 @@ impl Rig {
         Self::reducing(backend, model, (degree, degree))
     }
 
-    /// `degree` is (ranks, ranks that sums are made as by).
+    /// `degrees` is (ranks, ranks as which sums are computed).
     pub(crate) fn reducing(backend: On, model: &Path, degrees: (u32, u32)) -> Self {
         Self::adapted(backend, model, degrees, &Lora::default())
     }
 
-    /// The same, with adapters beside the model.
+    /// The same, with adapters.
     pub(crate) fn adapted(backend: On, model: &Path, degrees: (u32, u32), lora: &Lora) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
         if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
-            // Before the ranks' threads are at it: compiled once.
+            // Compiled once, before the ranks' threads need it.
             let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
             fake_nccl(folder, &fake_cuda_of(folder, GPUS).unwrap(), None).unwrap();
         }
@@ -389,7 +389,7 @@ impl Rig {
         Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
     }
 
-    /// One rank on the fast backend, whose sequences have at most so many tokens.
+    /// One rank on the CPU backend, with sequences of at most `max_model_len` tokens.
     pub(crate) fn within(model: &Path, max_model_len: u32) -> Self {
         let (sender, outputs) = channel();
         let (plans, received) = channel::<Planned>();
@@ -463,7 +463,7 @@ impl Rig {
             let count = count + drafts.len() as u32;
             let mut new_blocks = Vec::new();
             while seq.blocks * BLOCK_SIZE < seq.computed + count {
-                // Scattered over the cache, so that a wrong table cannot pass.
+                // Scattered over the cache, so that a wrong block table cannot go unnoticed.
                 self.next_block += 1;
                 new_blocks.push(BlockId(self.next_block * 769 % NUM_BLOCKS));
                 seq.blocks += 1;
@@ -496,7 +496,7 @@ impl Rig {
                 seq.embedding = output.embedding;
             }
             if let Some(token) = output.token {
-                // All but the first token of a sequence were drafted, and computed already.
+                // All but a sequence's first token were drafted, and are computed already.
                 seq.computed += u32::from(seen.contains(&seq.id));
                 seen.push(seq.id);
                 assert_eq!(output.position as usize, seq.tokens.len());
@@ -507,14 +507,14 @@ impl Rig {
         }
     }
 
-    /// Runs one sequence until it has `output` tokens of output.
+    /// Runs one sequence until it has generated `output` tokens.
     pub(crate) fn run(&mut self, seq: &mut Seq, output: usize, chunk: u32) {
         while seq.output().len() < output {
             self.step(&mut [seq], chunk);
         }
     }
 
-    /// Starts over with an empty cache's worth of blocks.
+    /// Ends these sequences, and starts over as with an empty cache.
     pub(crate) fn forget(&mut self, seqs: &[&Seq]) {
         self.step += 1;
         let finished = seqs.iter().map(|seq| seq.id).collect();

@@ -1,5 +1,5 @@
-//! The fast sampler chooses what the one by definition chooses, for thousands of drawn parameters;
-//! logits are coarse, so that many are equal.
+//! The fast sampler chooses the same tokens as the one by definition, for thousands of random
+//! parameters; logits are coarse, so that many are equal.
 use std::cell::{Cell, RefCell};
 
 use kernels::backend::{DType, HostMatrix};
@@ -11,17 +11,17 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 const WIDTH: usize = 200;
-/// The rest is padding.
+/// The rest of a row is padding.
 const VOCAB: usize = 187;
 
 #[derive(Clone, Debug)]
 struct Case {
-    /// In eighths, so that bf16 holds them exactly.
+    /// In eighths, which bf16 represents exactly.
     logits: Vec<i8>,
     params: SampleParams,
     prompt: Vec<u32>,
     output: Vec<u32>,
-    /// Tokens that may be chosen, in a few words: the others are all 0 or all 1.
+    /// The allowed tokens, in a few words; all other words are 0 or all ones.
     allowed: Option<Vec<u32>>,
 }
 
@@ -102,8 +102,8 @@ fn both_backends_choose_the_same() {
     let fast = RefCell::new(CpuBackend::new(1, Precision::Float32, single_rank()).unwrap());
     let oracle = RefCell::new(ReferenceBackend::new(single_rank()));
     let (random, lower) = (Cell::new(0), Cell::new(0));
-    // Always the same cases: one sampler adds in f32's weights, the other in f64's, so about one draw in a million falls
-    // between the two.
+    // A fixed set of cases: one sampler adds weights in f32 and the other in f64, so about one draw
+    // in a million falls between the two.
     let config = Config { cases: 4096, failure_persistence: None, ..Config::default() };
     let random_cases = TestRng::deterministic_rng(RngAlgorithm::ChaCha);
     let mut runner = TestRunner::new_with_rng(config, random_cases);

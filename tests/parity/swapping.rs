@@ -1,7 +1,7 @@
-//! Texts of sequences that went to host memory and came back, several times, are those of sequences
-//! that were computed again and of ones that nobody disturbed: the real scheduler over real engines,
-//! one step ahead, with far fewer KV blocks than the load wants. Some are guided: their masks follow
-//! their plans.
+//! Sequences that were swapped to host memory and back, several times, get the same text as
+//! sequences that were recomputed, and as undisturbed ones: the real scheduler with real engines,
+//! one step ahead, with far fewer KV blocks than the load needs. Some sequences are guided: their
+//! masks follow their plans.
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, channel};
 use std::task::{Context, Poll};
@@ -31,10 +31,10 @@ const TOKENS: u32 = 48;
 const MAX_LEN: u32 = 112;
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Tokens, and what was said of them.
+/// Tokens with their log-probabilities.
 type Text = Vec<(u32, Option<TokenLogprobs>)>;
 
-/// What became of a load: each choice's tokens with what was said of them, and how it went.
+/// The result of a load: each choice's text, and statistics.
 #[derive(Debug, Default)]
 struct Outcome {
     choices: BTreeMap<(RequestId, u32), Text>,
@@ -42,12 +42,12 @@ struct Outcome {
     preemptions: u32,
     recomputed: u32,
     drafted: u32,
-    /// Steps that rank 0 began while the one before ran: of decode alone, with parts of prompts or
-    /// admissions, and with copies to or from host memory; and of all those, with masks.
+    /// Steps that rank 0 began while the previous step ran: only decode; with chunks of prompts or
+    /// admissions; with copies to or from host memory; and, of all these, those with masks.
     ahead: [u32; 4],
 }
 
-/// What a rank is sent: the next plans, of which an engine may see the first, and masks.
+/// The messages for a rank: the next plans, the first of which an engine may see, and masks.
 struct Plans {
     receiver: Receiver<ToWorker>,
     held: Option<StepPlan>,
@@ -55,7 +55,7 @@ struct Plans {
 }
 
 impl Plans {
-    /// The next message, within so long; whether there was one.
+    /// Waits up to `within` for the next message; returns whether there was one.
     fn receive(&mut self, within: Duration) -> bool {
         match self.receiver.recv_timeout(within) {
             Ok(ToWorker::Step(plan)) => assert!(self.held.replace(plan).is_none(), "two ahead"),
@@ -77,7 +77,7 @@ impl Plans {
 
 impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
-        // An emulated device runs while it is waited for: the next plan shall come before that.
+        // An emulated device computes while it is waited for: the next plan shall arrive before.
         while self.held.is_none() && self.receive(Duration::from_millis(2)) {}
         self.held.as_ref()
     }
@@ -94,7 +94,7 @@ impl StepSource for Plans {
     }
 }
 
-/// What keeps a sequence to a rule, which depends on all its tokens.
+/// A guide by a rule that depends on all tokens.
 #[derive(Debug)]
 struct Rule {
     rule: u64,
@@ -153,13 +153,13 @@ fn load() -> Vec<GenerateRequest> {
             ..params.clone()
         });
         let rule = Rule::new(u64::from(at) + 7);
-        // One whose logits are edited and a greedy one.
+        // One with edited logits, and a greedy one.
         let guides = match at {
             1 | 2 => vec![Box::new(rule) as Box<dyn TokenGuide>],
             _ => Vec::new(),
         };
         let request = GenerateRequest::new(
-            RequestId(at.into()), // Some begin alike, for a block or two.
+            RequestId(at.into()), // Some share a prefix of one or two blocks.
             (0..18 + 7 * at).map(|i| (i * 5 + if i < 20 { 0 } else { at }) % 384).collect(),
             sampling.collect(),
             30 + at,
@@ -200,7 +200,8 @@ fn serve<B: Backend>(
     ahead
 }
 
-/// Runs the load on `degree` ranks that have so many blocks, and so many in host memory.
+/// Runs the load on `degree` ranks with the given numbers of blocks on the device and in host
+/// memory.
 fn run<B: Backend>(
     degree: u32,
     (blocks, host): (u32, u32),
@@ -299,10 +300,10 @@ const DRAFTS: Speculation = Speculation {
     disable_by_batch_size: None,
 };
 
-/// As many as the longest needs, and one.
+/// The blocks that the longest sequence needs, and one more.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 
-/// Returns what was begun ahead where sequences were swapped.
+/// Checks that all runs agree; returns what was begun ahead when sequences were swapped.
 fn all_alike<B: Backend>(
     degree: u32,
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
@@ -325,7 +326,7 @@ fn all_alike<B: Backend>(
     let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), make);
     assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
     assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
-    // Room for one or two of them: the others are computed again.
+    // Host memory for one or two sequences: the others are recomputed.
     let mixed = run(degree, (FEW, 3), (false, None), make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);
     assert_eq!(mixed.choices, undisturbed.choices, "some swapped, some computed again");
@@ -345,7 +346,7 @@ fn on_the_reference() {
     all_alike(1, ReferenceBackend::new);
 }
 
-/// Graphs and one step ahead included; each row's bits are those it has alone.
+/// Includes graphs and steps begun ahead; each row's bits are those it has alone.
 #[test]
 fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };

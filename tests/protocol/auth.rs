@@ -1,5 +1,5 @@
-//! Who does not know the cluster's secret gets nothing decoded, and frames cannot be made, changed,
-//! repeated or turned around.
+//! Peers that do not know the cluster secret get nothing decoded, and frames cannot be forged,
+//! changed, repeated or reflected.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -38,9 +38,9 @@ fn a_secret_is_long_enough_and_not_shown() {
     let message = AuthError::ShortSecret(5).to_string();
     assert!(message.contains("5 bytes") && message.contains("32"), "{message}");
     assert!(!format!("{:?}", secret(b'x')).contains('x'));
-    // Random bytes may begin with what looks like a tab.
+    // Random bytes may contain what looks like white space at the beginning.
     assert!(Secret::new(&[&[9; 1][..], &[200; 31]].concat()).is_ok());
-    // A file's last newline is no part of it.
+    // A trailing newline of the file does not count.
     let (a, b) = (Secret::new(&[b'k'; 40]), Secret::new(&[&[b'k'; 40][..], b"\n"].concat()));
     assert!(session(&a.unwrap(), &b.unwrap()).is_ok());
 }
@@ -55,8 +55,8 @@ fn only_the_same_secret_gets_in_and_keys_differ_by_direction() {
     assert_eq!(session(&secret(1), &secret(2)).unwrap_err(), AuthError::WrongSecret);
 }
 
-/// The proof is what anybody else computes from the description: here Python's `hmac`,
-/// `hmac.new(sha256(b"k" * 32).digest(), b"tutti server" + greeting + nonce, sha256)`.
+/// The proof can be recomputed from its description, here with Python: `hmac.new(sha256(b"k" *
+/// 32).digest(), b"tutti server" + greeting + nonce, sha256)`.
 #[test]
 fn the_tag_is_hmac_sha_256_as_python_computes_it() {
     let secret = Secret::new(&[b'k'; 32]).unwrap();
@@ -75,10 +75,10 @@ fn an_old_proof_is_worth_nothing() {
     let greeting = auth::greeting(&[1; NONCE_LEN]);
     let challenge = auth::challenge(&secret, &greeting, &[2; NONCE_LEN]).unwrap();
     let (proof, _) = auth::prove(&secret, &greeting, &challenge).unwrap();
-    // The server draws a new nonce for every connection.
+    // The server uses a new nonce for every connection.
     let again = auth::verify(&secret, &greeting, &[3; NONCE_LEN], &proof);
     assert_eq!(again.unwrap_err(), AuthError::WrongSecret);
-    // The server's own proof, sent back to it, is not a client's.
+    // The server's own proof, reflected to it, is not a client's.
     let reflected: [u8; PROOF_LEN] = challenge[NONCE_LEN..].try_into().unwrap();
     let reflected = auth::verify(&secret, &greeting, &[2; NONCE_LEN], &reflected);
     assert_eq!(reflected.unwrap_err(), AuthError::WrongSecret);
@@ -112,7 +112,7 @@ fn authenticated_frames_arrive_and_are_as_long_as_the_page_says() {
     }
 }
 
-/// A frame whose checksum is right again after the change, as an attacker would make it.
+/// Corrects the checksum of a changed frame, as an attacker would.
 fn forge(bytes: &mut [u8]) {
     let body_end = bytes.len() - TAG_LEN;
     let checksum =
@@ -125,14 +125,14 @@ proptest! {
     fn no_changed_frame_is_taken(at in 0usize..HEADER_LEN + 9 + TAG_LEN, change in 1u8..) {
         let (mut encoder, mut decoder, _) = coder();
         let mut bytes = encode(&mut encoder, b"some body");
-        // The length may not change, or the rest does not come.
+        // The length may not change, or the rest never arrives.
         prop_assume!(!(8..12).contains(&at));
         bytes[at] ^= change;
         forge(&mut bytes);
         decoder.feed(&bytes);
         match decoder.next_frame() {
             Err(_) => {}
-            // The checksum itself: the forgery has put it right.
+            // The change was to the checksum itself, which the forgery has corrected.
             Ok(Some(frame)) => prop_assert!((28..32).contains(&at) && frame.body == b"some body"),
             Ok(None) => prop_assert!(false, "nothing came"),
         }
@@ -161,7 +161,7 @@ fn repeated_reordered_turned_and_plain_frames_are_refused() {
     assert_eq!(error(&encode(&mut other_way, b"1")), FrameError::BadTag);
     let plain = encode(&mut FrameEncoder::default(), b"1");
     assert!(matches!(error(&plain), FrameError::UnknownKind { flags: 0, .. }));
-    // And a frame with a tag says nothing to who has no key.
+    // Conversely, a frame with a tag is unreadable without a key.
     let mut keyless = FrameDecoder::default();
     keyless.feed(&first);
     assert!(matches!(keyless.next_frame(), Err(FrameError::UnknownKind { flags: 1, .. })));

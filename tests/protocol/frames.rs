@@ -22,7 +22,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// CRC-32C, bit by bit, as RFC 3720 appendix B.4 has it.
+/// CRC-32C, computed bit by bit as in RFC 3720, appendix B.4.
 fn crc32c(bytes: &[u8]) -> u32 {
     let mut crc = !0u32;
     for byte in bytes {
@@ -51,7 +51,7 @@ fn every_flipped_bit_is_refused() {
     for bit in 0..bytes.len() * 8 {
         let mut flipped = bytes.clone();
         flipped[bit / 8] ^= 1 << (bit % 8);
-        // A longer length waits for more bytes; whatever they are, the checksum fails then.
+        // A larger length waits for more bytes; whatever those are, the checksum then fails.
         flipped.extend_from_slice(&[0; 64]);
         match decode(&flipped) {
             Err(_) => {}

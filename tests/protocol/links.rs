@@ -63,7 +63,7 @@ async fn frames_arrive_in_order_and_quiet_links_stay_alive() {
 #[tokio::test]
 async fn a_peer_that_closes_is_reported_at_once() {
     let (a, b) = sockets().await;
-    // Silence would be noticed much later than anything is waited for here.
+    // Silence would be noticed much later than this test waits.
     let (sender, mut events) = unbounded_channel();
     let config = LivenessConfig { dead_after: Duration::from_secs(60), ..quick() };
     let clock = Arc::new(SystemClock::start());

@@ -1,5 +1,6 @@
-//! Frames, the codec and links: what a peer may send, and what becomes of it.
+//! Frames, the codec and links: what a peer may send, and the effect.
 //!
+//! - [`auth`]: proof of the cluster secret, MACs of frames
 //! - [`frames`]: the frame format, bit by bit
 //! - [`messages`]: every message through codec and frame, and hostile bytes
 //! - [`links`]: real connections on loopback

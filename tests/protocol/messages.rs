@@ -363,7 +363,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     });
 }
 
-/// The form of messages is part of the protocol's version.
+/// The messages' wire form belongs to the protocol version.
 #[test]
 fn the_form_of_messages_is_pinned() {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
@@ -381,7 +381,7 @@ fn the_form_of_messages_is_pinned() {
     let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
     assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");
     assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");
-    // A secret is not shown.
+    // Debug output does not show a secret.
     assert!(!format!("{id:?}").contains("171") && format!("{id:?}").contains("2 bytes"));
     let entry = SequenceStep {
         seq: SeqId(9),
@@ -433,7 +433,7 @@ fn the_form_of_messages_is_pinned() {
 
 #[test]
 fn hostile_lengths_are_errors() {
-    // Lists that claim 2^32, 2^63 and as many elements as a limit of 16 MiB just allows.
+    // Lists that claim 2^32 elements, 2^63, and as many as a limit of 16 MiB just allows.
     for claim in [
         &[0xfd, 0, 0, 0, 0, 1, 0, 0, 0][..],
         &[0xfd, 0, 0, 0, 0, 0, 0, 0, 0x80],

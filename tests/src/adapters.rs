@@ -1,22 +1,22 @@
-//! LoRA adapters of made-up numbers, written as PEFT writes them.
+//! LoRA adapters with synthetic weights, written in PEFT's format.
 //!
-//! Writes the safetensors format by itself, so that the loader is not tested with itself.
+//! Writes the safetensors format itself, so that the loader is not tested against itself.
 use std::fs;
 use std::io;
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
-/// What an adapter is to be like.
+/// The shape of an adapter.
 #[derive(Clone, Debug)]
 pub struct AdapterSpec {
-    /// Modules of every layer, such as `self_attn.q_proj`.
+    /// The modules that are adapted in every layer, such as `self_attn.q_proj`.
     pub modules: Vec<&'static str>,
     /// Their rank.
     pub rank: usize,
-    /// The numerator of their scale.
+    /// Alpha: the numerator of their scale.
     pub alpha: f64,
-    /// Decides the numbers.
+    /// The seed of the weights.
     pub seed: u64,
 }
 
@@ -26,7 +26,7 @@ pub const ATTENTION: [&str; 4] =
 /// The modules of an MLP.
 pub const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 
-/// Of a model whose q, k and v are one module, and gate and up.
+/// For models with merged q, k and v, and merged gate and up.
 pub const FUSED: [&str; 4] =
     ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"];
 
@@ -35,7 +35,7 @@ pub const FUSED: [&str; 4] =
 pub struct Factors {
     /// The module, such as `model.layers.0.self_attn.q_proj`.
     pub module: String,
-    /// Outputs, inputs.
+    /// The module's outputs and inputs.
     pub shape: (usize, usize),
     /// `[rank, inputs]`
     pub a: Vec<f32>,
@@ -44,20 +44,20 @@ pub struct Factors {
 }
 
 impl AdapterSpec {
-    /// All modules, of this rank, scaled by 2.
+    /// All modules, with this rank and a scale of 2.
     #[must_use]
     pub fn whole(rank: usize, seed: u64) -> Self {
         let modules = ATTENTION.into_iter().chain(MLP).collect();
         Self { modules, rank, alpha: 2.0 * rank as f64, seed }
     }
 
-    /// Those of attention alone.
+    /// Only the modules of attention.
     #[must_use]
     pub fn attention(rank: usize, seed: u64) -> Self {
         Self { modules: ATTENTION.to_vec(), ..Self::whole(rank, seed) }
     }
 
-    /// Writes the adapter of a model to a folder that exists; returns what is in it.
+    /// Writes an adapter for `model` to the existing folder `folder`; returns its matrices.
     ///
     /// # Errors
     /// When a file cannot be read or written.
@@ -89,7 +89,7 @@ impl AdapterSpec {
         let kv_heads = number("num_key_value_heads").unwrap_or(heads);
         let head_dim = number("head_dim").unwrap_or(hidden / heads.max(1));
         let mut state = self.seed.wrapping_mul(2).wrapping_add(1);
-        // Multiples of 1/512 of few bits: exact in every type.
+        // Multiples of 1/512 with few bits: exact in every type.
         let mut draw = |count: usize| -> Vec<f32> {
             let mut next = || {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695);

@@ -1,20 +1,20 @@
-//! An authority with certificates for this host, made anew by `openssl`.
+//! An authority with certificates for this host, created by `openssl`.
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// PEM files: those of an authority that signed a certificate for a server on this host and one
-/// for a client.
+/// The PEM files of an authority, and of the certificates that it signed: one for a server on this
+/// host, one for a client.
 #[derive(Clone, Debug)]
 pub struct Certificates {
     folder: PathBuf,
 }
 
 impl Certificates {
-    /// Makes them in `folder`. `None`, with a notice, when there is no `openssl` and this is not
+    /// Creates them in `folder`. `None`, with a notice, when `openssl` is missing outside of
     /// continuous integration.
     ///
     /// # Errors
-    /// What `openssl` said, or in continuous integration without it.
+    /// The error of `openssl`; in continuous integration, also that it is missing.
     pub fn make(folder: &Path) -> Result<Option<Self>, String> {
         if Command::new("openssl").arg("version").output().is_err() {
             if std::env::var_os("CI").is_some() {
@@ -59,7 +59,7 @@ impl Certificates {
 /// Runs `openssl ARGS` in `folder`.
 ///
 /// # Errors
-/// What it said.
+/// The output of `openssl`.
 pub fn openssl(folder: &Path, args: &str) -> Result<(), String> {
     let output = Command::new("openssl")
         .args(args.split_whitespace())

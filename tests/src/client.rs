@@ -22,10 +22,10 @@ pub struct Reply {
     pub body: Value,
 }
 
-/// What a stream gave.
+/// The contents of a stream.
 #[derive(Clone, Debug, Default)]
 pub struct Streamed {
-    /// Every `data:` event but the last `[DONE]`.
+    /// All `data:` events except the final `[DONE]`.
     pub events: Vec<Value>,
     /// Whether `[DONE]` came.
     pub done: bool,
@@ -37,7 +37,7 @@ impl Client {
     /// A client of the server at `base`, such as `http://127.0.0.1:8000`.
     ///
     /// # Errors
-    /// When the HTTP client cannot be made.
+    /// When the HTTP client cannot be created.
     pub fn new(base: &str) -> Result<Self, Error> {
         let http = reqwest::Client::builder().timeout(Duration::from_secs(120)).build()?;
         Ok(Self { base: base.to_owned(), http })
@@ -52,7 +52,7 @@ impl Client {
     /// GET.
     ///
     /// # Errors
-    /// When no reply came.
+    /// When there was no reply.
     pub async fn get(&self, path: &str) -> Result<Reply, Error> {
         let response = self.http.get(format!("{}{path}", self.base)).send().await?;
         reply(response).await
@@ -61,7 +61,7 @@ impl Client {
     /// POST with a JSON body.
     ///
     /// # Errors
-    /// When no reply came.
+    /// When there was no reply.
     pub async fn post(&self, path: &str, body: &Value) -> Result<Reply, Error> {
         let url = format!("{}{path}", self.base);
         reply(self.http.post(url).json(body).send().await?).await
@@ -90,11 +90,11 @@ impl Client {
         Ok(streamed)
     }
 
-    /// Starts a request and returns the response as soon as its head is there: for tests that
+    /// Starts a request and returns the response as soon as its head has arrived: for tests that
     /// disconnect in the middle of a stream.
     ///
     /// # Errors
-    /// When no head came.
+    /// When no head arrived.
     pub async fn open(&self, path: &str, body: &Value) -> Result<reqwest::Response, Error> {
         Ok(self.http.post(format!("{}{path}", self.base)).json(body).send().await?)
     }
@@ -110,13 +110,14 @@ impl Client {
     /// The text of `/metrics`.
     ///
     /// # Errors
-    /// When no page came.
+    /// When there was no page.
     pub async fn metrics_page(&self) -> Result<String, Error> {
         let response = self.http.get(format!("{}/metrics", self.base)).send().await?;
         Ok(response.error_for_status()?.text().await?)
     }
 
-    /// Scrapes until `wanted` holds, at most `deadline`; returns the last scrape either way.
+    /// Scrapes until `wanted` holds, for at most `deadline`; returns the last scrape in either
+    /// case.
     ///
     /// # Errors
     /// When scraping fails.

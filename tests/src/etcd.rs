@@ -1,4 +1,4 @@
-//! A real etcd with data of its own, on free loopback ports. Killed on drop.
+//! A real etcd with its own data, on free loopback ports. Killed on drop.
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ pub struct Etcd {
     member: Member,
 }
 
-/// How to run a member.
+/// The options of a member.
 #[derive(Clone, Debug)]
 struct Member {
     program: PathBuf,
@@ -23,9 +23,9 @@ struct Member {
     client: u16,
     peer: u16,
     certificates: Option<Certificates>,
-    /// Most bytes of its database, where that is not etcd's own default.
+    /// Database quota in bytes, if not etcd's default.
     quota: Option<u64>,
-    /// All members' names and addresses, as etcd wants them.
+    /// Names and addresses of all members, in etcd's format.
     cluster: String,
 }
 
@@ -38,17 +38,17 @@ fn program() -> Option<PathBuf> {
 }
 
 impl Etcd {
-    /// Starts an etcd of one member with its data in `folder`. `None`, with a notice, when there is
-    /// no etcd and this is not continuous integration.
+    /// Starts an etcd of one member, with its data in `folder`. `None`, with a notice, when etcd is
+    /// missing outside of continuous integration.
     ///
     /// # Errors
-    /// When it does not start to listen, or in continuous integration without it.
+    /// When it does not start to listen; in continuous integration, also when it is missing.
     pub async fn start(folder: &Path) -> Result<Option<Self>, String> {
         let members = Self::launch(folder, 1, None).await?;
         Ok(members.and_then(|mut members| members.pop()))
     }
 
-    /// As [`Etcd::start`], with TLS and only for clients that show a certificate.
+    /// As [`Etcd::start`], with TLS, and only for clients with a certificate.
     ///
     /// # Errors
     /// As [`Etcd::start`].
@@ -60,10 +60,10 @@ impl Etcd {
         Ok(members.and_then(|mut members| members.pop()))
     }
 
-    /// As [`Etcd::start`], of a database of at most so many bytes.
+    /// As [`Etcd::start`], with a database quota of `quota` bytes.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Etcd::start`].
     pub async fn start_small(folder: &Path, quota: u64) -> Result<Option<Self>, String> {
         let Some(mut etcd) = Self::start(folder).await? else { return Ok(None) };
         etcd.member.quota = Some(quota);
@@ -71,7 +71,7 @@ impl Etcd {
         Ok(Some(etcd))
     }
 
-    /// How often anything was written to it, nearly: its revision. `None` when it does not answer.
+    /// Its revision: roughly the number of writes so far. `None` when it does not answer.
     pub async fn revision(&self) -> Option<u64> {
         let url = format!("{}/v3/maintenance/status", self.endpoint());
         let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
@@ -79,10 +79,10 @@ impl Etcd {
         status["header"]["revision"].as_str()?.parse().ok()
     }
 
-    /// Starts an etcd of so many members, otherwise as [`Etcd::start`].
+    /// As [`Etcd::start`], with `count` members.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Etcd::start`].
     pub async fn start_cluster(folder: &Path, count: usize) -> Result<Option<Vec<Self>>, String> {
         Self::launch(folder, count, None).await
     }
@@ -119,13 +119,13 @@ impl Etcd {
         Ok(Some(members))
     }
 
-    /// The folder it keeps its data in.
+    /// Its data folder.
     #[must_use]
     pub fn data(&self) -> &Path {
         &self.member.data
     }
 
-    /// Whether it leads the other members; `None` when it does not answer.
+    /// Whether it leads the etcd cluster; `None` when it does not answer.
     pub async fn leads(&self) -> Option<bool> {
         let url = format!("{}/v3/maintenance/status", self.endpoint());
         let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
@@ -133,7 +133,7 @@ impl Etcd {
         Some(status["leader"].as_str()? == status["header"]["member_id"].as_str()?)
     }
 
-    /// Where clients reach it.
+    /// The URL for clients.
     #[must_use]
     pub fn endpoint(&self) -> String {
         self.member.endpoint()
@@ -151,7 +151,7 @@ impl Etcd {
         let _ = self.child.wait();
     }
 
-    /// Starts it again with its old data and address.
+    /// Restarts it with its old data and address.
     ///
     /// # Errors
     /// As [`Etcd::start`].
@@ -165,7 +165,7 @@ impl Etcd {
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(20) {
             let answers = if self.member.certificates.is_some() {
-                // The test's own client speaks no TLS.
+                // The test's own client does not speak TLS.
                 tokio::net::TcpStream::connect(("127.0.0.1", self.member.client)).await.is_ok()
             } else {
                 let health = reqwest::get(format!("{}/health", self.endpoint())).await;

@@ -1,11 +1,11 @@
 //! Stand-ins for NVIDIA's driver and cuBLASLt, compiled from `tests/fake_cuda/driver.cpp` with the
-//! CUDA kernels' own sources and their emulation, and for NCCL (`tests/fake_nccl/nccl.cpp`). See
-//! there for what they can be told.
+//! CUDA kernels' own sources and their emulation; and for NCCL (`tests/fake_nccl/nccl.cpp`). Those
+//! files describe their options.
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// Optimised, since a model runs on it; without fused multiply-add, so that sums are the ones
+/// Optimised, since a model runs on it; without fused multiply-add, so that sums are computed as
 /// written.
 const FLAGS: &[&str] = &[
     "-std=c++17",
@@ -22,37 +22,36 @@ const FLAGS: &[&str] = &[
     "-DTUTTI_EMULATE",
 ];
 
-/// Where the stand-in is.
+/// The location of the stand-in.
 #[derive(Clone, Debug)]
 pub struct FakeCuda {
     /// The folder with the libraries.
     pub libraries: PathBuf,
-    /// The folder with what it takes for kernels.
+    /// The folder with the files that it takes for kernels.
     pub kernels: PathBuf,
 }
 
-/// Compiles it below `folder`, unless it is there already. `without` names a symbol that it shall
-/// lack.
+/// Compiles it below `folder`, unless it exists already. `without` names a symbol to leave out.
 ///
 /// # Errors
-/// What the compiler said.
+/// The compiler's error.
 pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, String> {
     let without = without.map(|symbol| format!("-D{symbol}={symbol}_is_absent"));
     fake_cuda_with(folder, without.as_slice())
 }
 
-/// The same with several GPUs, for tests that cannot say so in the environment.
+/// The same with several GPUs, for tests that cannot set the environment variable for it.
 ///
 /// # Errors
-/// As there.
+/// As [`fake_cuda`].
 pub fn fake_cuda_of(folder: &Path, devices: u32) -> Result<FakeCuda, String> {
     fake_cuda_with(folder, &[format!("-DDEFAULT_DEVICES={devices}")])
 }
 
-/// A stand-in for NCCL over a stand-in for the driver; `without` names a symbol that it shall lack.
+/// A stand-in for NCCL on top of a stand-in for the driver; `without` names a symbol to leave out.
 ///
 /// # Errors
-/// What the compiler said.
+/// The compiler's error.
 pub fn fake_nccl(folder: &Path, cuda: &FakeCuda, without: Option<&str>) -> Result<PathBuf, String> {
     let tests = Path::new(env!("CARGO_MANIFEST_DIR"));
     let source = tests.join("fake_nccl/nccl.cpp");
@@ -120,7 +119,7 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     let kernels = scratch.path().join("kernels");
     std::fs::create_dir(&kernels).map_err(|error| error.to_string())?;
     std::fs::write(kernels.join("all.fatbin"), "fake fatbin").map_err(|error| error.to_string())?;
-    // Whole or not at all; another process may have been quicker.
+    // Atomic; another process may have been faster.
     match std::fs::rename(scratch.keep(), &target) {
         Ok(()) => Ok(made),
         Err(_) if target.is_dir() => Ok(made),
@@ -128,8 +127,8 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     }
 }
 
-/// One line per kernel that the header declares, with what it takes of sm_90: threads of a block at
-/// most, registers, bytes of static shared memory.
+/// One line for each kernel of the header, with its sm_90 resources: most threads per block,
+/// registers, bytes of static shared memory.
 fn entries(cuda: &Path) -> Result<String, String> {
     let read = |name| std::fs::read_to_string(cuda.join(name)).map_err(|error| error.to_string());
     let (header, resources) = (read("kernels.h")?, read("resources.txt")?);
@@ -178,7 +177,7 @@ fn compile(
     let libraries = scratch.join("lib");
     std::fs::create_dir(&libraries).map_err(|error| error.to_string())?;
     let driver = libraries.join("libcuda.so");
-    // Two names, one library: what both do to a stream is in one queue.
+    // One library under two names, so that both use the same stream queues.
     let linked = Command::new("c++")
         .args(FLAGS)
         .args(["-shared", "-Wl,-soname,libcuda.so", "-o"])

@@ -5,7 +5,7 @@ use std::process::Command;
 /// Compiles the library into `folder`.
 ///
 /// # Errors
-/// What the compiler said.
+/// The compiler's error.
 pub fn fake_nvml(folder: &Path) -> Result<PathBuf, String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("fake_nvml/nvml.c");
     let library = folder.join("libnvidia-ml.so.1");

@@ -1,4 +1,4 @@
-//! A coordinator, workers and front ends as processes of their own, as on several machines.
+//! A coordinator, workers and front ends as separate processes, as on several machines.
 use std::net::TcpListener;
 
 use crate::client::Client;
@@ -26,10 +26,10 @@ pub fn free_port() -> u16 {
 
 impl Fleet {
     /// Starts a coordinator with `args`, `workers` workers and `frontends` front ends, and waits
-    /// until all front ends, or the coordinator when there are none, are ready.
+    /// until all front ends are ready, or the coordinator if there are none.
     ///
     /// # Errors
-    /// What a process printed that did not become ready.
+    /// The output of a process that did not become ready.
     pub async fn start(args: &[&str], workers: u32, frontends: u32) -> Result<Self, String> {
         let address = format!("127.0.0.1:{}", free_port());
         let mut all = vec!["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &address];
@@ -49,7 +49,7 @@ impl Fleet {
         Ok(fleet)
     }
 
-    /// Starts worker `index` again: it takes its old slot.
+    /// Restarts worker `index`, which takes its old slot.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -58,7 +58,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Starts one more front end under this name.
+    /// Starts another front end named `node`.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -68,7 +68,7 @@ impl Fleet {
         LocalCluster::spawn(&args)
     }
 
-    /// Where workers and front ends dial.
+    /// The address that workers and front ends dial.
     #[must_use]
     pub fn address(&self) -> &str {
         &self.address
@@ -77,7 +77,7 @@ impl Fleet {
     /// A client of the coordinator.
     ///
     /// # Errors
-    /// When the HTTP client cannot be made.
+    /// When the HTTP client cannot be created.
     pub fn client(&self) -> Result<Client, String> {
         self.coordinator.client()
     }
@@ -85,7 +85,7 @@ impl Fleet {
     /// Clients of the front ends.
     ///
     /// # Errors
-    /// When an HTTP client cannot be made.
+    /// When an HTTP client cannot be created.
     pub fn frontend_clients(&self) -> Result<Vec<Client>, String> {
         self.frontends.iter().map(LocalCluster::client).collect()
     }

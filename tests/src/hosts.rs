@@ -1,12 +1,12 @@
-//! Hosts of their own on one machine: network namespaces behind a bridge, whose cables can be
-//! pulled. Needs root.
+//! Simulated hosts on one machine: network namespaces behind a bridge, whose cables can be pulled.
+//! Needs root.
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Hosts that reach this one, and each other, by a network. Taken down on drop.
+/// Hosts that reach this machine, and each other, by a network. Removed on drop.
 #[derive(Debug)]
 pub struct Hosts {
-    /// Tells networks of one machine apart.
+    /// Distinguishes several networks on one machine.
     name: String,
     subnet: u32,
     count: usize,
@@ -22,15 +22,15 @@ fn ip(args: &str) -> Result<(), String> {
 }
 
 impl Hosts {
-    /// Makes so many hosts.
+    /// Creates `count` hosts.
     ///
     /// # Errors
-    /// Why there can be none here: no root, no `ip`, no namespaces.
+    /// Why this is not possible here: no root, no `ip`, no namespaces.
     pub fn new(count: usize) -> Result<Self, String> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let made = MADE.fetch_add(1, Ordering::Relaxed);
         let process = std::process::id();
-        // Names of interfaces have at most 15 characters.
+        // Interface names have at most 15 characters.
         let name = format!("tt{:x}{made}", process % 0xffff);
         let hosts = Self { name, subnet: (process + made) % 250, count };
         hosts.build()?;
@@ -65,30 +65,30 @@ impl Hosts {
         format!("{}o{host}", self.name)
     }
 
-    /// This machine's own address in the network.
+    /// This machine's address in the network.
     #[must_use]
     pub fn gateway(&self) -> String {
         format!("10.213.{}.1", self.subnet)
     }
 
-    /// What to put before a command that shall run on a host.
+    /// The command prefix that runs a command on a host.
     #[must_use]
     pub fn prefix(&self, host: usize) -> Vec<String> {
         ["ip", "netns", "exec", &self.space(host)].map(str::to_owned).to_vec()
     }
 
-    /// Pulls a host's cable: nothing gets through, and nobody is told.
+    /// Pulls a host's cable: packets are dropped silently.
     ///
     /// # Errors
-    /// What `ip` says.
+    /// The output of `ip`.
     pub fn cut(&self, host: usize) -> Result<(), String> {
         ip(&format!("link set {} down", self.cable(host)))
     }
 
-    /// Puts it in again.
+    /// Plugs the cable in again.
     ///
     /// # Errors
-    /// What `ip` says.
+    /// The output of `ip`.
     pub fn mend(&self, host: usize) -> Result<(), String> {
         ip(&format!("link set {} up", self.cable(host)))
     }

@@ -1,19 +1,19 @@
-//! What the test binaries share: real processes on loopback, and clients for them.
+//! Shared by the test binaries: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
-//! - [`adapters`]: LoRA adapters of made-up numbers
-//! - [`certificates`]: an authority and what it signed
+//! - [`adapters`]: LoRA adapters with synthetic weights
+//! - [`certificates`]: an authority and certificates
 //! - [`etcd`]: a real etcd
 //! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
-//! - [`fake_nvml`]: a stand-in for the library that tells of GPUs
-//! - [`fleet`]: a coordinator, workers and front ends as processes of their own
-//! - [`hosts`]: hosts of their own on one machine, whose network can be cut
+//! - [`fake_nvml`]: a stand-in for NVML
+//! - [`fleet`]: a coordinator, workers and front ends as separate processes
+//! - [`hosts`]: simulated hosts on one machine, whose network can be cut
 //! - [`load`]: a steady load that notices every failure, changed text and pause
-//! - [`client`]: a small HTTP client that is not ours underneath, SSE included
-//! - [`scrape`]: reads a `/metrics` page into numbers
-//! - [`relay`]: the way from rank 0 to the others, for ranks that are threads
-//! - [`promtool`]: Prometheus's own linter of pages
-//! - [`models`]: where the model folders and their golden values are
+//! - [`client`]: a small HTTP client, independent of this project's code, with SSE
+//! - [`scrape`]: parses a `/metrics` page
+//! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
+//! - [`promtool`]: Prometheus's linter of pages
+//! - [`models`]: the model folders and their golden values
 #![forbid(unsafe_code)]
 
 pub mod adapters;

@@ -1,5 +1,5 @@
-//! A steady load of streaming requests that notices everything: requests that fail, texts that
-//! differ from the undisturbed ones, and every silence a client sees.
+//! A steady load of streaming requests that notices everything: failed requests, texts that differ
+//! from the undisturbed ones, and every silence that a client sees.
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,33 +10,33 @@ use tokio::task::JoinHandle;
 
 use crate::client::Client;
 
-/// Different requests; clients send them in turn.
+/// Number of different requests; clients send them in turn.
 const REQUESTS: u32 = 12;
-/// Silences below this are no pauses but steps.
+/// Shorter silences are steps rather than pauses.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 
-/// A silence between two events of one stream, or before its first.
+/// A silence between two events of a stream, or before the first one.
 #[derive(Clone, Copy, Debug)]
 pub struct Pause {
-    /// When it began.
+    /// Its beginning.
     pub began: Instant,
-    /// How long it was.
+    /// Its length.
     pub lasted: Duration,
 }
 
-/// What a load has seen.
+/// The observations of a load.
 #[derive(Clone, Debug, Default)]
 pub struct Seen {
-    /// Requests that were answered whole, with the text they have undisturbed.
+    /// Number of complete answers with the undisturbed text.
     pub good: u32,
-    /// What went wrong with the others.
+    /// The failures of all others.
     pub failures: Vec<String>,
-    /// Silences, in the order of their ends.
+    /// All silences, in the order of their ends.
     pub pauses: Vec<Pause>,
 }
 
 impl Seen {
-    /// The longest silence that was under way at some time from `from` on and began before `until`.
+    /// The longest silence that ended after `from` and began before `until`.
     #[must_use]
     pub fn longest(&self, from: Instant, until: Instant) -> Duration {
         let meets = |pause: &&Pause| pause.began < until && pause.began + pause.lasted > from;
@@ -44,7 +44,7 @@ impl Seen {
     }
 }
 
-/// Clients that stream one request after the other.
+/// Clients that each stream one request after the other.
 #[derive(Debug)]
 pub struct Load {
     seen: Arc<Mutex<Seen>>,
@@ -80,7 +80,7 @@ async fn stream(
         }
         let Some(chunk) = chunk else { break };
         bytes.extend_from_slice(&chunk);
-        // What only keeps the connection open ends no silence.
+        // A comment that only keeps the connection open does not end a silence.
         if &chunk[..] != b": ping\n\n" {
             (began, events) = (Instant::now(), events + 1);
         }
@@ -101,8 +101,8 @@ async fn stream(
 }
 
 impl Load {
-    /// Asks for every text once, undisturbed, then starts `count` clients for each of `servers`
-    /// whose requests generate so many tokens.
+    /// Requests every text once, undisturbed, then starts `count` clients per server, whose
+    /// requests generate `tokens` tokens each.
     ///
     /// # Errors
     /// When an undisturbed request fails.
@@ -137,13 +137,13 @@ impl Load {
         Ok(Self { seen, stop, clients })
     }
 
-    /// What was seen so far.
+    /// The observations so far.
     #[must_use]
     pub fn seen(&self) -> Seen {
         lock(&self.seen).clone()
     }
 
-    /// Lets the requests under way finish; returns what was seen in all.
+    /// Lets running requests finish; returns all observations.
     pub async fn stop(self) -> Seen {
         self.stop.store(true, Ordering::Relaxed);
         for client in self.clients {

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use crate::client::Client;
 use crate::models::repository;
 
-/// How long a cluster may take to come up or to stop in a test on a busy machine.
+/// Time limit for a cluster to come up or to stop, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A `tutti` process with everything it starts. Killed on drop.
+/// A `tutti` process and everything that it starts. Killed on drop.
 #[derive(Debug)]
 pub struct LocalCluster {
     child: Child,
@@ -34,7 +34,7 @@ impl LocalCluster {
     /// Runs `tutti up --listen 127.0.0.1:0 ARGS` and waits until it is ready.
     ///
     /// # Errors
-    /// What it printed, when it ends or is not ready in a minute.
+    /// Its output, when it exits or is not ready within a minute.
     pub async fn up(args: &[&str]) -> Result<Self, String> {
         let mut all = vec!["up", "--listen", "127.0.0.1:0"];
         all.extend(args);
@@ -51,7 +51,7 @@ impl LocalCluster {
         Self::spawn_in(&[], args)
     }
 
-    /// Runs `PREFIX tutti ARGS`, such as in a namespace; the prefix must become the program.
+    /// Runs `PREFIX tutti ARGS`, for instance in a namespace; the prefix must exec the program.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -59,7 +59,7 @@ impl LocalCluster {
         Self::spawn_with(prefix, args, &[])
     }
 
-    /// As [`LocalCluster::spawn_in`], with variables in its environment.
+    /// As [`LocalCluster::spawn_in`], with environment variables.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -99,7 +99,7 @@ impl LocalCluster {
     /// Waits until the banner names the URL.
     ///
     /// # Errors
-    /// What it printed, when it ends or says nothing in a minute.
+    /// Its output, when it exits or prints no URL within a minute.
     pub async fn wait_url(&mut self) -> Result<(), String> {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
@@ -118,7 +118,7 @@ impl LocalCluster {
     /// Waits until the banner names the URL and `/ready` answers 200.
     ///
     /// # Errors
-    /// What it printed, when it ends or is not ready in a minute.
+    /// Its output, when it exits or is not ready within a minute.
     pub async fn wait_ready(&mut self) -> Result<(), String> {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
@@ -142,7 +142,7 @@ impl LocalCluster {
     /// A client of this cluster.
     ///
     /// # Errors
-    /// When the HTTP client cannot be made.
+    /// When the HTTP client cannot be created.
     pub fn client(&self) -> Result<Client, String> {
         Client::new(&self.base).map_err(|error| error.to_string())
     }
@@ -159,7 +159,7 @@ impl LocalCluster {
         self.child.id()
     }
 
-    /// Everything it has printed so far.
+    /// Its output so far.
     #[must_use]
     pub fn log(&self) -> String {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
@@ -171,10 +171,10 @@ impl LocalCluster {
         children_of(self.child.id())
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until it exits by itself.
     ///
     /// # Errors
-    /// When it has not ended in a minute.
+    /// When it has not exited within a minute.
     pub fn wait_end(&mut self) -> Result<std::process::ExitStatus, String> {
         let began = Instant::now();
         while began.elapsed() < PATIENCE {
@@ -220,14 +220,14 @@ pub fn children_of(pid: u32) -> Vec<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The command name is in parentheses and may hold spaces; state and parent follow it.
+    // The command name is in parentheses and may contain spaces; state and parent follow it.
     stat.rsplit_once(") ")?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
 fn url_in(log: &str) -> Option<String> {
     let start = ["http://", "https://"].iter().filter_map(|it| log.find(it)).min()?;
     let url: String = log[start..].chars().take_while(|c| !c.is_whitespace()).collect();
-    // A line still being written could end within the port.
+    // A line that is still being written could end within the port.
     log[start + url.len()..].starts_with(['\n', ' ']).then_some(url)
 }
 

@@ -1,4 +1,4 @@
-//! Where the model folders and their golden values are.
+//! The locations of the model folders, and their golden values.
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -15,7 +15,7 @@ pub fn demo() -> PathBuf {
     repository().join("models/demo")
 }
 
-/// The random-weight model of one architecture.
+/// The model with random weights of one architecture.
 #[must_use]
 pub fn variant(name: &str) -> PathBuf {
     repository().join("tests/models").join(name)
@@ -26,41 +26,41 @@ pub fn variant(name: &str) -> PathBuf {
 pub struct Golden {
     /// Unique within the file.
     pub name: String,
-    /// Plain text prompts.
+    /// The prompt, if it is plain text.
     #[serde(default)]
     pub text: Option<String>,
-    /// Chat prompts.
+    /// The prompt, if it is a chat.
     #[serde(default)]
     pub messages: Option<serde_json::Value>,
     /// The prompt's tokens.
     pub prompt_ids: Vec<u32>,
-    /// Log-probability of each prompt token; none for the first.
+    /// Log-probability of each prompt token; `None` for the first.
     pub prompt_logprobs: Vec<Option<f64>>,
-    /// 32 greedy tokens, end tokens not stopping.
+    /// 32 greedy tokens; end tokens do not stop generation.
     pub greedy_ids: Vec<u32>,
     /// Their log-probabilities.
     pub greedy_logprobs: Vec<f64>,
-    /// Their text, special tokens included.
+    /// Their text, including special tokens.
     pub greedy_text: String,
     /// Index of the first end token among them.
     pub greedy_stop_index: Option<usize>,
-    /// Gap between the best and the second best token at each of them.
+    /// For each of them, the gap between the log-probabilities of the best two tokens.
     pub greedy_top1_top2_gap: Vec<f64>,
 }
 
 /// Reads a model folder's golden values.
 ///
 /// # Panics
-/// When the file is missing or malformed: the repository is broken then.
+/// When the file is missing or malformed: then the repository is broken.
 #[must_use]
 pub fn goldens(model: &Path) -> Vec<Golden> {
     goldens_in(model, "golden.json")
 }
 
-/// Reads golden values of a model folder from a file of this name.
+/// Reads golden values of a model folder from `file`.
 ///
 /// # Panics
-/// When the file is missing or malformed: the repository is broken then.
+/// When the file is missing or malformed: then the repository is broken.
 #[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
 pub fn goldens_in(model: &Path, file: &str) -> Vec<Golden> {
@@ -72,25 +72,25 @@ pub fn goldens_in(model: &Path, file: &str) -> Vec<Golden> {
     serde_json::from_str::<File>(&text).expect("golden values have the known fields").prompts
 }
 
-/// Reference embeddings of one prompt, each of length 1, by transformers in float32.
+/// Reference embeddings of one prompt, normalised to length 1, by transformers in float32.
 #[derive(Clone, Debug, Deserialize)]
 pub struct EmbeddingGolden {
     /// The prompt's name in `golden.json`.
     pub name: String,
     /// The prompt's tokens.
     pub prompt_ids: Vec<u32>,
-    /// Of its last token.
+    /// Of the last token.
     pub last: Vec<f64>,
-    /// Of its first token.
+    /// Of the first token.
     pub first: Vec<f64>,
-    /// The mean of all tokens'.
+    /// The mean over all tokens.
     pub mean: Vec<f64>,
 }
 
 /// Reads a model folder's reference embeddings.
 ///
 /// # Panics
-/// When the file is missing or malformed: the repository is broken then.
+/// When the file is missing or malformed: then the repository is broken.
 #[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
 pub fn embedding_goldens(model: &Path) -> Vec<EmbeddingGolden> {

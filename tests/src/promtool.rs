@@ -1,13 +1,13 @@
-//! `promtool`, Prometheus's own linter of pages.
+//! `promtool`, Prometheus's linter of pages.
 use std::io::{self, Write as _};
 use std::process::{Command, Stdio};
 
-/// What `promtool check metrics` says of a page: nothing where it finds nothing. `None` where there is
-/// no such tool; it comes with the Prometheus server.
+/// The output of `promtool check metrics` for a page; empty if it finds nothing. `None` where the
+/// tool is missing; it comes with the Prometheus server.
 ///
 /// # Errors
-/// When it cannot be run, and, in continuous integration, when it is not there. Also when it ends badly
-/// without a word.
+/// When it cannot be run; in continuous integration, also when it is missing; and when it fails
+/// without any output.
 pub fn check_metrics(page: &str) -> io::Result<Option<String>> {
     let child = Command::new("promtool")
         .args(["check", "metrics"])

@@ -1,11 +1,11 @@
-//! The way from rank 0 to the others, for ranks that are threads of a test.
+//! The path from rank 0 to the other ranks, for ranks that are threads of a test.
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
 use kernels::CollectiveError;
 use kernels::cuda::Relay;
 
-/// Clones share what was sent.
+/// A relay between threads; clones share the message that was sent.
 #[derive(Clone, Debug, Default)]
 pub struct SharedRelay {
     sent: Arc<(Mutex<Option<Vec<u8>>>, Condvar)>,

@@ -1,4 +1,4 @@
-//! Reads a `/metrics` page (text format 0.0.4) into numbers.
+//! Parses a `/metrics` page (text format 0.0.4).
 use std::collections::BTreeMap;
 
 /// One sample: name, labels, value.
@@ -22,7 +22,7 @@ impl Scrape {
     /// Parses a page.
     ///
     /// # Errors
-    /// The line that is no sample.
+    /// The line that is not a sample.
     pub fn parse(page: &str) -> Result<Self, String> {
         let lines = page.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
         let samples: Result<_, _> = lines.map(parse_line).collect();
@@ -35,7 +35,7 @@ impl Scrape {
         &self.samples
     }
 
-    /// Sum of all samples of this name whose labels include `labels`; 0 when there are none.
+    /// The sum of all samples of this name whose labels include `labels`; 0 when there are none.
     #[must_use]
     pub fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         self.matching(name, labels).map(|sample| sample.value).sum()

@@ -38,18 +38,19 @@ impl TextModelError {
     }
 }
 
-/// A model's sampling defaults, for parameters that a request does not set.
+/// A model's sampling defaults, from its `generation_config.json`, for parameters that a request
+/// does not set.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq)]
 pub struct SamplingDefaults {
-    /// From `generation_config.json`, like the fields below.
+    /// Softmax temperature.
     pub temperature: Option<f32>,
-    /// Likewise.
+    /// Probability mass of nucleus sampling.
     pub top_p: Option<f32>,
-    /// Likewise.
+    /// Number of most likely tokens to keep.
     pub top_k: Option<u32>,
-    /// Likewise.
+    /// Smallest probability to keep, relative to the largest.
     pub min_p: Option<f32>,
-    /// Likewise.
+    /// Penalty on repeated tokens.
     pub repetition_penalty: Option<f32>,
 }
 

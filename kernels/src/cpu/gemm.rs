@@ -11,7 +11,7 @@
 //! - `int4`, `int8`: weights of 4 and 8 bits
 //! - `one_term`: AVX-512 with bf16 dot products, activations as one bf16 term
 //! - `avx512bf16`: AVX-512 with bf16 dot products, activations as two bf16 terms
-//! - `avx512`, `avx2`, `portable`: f32 fused multiply-adds
+//! - `avx512`, `avx2`, `portable`: weights widened to f32
 //! - `vector`: 512-bit loads and stores
 use std::ops::Range;
 
@@ -85,9 +85,9 @@ pub(crate) struct Output<'a> {
     pub(crate) data: Disjoint<'a, f32>,
     /// Elements per row.
     pub(crate) stride: usize,
-    /// The row of the product's first row.
+    /// The row of `data` that gets the product's first row.
     pub(crate) first_row: usize,
-    /// The column of the product's first panel.
+    /// The column of `data` that gets the first output of the product's first panel.
     pub(crate) column: usize,
 }
 

@@ -41,8 +41,8 @@ impl Quantised {
     pub(crate) const PLAIN: Self = Self { block: None, scale: SCALES[1], packed: None };
 }
 
-/// The suffixes of scale tensors: DeepSeek's, and that of all others. Weights are multiplied by
-/// both.
+/// The suffixes of scale tensors: DeepSeek's, and that of all others. Weights are multiplied by the
+/// scale under either name.
 const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// Reads how a checkpoint's weights are quantised.

@@ -32,8 +32,8 @@ impl Activations<'_> {
         }
     }
 
-    /// Part `index` of `parts`, at most [`Activations::num_parts`]; all parts but the last are
-    /// whole tiles.
+    /// Part `index` of `parts`, at most [`Activations::num_parts`]; all parts but the last
+    /// consist of whole tiles.
     pub(super) fn part(&self, index: usize, parts: usize) -> Part<'_> {
         let (mut rows, mut start) = (0..self.rows, 0);
         match self.layout {
