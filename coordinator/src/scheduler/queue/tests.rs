@@ -117,7 +117,7 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
     assert_eq!(ids(&here.share(100)), [2, 4, 6], "never more than there are");
     assert_eq!(ids(&here.share(1)), [0; 0], "what has run stays");
     assert_eq!((here.gauges().waiting, here.queued), (1, Load::default()));
-    assert_eq!(ids(&other.hand_over()), [1, 3, 5], "in their order");
+    assert_eq!(ids(&other.share(9)), [1, 3, 5], "in their order");
 }
 
 #[test]
