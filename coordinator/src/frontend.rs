@@ -6,6 +6,8 @@
 //! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
 //!
 //! - `uplink`: the link to the coordinator
+//! - `held`: requests that wait for a coordinator that can take them
+mod held;
 mod uplink;
 
 use std::net::{SocketAddr, TcpListener};

@@ -337,15 +337,40 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     assert!(answered(&scrape) && scrape.sum("tutti_frontend_up", &[]) == 1.0);
     assert_eq!(scrape.sum("tutti_reports_refused_total", &[]), 0.0);
 
-    // Without a coordinator: running requests end with an error, new ones get a 503.
+    // Without a coordinator: answers that have begun end with an error, new requests wait for the
+    // next one.
     let streams = long_streams(&frontend, 1).await;
     LocalCluster::signal(fleet.coordinator.pid(), "KILL").unwrap();
     for stream in streams {
         let (reasons, broken) = read(stream).await;
         assert!(reasons.is_empty() && broken);
     }
-    let refused = frontend.post("/v1/completions", &greedy(STORY, 5)).await.unwrap();
-    assert_eq!(refused.status, 503, "{}", refused.body);
+    let waiting: Vec<_> = (0..20)
+        .map(|_| {
+            let frontend = frontend.clone();
+            tokio::spawn(async move { frontend.post("/v1/completions", &greedy(STORY, 5)).await })
+        })
+        .collect();
+    let mut impatient = greedy(STORY, 5);
+    impatient["max_tokens"] = json!(900);
+    let short = Duration::from_millis(300);
+    let gone = tokio::time::timeout(short, frontend.post("/v1/completions", &impatient)).await;
+    assert!(gone.is_err(), "its client leaves while it waits: {gone:?}");
     assert_eq!(frontend.get("/ready").await.unwrap().status, 503);
     assert_eq!(frontend.get("/live").await.unwrap().status, 200);
+    assert!(waiting.iter().all(|request| !request.is_finished()));
+    let address = fleet.address().to_owned();
+    let listen = ["--listen", "127.0.0.1:0", "--cluster-listen", &address];
+    let next = [&["coordinator", "--tensor-parallel", "1"], &listen[..]].concat();
+    fleet.coordinator = LocalCluster::spawn(&next).unwrap();
+    for request in waiting {
+        let reply = request.await.unwrap().unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+    }
+    fleet.coordinator.wait_ready().await.unwrap();
+    let served = |s: &Scrape| s.sum("tutti_request_success_total", &[]) == 20.0;
+    let scrape = fleet.client().unwrap().scrape_until(PATIENCE, served).await.unwrap();
+    assert!(served(&scrape), "each once, and not the one whose client left");
+    assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 20.0);
+    assert_eq!(scrape.sum("tutti_requests_rejected_total", &[]), 0.0);
 }

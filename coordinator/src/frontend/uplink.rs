@@ -1,5 +1,6 @@
 //! A front end's link to the coordinator: requests out, events in, stats on a timer. When the link
-//! ends it dials again, without end.
+//! ends it dials again, without end; requests whose answers have not begun wait for the next one
+//! ([`super::held`]).
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -23,6 +24,7 @@ use shared::wire::codec;
 use shared::wire::frame::FrameKind;
 use tokio::sync::{mpsc, oneshot};
 
+use super::held::{HELD_FOR, Held, HeldRequest};
 use super::{FrontendError, FrontendOptions};
 use crate::engine::{EngineCommand, EventSender, GenerateRequest, Reading};
 use crate::http::gate::Gate;
@@ -31,6 +33,8 @@ use crate::metrics::FrontendStats;
 
 /// Time limit for the last messages, to clients and to the coordinator.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How often requests are looked at that wait while there is no link.
+const LOOK: Duration = Duration::from_millis(250);
 /// Most frames of events received from the link and not yet delivered to their requests.
 const INCOMING_MAX: usize = 1024;
 
@@ -40,6 +44,14 @@ struct Live {
     events: EventSender,
     reading: Reading,
     choices_left: usize,
+    /// The request itself, until its first event: it can be sent again.
+    unanswered: Option<Unanswered>,
+}
+
+#[derive(Debug)]
+struct Unanswered {
+    submit: Box<SubmitRequest>,
+    arrived: Duration,
 }
 
 /// The front end's side of the link; see the module's documentation.
@@ -57,6 +69,12 @@ pub(super) struct Uplink {
     live: HashMap<RequestId, Live>,
     /// Requests whose clients are gone and whose cancellation has not been sent yet.
     gone: Vec<RequestId>,
+    /// Requests that wait for a coordinator which can take them.
+    held: Held,
+    /// Since when new requests are held, too, though there is a link: until a replica serves.
+    unsettled_since: Option<Duration>,
+    /// The coordinator refuses requests, because it is told to end.
+    is_leaving: bool,
     /// The link's number in the actor runtime.
     peer: Option<PeerId>,
     /// Number of dialling attempts.
@@ -96,6 +114,9 @@ impl Uplink {
             gate: Gate::default(),
             live: HashMap::new(),
             gone: Vec::new(),
+            held: Held::default(),
+            unsettled_since: None,
+            is_leaving: false,
             peer: None,
             dialled: 0,
         }
@@ -131,7 +152,7 @@ impl Uplink {
                 Served::Stopped => return None,
                 Served::Lost(reason) => {
                     tracing::warn!(%reason, "the link to the coordinator ended; dialling again");
-                    self.fail_all(&reason);
+                    self.link_lost(&reason);
                 }
             }
             (to, connection, welcome) = tokio::select! {
@@ -139,7 +160,10 @@ impl Uplink {
                     Ok(joined) => joined,
                     Err(error) => return Some(error),
                 },
-                _ = &mut stop => return None,
+                _ = &mut stop => {
+                    self.end_all(&EngineError::ShuttingDown);
+                    return None;
+                }
             };
             if !welcome.serving.is_same(&self.serving) {
                 return Some(FrontendError::OtherModel(welcome.serving.served_model_name));
@@ -170,6 +194,9 @@ impl Uplink {
             }
         });
         let link: PeerAddr<FromFrontend> = PeerAddr::new(link);
+        self.is_leaving = false;
+        // A coordinator that has just begun to lead has no replica yet.
+        self.unsettled_since = (self.dialled > 0).then(|| self.clock.now());
         let interval = Duration::from_millis(welcome.stats_interval_ms.clamp(10, 60_000));
         let mut timer = tokio::time::interval(interval);
         let mut address = self.options.coordinator.clone();
@@ -186,6 +213,19 @@ impl Uplink {
                     Ok(message) => held = Some(message),
                     Err(error) => return Served::Lost(error.to_string()),
                 }
+            }
+            if held.is_none()
+                && !self.is_holding()
+                && let Some(request) = self.held.pop()
+            {
+                let HeldRequest { submit, events, arrived, .. } = request;
+                if !events.is_closed() {
+                    match Encoded::new(&self.submitted(submit, events, arrived)) {
+                        Ok(message) => held = Some(message),
+                        Err(error) => return Served::Lost(error.to_string()),
+                    }
+                }
+                continue;
             }
             let next = tokio::select! {
                 event = events.recv() => match event {
@@ -217,6 +257,7 @@ impl Uplink {
                 Some(command) = self.commands.recv(), if held.is_none() => self.message(command),
                 _ = timer.tick(), if held.is_none() => {
                     self.find_gone();
+                    self.give_up_held();
                     self.report()
                 }
                 _ = &mut *stop => {
@@ -242,7 +283,7 @@ impl Uplink {
         }
     }
 
-    /// Dials until the coordinator answers; rejects requests meanwhile.
+    /// Dials until the coordinator answers; holds requests meanwhile.
     async fn dial(
         &mut self,
         mut to: Destination,
@@ -270,7 +311,8 @@ impl Uplink {
             let (dialled, joined) = loop {
                 tokio::select! {
                     done = &mut attempt => break done,
-                    Some(command) = self.commands.recv() => self.refuse(command),
+                    Some(command) = self.commands.recv() => self.hold_command(command),
+                    () = tokio::time::sleep(LOOK) => self.give_up_held(),
                 }
             };
             if dialled != to {
@@ -287,22 +329,76 @@ impl Uplink {
         }
     }
 
-    /// The message to the coordinator for a command.
+    /// The message to the coordinator for a command, if there is one to be sent now.
     fn message(&mut self, command: EngineCommand) -> Option<FromFrontend> {
-        Some(match command {
+        match command {
+            command @ EngineCommand::Submit { .. } if self.is_holding() => {
+                self.hold_command(command);
+                None
+            }
             EngineCommand::Submit { request, events } => {
-                let choices_left = request.sampling.len();
-                let id = request.id;
-                let submit = submit(*request, self.clock.now())?;
-                let reading = Reading::new(self.clock.now());
-                self.live.insert(id, Live { events, reading, choices_left });
-                FromFrontend::Submit(Box::new(submit))
+                let arrived = request.arrived;
+                Some(self.submitted(Box::new(submit(*request)?), events, arrived))
             }
             EngineCommand::Cancel { id } => {
-                self.live.remove(&id);
-                FromFrontend::Cancel(id)
+                // One that is held is dropped when its events are found to be closed.
+                self.live.remove(&id)?;
+                Some(FromFrontend::Cancel(id))
             }
-        })
+        }
+    }
+
+    /// A request is sent, from now on it is live.
+    fn submitted(
+        &mut self,
+        mut submit: Box<SubmitRequest>,
+        events: EventSender,
+        arrived: Duration,
+    ) -> FromFrontend {
+        let now = self.clock.now();
+        let waited = now.saturating_sub(arrived);
+        submit.waited_us = u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
+        let (id, choices_left) = (submit.id, submit.n as usize);
+        let unanswered = Some(Unanswered { submit: submit.clone(), arrived });
+        let reading = Reading::new(now);
+        self.live.insert(id, Live { events, reading, choices_left, unanswered });
+        FromFrontend::Submit(submit)
+    }
+
+    /// Whether requests are kept back from the coordinator that is linked.
+    fn is_holding(&self) -> bool {
+        let waits = |since| self.clock.now().saturating_sub(since) < HELD_FOR;
+        self.is_leaving || self.unsettled_since.is_some_and(waits)
+    }
+
+    fn hold_command(&mut self, command: EngineCommand) {
+        let EngineCommand::Submit { request, events } = command else { return };
+        let arrived = request.arrived;
+        let Some(submit) = submit(*request) else { return };
+        let message = "there is no coordinator that takes requests".to_owned();
+        let error = EngineError::Unavailable { message };
+        self.hold(HeldRequest { submit: Box::new(submit), events, arrived, error });
+    }
+
+    fn hold(&mut self, request: HeldRequest) {
+        if let Err(request) = self.held.push(request) {
+            self.refuse(request);
+        }
+    }
+
+    /// Tells clients that have waited for too long.
+    fn give_up_held(&mut self) {
+        for request in self.held.expired(self.clock.now()) {
+            self.refuse(request);
+        }
+    }
+
+    fn refuse(&self, HeldRequest { events, error, .. }: HeldRequest) {
+        self.stats.rejected(match error {
+            EngineError::ShuttingDown => RejectReason::ShuttingDown,
+            _ => RejectReason::Unavailable,
+        });
+        let _ = events.send(EngineEvent::Failed(error));
     }
 
     fn report(&mut self) -> Option<FromFrontend> {
@@ -321,7 +417,12 @@ impl Uplink {
 
     fn take(&mut self, message: ToFrontend) {
         match message {
-            ToFrontend::Readiness { ready, message } => self.set_readiness(ready, message),
+            ToFrontend::Readiness { ready, message } => {
+                if ready {
+                    self.unsettled_since = None;
+                }
+                self.set_readiness(ready, message);
+            }
             ToFrontend::Events(events) => {
                 for (id, event) in events {
                     self.deliver(id, event);
@@ -333,6 +434,18 @@ impl Uplink {
     fn deliver(&mut self, id: RequestId, event: EngineEvent) {
         // Events of a request that has since been cancelled may still arrive.
         let Some(live) = self.live.get_mut(&id) else { return };
+        let unanswered = live.unanswered.take();
+        if matches!(event, EngineEvent::Failed(EngineError::ShuttingDown))
+            && let Some(Unanswered { submit, arrived }) = unanswered
+        {
+            // Whoever leads next takes it.
+            self.is_leaving = true;
+            if let Some(Live { events, .. }) = self.live.remove(&id) {
+                let error = EngineError::ShuttingDown;
+                self.hold(HeldRequest { submit, events, arrived, error });
+            }
+            return;
+        }
         match event {
             EngineEvent::Failed(_) => live.choices_left = 0,
             EngineEvent::Finished { .. } => live.choices_left = live.choices_left.saturating_sub(1),
@@ -372,11 +485,25 @@ impl Uplink {
         *readiness = Readiness { ready, message };
     }
 
-    /// With the link, the coordinator has dropped its side of every request.
-    fn fail_all(&mut self, reason: &str) {
+    /// With the link, the coordinator has dropped its side of every request. Those whose answers
+    /// have not begun go to the next one.
+    fn link_lost(&mut self, reason: &str) {
         let message = format!("the link to the coordinator ended: {reason}");
         self.set_readiness(false, message.clone());
-        self.end_all(&EngineError::Unavailable { message });
+        self.gone.clear();
+        let error = EngineError::Unavailable { message };
+        let mut lost: Vec<(RequestId, Live)> = self.live.drain().collect();
+        lost.sort_unstable_by_key(|(id, _)| *id);
+        for (_, Live { events, unanswered, .. }) in lost {
+            match unanswered {
+                Some(Unanswered { submit, arrived }) => {
+                    self.hold(HeldRequest { submit, events, arrived, error: error.clone() });
+                }
+                None => {
+                    let _ = events.send(EngineEvent::Failed(error.clone()));
+                }
+            }
+        }
     }
 
     fn end_all(&mut self, error: &EngineError) {
@@ -384,13 +511,8 @@ impl Uplink {
         for (_, live) in self.live.drain() {
             let _ = live.events.send(EngineEvent::Failed(error.clone()));
         }
-    }
-
-    fn refuse(&self, command: EngineCommand) {
-        if let EngineCommand::Submit { events, .. } = command {
-            self.stats.rejected(RejectReason::Unavailable);
-            let message = "there is no link to the coordinator".to_owned();
-            let _ = events.send(EngineEvent::Failed(EngineError::Unavailable { message }));
+        while let Some(request) = self.held.pop() {
+            self.refuse(HeldRequest { error: error.clone(), ..request });
         }
     }
 }
@@ -403,10 +525,10 @@ async fn send(link: &PeerAddr<FromFrontend>, held: Option<&Encoded>) -> Result<(
     }
 }
 
-/// The request in wire form; `None` for one without choices, which does not occur.
-fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
+/// The request in wire form; `None` for one without choices, which does not occur. How long it has
+/// waited is said when it is sent.
+fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
     let n = u32::try_from(request.sampling.len()).ok()?;
-    let waited = now.saturating_sub(request.arrived);
     Some(SubmitRequest {
         id: request.id,
         prompt: request.prompt,
@@ -422,7 +544,7 @@ fn submit(request: GenerateRequest, now: Duration) -> Option<SubmitRequest> {
         cache_salt: request.cache_salt,
         adapter: request.adapter,
         end_tokens: request.end_tokens,
-        waited_us: u64::try_from(waited.as_micros()).unwrap_or(u64::MAX),
+        waited_us: 0,
         response_id: request.response_id.as_ref().to_owned(),
     })
 }

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkEvent;
 use shared::ids::{Incarnation, RequestId};
-use shared::metrics::labels::RejectReason;
 use shared::protocol::actors::ActorLife;
 use shared::protocol::{EngineEvent, FromFrontend, FrontendHello, FrontendId, SubmitRequest};
 use shared::wire::codec;
@@ -133,7 +132,7 @@ impl Receiver {
             return self.impossible(&format!("request number {} runs already", submit.id.0));
         };
         if late {
-            frontends.hub.observer().record().rejected(RejectReason::ShuttingDown);
+            // The front end sends it to the next leader, and counts what it tells its client.
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
             return true;
         }
