@@ -12,6 +12,7 @@ use base64::prelude::BASE64_STANDARD;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
+use shared::metrics::labels::RejectReason;
 
 use super::conversation;
 use super::error::ApiError;
@@ -93,7 +94,13 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(index, tokens)| shared.vector(index, tokens))
         .buffered(AT_A_TIME)
         .try_collect::<Vec<_>>()
-        .await?;
+        .await
+        .inspect_err(|error| {
+            // Once, however often it was asked and for however many inputs.
+            if error.is_queue_full() {
+                state.stats.rejected(RejectReason::QueueFull);
+            }
+        })?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
     let model = state.models.name(common.adapter);
     let tail = Tail { model: &model, usage };

@@ -169,7 +169,7 @@ impl ReplicaDriver {
                 self.live.insert(id, live);
             }
             Err(error) => {
-                self.observer.record().rejected(reject_reason(&error));
+                count_refusal(&self.observer, &error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }
@@ -495,6 +495,15 @@ fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>
             recording.failed(live.track, live.summary);
             let _ = live.events.send(EngineEvent::Failed(error));
         }
+    }
+}
+
+/// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and what
+/// counts is what clients are told in the end. Front ends count it.
+pub fn count_refusal(observer: &Observer, error: &EngineError) {
+    let reason = reject_reason(error);
+    if reason != RejectReason::QueueFull {
+        observer.record().rejected(reason);
     }
 }
 
