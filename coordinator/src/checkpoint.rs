@@ -22,7 +22,8 @@ use crate::metrics::Hub;
 
 /// Between two attempts to read what the last leader left.
 const RETRY: Duration = Duration::from_millis(500);
-/// How long a new leader waits for what the last one left before it serves without it.
+/// How long a new leader waits for what the last one left before it serves without it; then its
+/// pages wait, as if it stood by.
 const LOAD_PATIENCE: Duration = Duration::from_secs(5);
 /// Before the first checkpoint: whoever has just begun to lead has much to show.
 const FIRST: Duration = Duration::from_secs(1);
@@ -85,7 +86,7 @@ impl Checkpoints {
     pub async fn loaded(&mut self) {
         let Some(loaded) = self.loaded.take() else { return };
         if tokio::time::timeout(LOAD_PATIENCE, loaded).await.is_err() {
-            tracing::warn!("the last leader's totals are not there yet: counters begin at zero");
+            tracing::warn!("the last leader's totals are not there yet: /metrics waits for them");
         }
     }
 

@@ -21,7 +21,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     (
         "TuttiNoReplicaUp",
         &[
-            ("up{job=\"tutti\", instance=\"a\"}", "1+0"),
+            ("tutti_requests_in_flight{job=\"tutti\"}", "0+0"),
             ("tutti_replica_up{job=\"tutti\", replica=\"0\"}", "0+0"),
         ],
     ),

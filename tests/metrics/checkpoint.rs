@@ -5,9 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::checkpoint::Publication;
-use coordinator::metrics::Hub;
+use coordinator::http::metrics::MetricsPage;
+use coordinator::metrics::exposition::{Format, PageOptions};
+use coordinator::metrics::{Hub, membership};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
+use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::membership::View;
 use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
     ACTOR_MESSAGES, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, PROCESS_CPU, RANK_STEP,
@@ -18,6 +22,7 @@ use shared::metrics::labels::{FinishedReason, Method, RejectReason};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use shared::metrics::{Limits, LocalStats, Merged, Merger, RankStats, Source, Value};
 use shared::protocol::{FrontendId, StepTimings};
+use tokio::sync::watch;
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
 
@@ -98,7 +103,7 @@ fn nothing_that_was_scraped_dies_with_the_leader() {
         for _ in 0..dice(60) {
             match dice(4) {
                 0 => {
-                    let merged = &publication.shown().merged;
+                    let merged = &publication.shown().unwrap().merged;
                     let now = totals(merged);
                     for (series, total) in &seen {
                         let now = now.get(series);
@@ -216,6 +221,40 @@ fn what_is_no_checkpoint_is_refused() {
     assert_eq!(Checkpoint::decode(&large), Err(CheckpointError::TooLarge(large.len())));
 }
 
+/// A history that comes late would look like so many requests at once.
+#[test]
+fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
+    let accept = |hub: &Hub| {
+        for _ in 0..3 {
+            drop(hub.observer().record().accepted(Duration::ZERO, 1, &"r".into()));
+        }
+    };
+    let before = Hub::new(Incarnation(1), Limits::default());
+    accept(&before);
+    let hub = Arc::new(Hub::new(Incarnation(2), Limits::default()));
+    let publication = Arc::new(Publication::new(hub.clone(), Duration::from_secs(600)));
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let (_view, seen) = watch::channel(View { leading: true, ..View::default() });
+    hub.membership().with(|stats| membership::record(stats, &seen.borrow()));
+    let page = MetricsPage::new(hub.clone(), clock, PageOptions::default()).of_leader(
+        Some(publication.clone()),
+        seen,
+        Incarnation(2),
+    );
+    let accepted = || {
+        let page = page.render(Format::Text);
+        assert!(page.contains("tutti_membership_leading 1"), "{page}");
+        let line = page.lines().find(|line| line.starts_with("tutti_requests_accepted_total{"));
+        line.map(|line| line.rsplit(' ').next().unwrap().to_owned())
+    };
+    accept(&hub);
+    assert_eq!(accepted(), None);
+    hub.restore(before.checkpoint());
+    assert_eq!(accepted(), None, "not before the moment with everything");
+    publication.restored();
+    assert_eq!(accepted().as_deref(), Some("6"));
+}
+
 /// What an idle cluster counts by itself is no news; anything that somebody would miss is.
 #[test]
 fn an_idle_cluster_has_no_news() {
@@ -235,7 +274,7 @@ fn an_idle_cluster_has_no_news() {
     let accepted = |page: &Merged| page.counter(REQUESTS_ACCEPTED, []);
     let cpu = |page: &Merged| page.counter(PROCESS_CPU, ["coordinator"]);
     let in_flight = |page: &Merged| page.gauge(HTTP_REQUESTS_IN_FLIGHT, []);
-    let before = publication.shown();
+    let before = publication.shown().unwrap();
     // Steps of idle replicas, processor time, probes, scrapes, gauges.
     rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
     hub.report(worker, run, &rank.report().unwrap()).unwrap();
@@ -250,7 +289,7 @@ fn an_idle_cluster_has_no_news() {
     hub.observer().record().scraped(Duration::from_millis(3));
     hub.frontend().http_started();
     assert!(publication.writing(Some(&written)).is_none());
-    let page = publication.shown();
+    let page = publication.shown().unwrap();
     // Totals as they are in etcd, gauges as they are.
     assert_eq!((cpu(&page.merged), cpu(&before.merged)), (None, None));
     assert_eq!(in_flight(&page.merged), Some(1.0));
@@ -277,7 +316,7 @@ fn an_idle_cluster_has_no_news() {
     }
     let written = publication.writing(Some(&written)).unwrap();
     publication.written(true);
-    assert_eq!(accepted(&publication.shown().merged), Some(1));
+    assert_eq!(accepted(&publication.shown().unwrap().merged), Some(1));
     hub.retire(worker, run);
     assert!(hub.checkpoint().has_news_since(&written), "a worker has gone");
 }
