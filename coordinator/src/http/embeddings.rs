@@ -95,11 +95,10 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .buffered(AT_A_TIME)
         .try_collect::<Vec<_>>()
         .await
-        .inspect_err(|error| {
-            // Once, however often it was asked and for however many inputs.
-            if error.is_queue_full() {
-                state.stats.rejected(RejectReason::QueueFull);
-            }
+        // It counts once, however often it was asked and for however many inputs.
+        .map_err(|error| match error.is_queue_full() {
+            true => error.counted_as(RejectReason::QueueFull),
+            false => error,
         })?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
     let model = state.models.name(common.adapter);

@@ -118,7 +118,7 @@ catalogue! {
         "Requests taken into the queue. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
-        "Requests not taken, by reason; never counted as accepted.";
+        "Requests not taken, by the reason that their clients are told; never counted as accepted.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included.";

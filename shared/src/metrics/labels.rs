@@ -146,11 +146,13 @@ label_enum! {
     RejectReason, "reason" {
         /// It is not valid.
         Invalid = "invalid",
+        /// A front end is at one of its bounds: of texts that wait, of large bodies, of grammars.
+        Overloaded = "overloaded",
         /// The bounded queue is full.
         QueueFull = "queue_full",
         /// The server is shutting down.
         ShuttingDown = "shutting_down",
-        /// It can never fit.
+        /// It can never fit: into the KV cache, the model's context or the bound of bodies.
         TooLarge = "too_large",
         /// Credentials are missing or wrong.
         Unauthorized = "unauthorized",
