@@ -10,7 +10,14 @@ use crate::files;
 
 /// What makes each alert fire: series, and how they begin and grow each minute of half an hour.
 const FIRING: &[(&str, &[(&str, &str)])] = &[
-    ("TuttiCoordinatorDown", &[("up{job=\"tutti\", instance=\"a\"}", "0+0")]),
+    // Another cluster's coordinators are another's.
+    (
+        "TuttiCoordinatorDown",
+        &[
+            ("up{job=\"tutti-a\", instance=\"a\"}", "1+0"),
+            ("up{job=\"tutti-b\", instance=\"b\"}", "0+0"),
+        ],
+    ),
     (
         "TuttiCoordinatorRedundancyLost",
         &[
