@@ -56,7 +56,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
     ("TuttiNobodyLeads", &[("tutti_membership_leading{instance=\"a\"}", "0+0")]),
     ("TuttiMembershipUnconfirmed", &[("tutti_membership_connected{instance=\"a\"}", "0+0")]),
-    ("TuttiTotalsNotWritten", &[("tutti_totals_checkpoint_timestamp_seconds", "60+0")]),
+    (
+        "TuttiTotalsNotWritten",
+        &[
+            ("tutti_totals_checkpoint_timestamp_seconds", "60+0"),
+            ("tutti_totals_checkpoint_interval_seconds", "300+0"),
+        ],
+    ),
     ("TuttiQueueBuildingUp", &[("tutti_requests_waiting{reason=\"capacity\"}", "0+2")]),
     (
         "TuttiKvCacheNearlyFull",

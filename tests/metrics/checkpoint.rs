@@ -2,21 +2,21 @@
 //! events loses or doubles anything is in [`crate::merge_laws`].
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use coordinator::checkpoint::Publication;
+use coordinator::checkpoint::{Checkpoints, Publication};
 use coordinator::http::metrics::MetricsPage;
 use coordinator::metrics::exposition::{Format, PageOptions};
 use coordinator::metrics::{Hub, membership};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
 use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
-use shared::membership::View;
+use shared::membership::{EtcdOptions, View};
 use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
     ACTOR_MESSAGES, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, PROCESS_CPU, RANK_STEP,
     REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
-    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
+    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN, TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL,
 };
 use shared::metrics::labels::{FinishedReason, Method, RejectReason};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
@@ -253,6 +253,28 @@ fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     assert_eq!(accepted(), None, "not before the moment with everything");
     publication.restored();
     assert_eq!(accepted().as_deref(), Some("6"));
+}
+
+/// An etcd that takes nothing from the first moment on is missed like one that stops taking it.
+#[test]
+fn totals_that_were_never_written_have_an_age() {
+    let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
+    let nobody = EtcdOptions {
+        endpoints: vec!["http://127.0.0.1:1".to_owned()],
+        cluster: "tutti".to_owned(),
+        user: None,
+        tls: None,
+        lease_ttl: Duration::from_secs(5),
+    };
+    let began = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
+    let (_view, seen) = watch::channel(View::default());
+    let interval = Duration::from_secs(7);
+    let checkpoints = Checkpoints::start(hub.clone(), seen, nobody, interval).unwrap();
+    let own = Merged::of(&hub.membership().snapshot());
+    let written = own.gauge(TOTALS_CHECKPOINT, []).unwrap();
+    assert!((began..began + 60.0).contains(&written), "{written} of {began}");
+    assert_eq!(own.gauge(TOTALS_CHECKPOINT_INTERVAL, []), Some(7.0));
+    assert!(checkpoints.publication().shown().is_none());
 }
 
 /// What an idle cluster counts by itself is no news; anything that somebody would miss is.

@@ -370,7 +370,10 @@ catalogue! {
         when "the cluster meets through etcd";
     gauge(Max) TOTALS_CHECKPOINT: "tutti_totals_checkpoint_timestamp_seconds", Seconds, [],
         Coordinator,
-        "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970.",
+        "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970; first when this leader began.",
+        when "the cluster meets through etcd";
+    gauge(Max) TOTALS_CHECKPOINT_INTERVAL: "tutti_totals_checkpoint_interval_seconds", Seconds, [],
+        Coordinator, "How often etcd is to have the totals (--checkpoint-interval).",
         when "the cluster meets through etcd";
 
     // HTTP.
