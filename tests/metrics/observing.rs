@@ -118,6 +118,31 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
 }
 
 #[test]
+fn an_embedding_is_a_request_and_has_a_latency_of_its_own() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    let mut track = record.accepted(ms(100), 1, &id()).pooling(true);
+    record.scheduled(&mut track, ReplicaId(0), ms(400));
+    record.finished(track, FinishedReason::Stop, RequestSummary { max_tokens: 0, ..SUMMARY }, ms(900));
+    drop(record);
+    let scrape = scrape(&hub);
+    scrape.check_identities();
+    assert_eq!(scrape.get("tutti_embedding_latency_seconds_sum"), 0.8);
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"stop\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_request_prompt_tokens_sum"), 7.0);
+    for of_text in [
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+        "request_inference_time",
+        "time_to_first_token",
+    ] {
+        assert_eq!(scrape.get(&format!("tutti_{of_text}_seconds_count")), 0.0, "{of_text}");
+    }
+}
+
+#[test]
 fn choices_are_separate_streams_of_tokens() {
     let hub = hub();
     let mut record = hub.observer().record();

@@ -123,8 +123,8 @@ impl Shared<'_> {
     /// again: what was computed for the others would be lost.
     async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
         loop {
+            let found = self.attempt(tokens.clone()).await;
             let now = self.state.clock.now();
-            let found = self.attempt(tokens.clone(), now).await;
             let waits = index >= AT_A_TIME && now.saturating_sub(self.arrived) < QUEUE_PATIENCE;
             match found {
                 Err(error) if waits && error.is_queue_full() => {
@@ -135,8 +135,10 @@ impl Shared<'_> {
         }
     }
 
-    async fn attempt(&self, tokens: Vec<u32>, now: Duration) -> Result<Vec<f32>, ApiError> {
-        let running = RunningPrompt::start(self.state, self.common, tokens, 0, now, self.id)?;
+    /// Whichever attempt it is, its client has waited since the call arrived.
+    async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
+        let arrived = self.arrived;
+        let running = RunningPrompt::start(self.state, self.common, tokens, 0, arrived, self.id)?;
         Ok(unit(embedding(running).await?, self.dimensions))
     }
 }

@@ -153,10 +153,12 @@ impl ReplicaDriver {
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
+        let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
-                let mut track = recording.accepted(arrived, n, &response_id).with_adapter(adapter);
+                let track = recording.accepted(arrived, n, &response_id);
+                let mut track = track.with_adapter(adapter).pooling(pools);
                 if let Some(spec) = guide_spec {
                     recording.guided(&spec);
                 }

@@ -231,7 +231,11 @@ catalogue! {
         "tutti_request_time_per_output_token_seconds", Seconds, model [], Coordinator,
         "Mean time per output token after the first, once per request that ended by stop or length.";
     histogram(REQUEST_SECONDS) E2E_REQUEST_LATENCY: "tutti_e2e_request_latency_seconds", Seconds,
-        model [], Coordinator, "Arrival to end, once per request that ended by stop or length.";
+        model [], Coordinator,
+        "Arrival to end, once per request for text that ended by stop or length.";
+    histogram(REQUEST_SECONDS) EMBEDDING_LATENCY: "tutti_embedding_latency_seconds", Seconds,
+        model [], Coordinator,
+        "Arrival of a call for embeddings to the vector of one of its inputs, once per input; in no other latency.";
     histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
         model [], Coordinator,
         "Arrival to first scheduling, of requests that ended by stop or length.";

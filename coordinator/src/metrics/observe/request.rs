@@ -20,6 +20,8 @@ pub struct RequestTrack {
     place: Place,
     /// The adapter that it is computed with; 0 for none.
     adapter: u32,
+    /// Its output is an embedding.
+    pools: bool,
     response_id: Arc<str>,
     arrived: Duration,
     first_scheduled: Option<Duration>,
@@ -76,6 +78,11 @@ impl RequestTrack {
         Self { adapter, ..self }
     }
 
+    /// Of a request for an embedding, or for text.
+    pub fn pooling(self, pools: bool) -> Self {
+        Self { pools, ..self }
+    }
+
     /// Tokens accepted so far, over all choices.
     #[must_use]
     pub fn tokens(&self) -> u64 {
@@ -95,6 +102,7 @@ impl Recording<'_> {
         RequestTrack {
             place: Place::NoReplica,
             adapter: 0,
+            pools: false,
             response_id: response_id.clone(),
             arrived,
             first_scheduled: None,
@@ -287,6 +295,10 @@ impl Cells {
             let took = to.saturating_sub(from);
             stats.observe_exemplar(histogram, took, 1, &track.response_id, now);
         };
+        // Without a token to wait for: mixed with those of texts, its times would be nobody's.
+        if track.pools {
+            return observe(fixed.pooling, track.arrived, now);
+        }
         observe(fixed.e2e, track.arrived, now);
         let Some(scheduled) = track.first_scheduled else { return };
         observe(fixed.queue, track.arrived, scheduled);
