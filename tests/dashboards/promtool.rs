@@ -93,6 +93,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_request_success_total{finished_reason=\"stop\"}", "0+9"),
         ],
     ),
+    (
+        "TuttiRequestsAbandoned",
+        &[
+            ("tutti_request_success_total{finished_reason=\"abort\"}", "0+1"),
+            ("tutti_request_success_total{finished_reason=\"stop\"}", "0+3"),
+        ],
+    ),
     ("TuttiRequestsTurnedAway", &[("tutti_requests_rejected_total{reason=\"queue_full\"}", "0+1")]),
     (
         "TuttiHttpServerErrors",

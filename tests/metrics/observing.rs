@@ -187,7 +187,10 @@ fn aborts_and_failures_count_but_have_no_latency() {
     assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 1.0);
     assert_eq!(scrape.get("tutti_requests_accepted_total"), 2.0);
     assert_eq!(scrape.get("tutti_e2e_request_latency_seconds_count"), 0.0);
+    // But for what they had when they left.
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 2.0);
+    assert_eq!(scrape.get("tutti_request_queue_time_seconds_count"), 2.0);
+    assert_eq!(scrape.get("tutti_request_queue_time_seconds_sum"), 0.01);
     assert_eq!(scrape.get("tutti_request_generation_tokens_sum"), 2.0);
 }
 

@@ -238,7 +238,7 @@ catalogue! {
         "Arrival of a call for embeddings to the vector of one of its inputs, once per input; in no other latency.";
     histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
         model [], Coordinator,
-        "Arrival to first scheduling, of requests that ended by stop or length.";
+        "Arrival to first scheduling, once per request for text that came so far, however it ends.";
     histogram(REQUEST_SECONDS) REQUEST_PREFILL_TIME: "tutti_request_prefill_time_seconds", Seconds,
         model [], Coordinator,
         "First scheduling to first token, of requests that ended by stop or length.";

@@ -143,7 +143,15 @@ impl Recording<'_> {
     /// The request entered its replica's batch, for the first time or again.
     pub fn scheduled(&mut self, track: &mut RequestTrack, replica: ReplicaId, now: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        track.first_scheduled.get_or_insert(now);
+        if track.first_scheduled.is_none() {
+            track.first_scheduled = Some(now);
+            // Now, and not at the end: who waited so long that its client leaves waited, too.
+            if !track.pools {
+                let waited = now.saturating_sub(track.arrived);
+                let Cells { stats, fixed, .. } = &mut *cells;
+                stats.observe_exemplar(fixed.queue, waited, 1, &track.response_id, now);
+            }
+        }
         cells.move_to(track, Place::Running(replica));
     }
 
@@ -301,7 +309,6 @@ impl Cells {
         }
         observe(fixed.e2e, track.arrived, now);
         let Some(scheduled) = track.first_scheduled else { return };
-        observe(fixed.queue, track.arrived, scheduled);
         let (Some(first), Some(last)) = (track.first_token, track.last_token) else { return };
         observe(fixed.prefill, scheduled, first);
         observe(fixed.decode, first, last);
