@@ -581,6 +581,31 @@ fn identities_hold_in_scrapes_under_load() {
     );
 }
 
+/// What is scraped twice at a time is merged in the order in which it was drawn.
+#[test]
+fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
+    let hub = hub();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (hub, stop) = (&hub, &stop);
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                hub.process().with(|stats| {
+                    let cpu = stats.counter(catalogue::PROCESS_CPU, ["coordinator"]);
+                    stats.add(cpu, 1);
+                });
+            }
+        });
+        let scrapers = [(); 2].map(|()| {
+            scope.spawn(move || (0..3_000).for_each(|_| drop(hub.merged())))
+        });
+        scrapers.map(|scraper| scraper.join().unwrap());
+        stop.store(true, Ordering::Relaxed);
+    });
+    let refused = hub.merged().counter(catalogue::REPORTS_REFUSED, ["total_fell"]);
+    assert_eq!(refused, Some(0));
+}
+
 #[test]
 fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_not() {
     let hub = hub();
