@@ -245,6 +245,37 @@ fn other_servers_names_come_from_the_same_totals() {
     }
 }
 
+/// Who takes one series of a name for the server's gets the cluster's.
+#[test]
+fn a_cluster_is_one_server_to_those_who_look_for_one() {
+    let hub = full();
+    let mut record = hub.observer().record();
+    record.replica_ready(ReplicaId(1), &config(300));
+    record.kv_blocks(ReplicaId(1), 37, 300);
+    let mut tracks: Vec<_> = (0..3).map(|_| record.accepted(ms(0), 1, &id())).collect();
+    for (track, replica) in tracks.iter_mut().zip([0, 1, 1]) {
+        record.routed(track, ReplicaId(replica));
+    }
+    record.scheduled(&mut tracks[1], ReplicaId(1), ms(1));
+    drop(record);
+    let options = PageOptions { compat: vec![Compat::VllmCluster], ..PageOptions::default() };
+    let merged = hub.merged();
+    let mut page = String::new();
+    Page { merged: &merged, own: &Merged::default(), exemplars: &Vec::new(), gathered: &[] }
+        .render(Format::Text, &options, &mut page);
+    assert!(!page.contains("engine="), "{page}");
+    let scrape = Scrape::read(&page);
+    for (series, value) in [
+        ("vllm:num_requests_running", 1.0),
+        ("vllm:num_requests_waiting", 2.0),
+        // 3 of 100 and 37 of 300.
+        ("vllm:kv_cache_usage_perc", 0.1),
+    ] {
+        assert_eq!(scrape.get(series), value, "{series}");
+        assert_eq!(page.lines().filter(|line| line.starts_with(series)).count(), 1, "{series}");
+    }
+}
+
 #[test]
 fn the_prometheus_logger_holds_the_last_text() {
     let hub = full();

@@ -8,6 +8,7 @@ use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, RequestTrack, StepTokens};
 use proptest::prelude::*;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::metrics::compat::Compat;
 use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
 use shared::metrics::{Limits, Merged, RankStats, Source, catalogue};
 use shared::protocol::{EngineConfig, FrontendId, StepTimings, WorkerStats};
@@ -656,12 +657,22 @@ fn requests_of_adapters_are_counted_while_they_run() {
         };
         (of("sql"), of("chat"))
     };
+    // As a gateway sees it: whatever the replicas, one series.
+    let told = || {
+        let merged = hub.merged();
+        let families: Vec<_> = Compat::VllmCluster.families(&merged).collect();
+        let family = families.iter().find(|it| it.name == "vllm:lora_requests_info").unwrap();
+        let series: Vec<_> = family.series.keys().map(|labels| labels.join("|")).collect();
+        series.join(" and ")
+    };
     assert_eq!(counts(), (2.0, 1.0));
+    assert_eq!(told(), "2|chat,sql|");
     let mut record = hub.observer().record();
     record.preempted(&mut tracks[1], replica, 3);
     record.finished(tracks.remove(3), FinishedReason::Stop, SUMMARY, ms(2));
     drop(record);
     assert_eq!(counts(), (1.0, 0.0));
+    assert_eq!(told(), "2|sql|sql");
     let mut record = hub.observer().record();
     record.scheduled(&mut tracks[1], replica, ms(3));
     record.interrupted(&mut tracks[2], true);
@@ -671,4 +682,5 @@ fn requests_of_adapters_are_counted_while_they_run() {
     tracks.into_iter().for_each(|track| record.aborted(track, SUMMARY));
     drop(record);
     assert_eq!(counts(), (0.0, 0.0), "there while the replica serves");
+    assert_eq!(told(), "2||");
 }

@@ -77,7 +77,8 @@ pub fn markdown() -> String {
     page.push_str(
         "\n## Names of other servers\n\nPublished beside ours from the same totals with \
          `--metrics-compat vllm,aphrodite`; with `model_name`, and with `engine` \
-         where ours has `replica`.\n\n\
+         where ours has `replica`. With `vllm-cluster` instead of `vllm` they have no `engine`: one \
+         series for the whole cluster, for gateways that take one series for their server's.\n\n\
          | name | series |\n| --- | --- |\n",
     );
     for alias in [Compat::Vllm, Compat::Aphrodite].iter().flat_map(|compat| compat.aliases()) {

@@ -107,6 +107,8 @@ struct ReplicaCells {
     running: Level,
     /// Those that run, of each adapter.
     adapters: Vec<Level>,
+    /// Those that wait or are swapped, of each adapter.
+    adapters_waiting: Vec<Level>,
     swapped: Level,
     waiting: [Level; WAITING_AT_REPLICA.len()],
     prompt_tokens: Counter,
@@ -332,7 +334,8 @@ impl ReplicaCells {
     /// Whether the replica serves, and so has its load published also when that is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
         let running = [&mut self.running].into_iter().chain(&mut self.adapters);
-        for level in running.chain(&mut self.waiting) {
+        let waiting = self.waiting.iter_mut().chain(&mut self.adapters_waiting);
+        for level in running.chain(waiting) {
             level.show_zero(stats, serves);
         }
         stats.set(self.up, if serves { 1.0 } else { 0.0 });
@@ -397,6 +400,12 @@ impl ReplicaCells {
             adapters: adapters
                 .iter()
                 .map(|adapter| Level::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name])))
+                .collect(),
+            adapters_waiting: adapters
+                .iter()
+                .map(|adapter| {
+                    Level::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, [adapter, &name]))
+                })
                 .collect(),
             swapped: Level::new(swapped),
             waiting: WAITING_AT_REPLICA.map(|reason| {

@@ -139,6 +139,10 @@ catalogue! {
     gauge(Sum) LORA_REQUESTS: "tutti_lora_requests", Requests, model [ADAPTER, REPLICA],
         Coordinator, "Requests in a replica's batch now, by LoRA adapter.",
         when "LoRA adapters are served";
+    gauge(Sum) LORA_REQUESTS_WAITING: "tutti_lora_requests_waiting", Requests,
+        model [ADAPTER, REPLICA], Coordinator,
+        "Requests that a replica holds outside its batch now, waiting or swapped, by LoRA adapter.",
+        when "LoRA adapters are served";
 
     // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,

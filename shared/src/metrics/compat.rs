@@ -15,6 +15,8 @@ use super::snapshot::{LabelValues, Value};
 pub enum Compat {
     /// The `vllm:` names; replicas are engines.
     Vllm,
+    /// The `vllm:` names; one series for the whole cluster, for whoever takes one for the server's.
+    VllmCluster,
     /// The `aphrodite:` names; one series for the whole cluster.
     Aphrodite,
 }
@@ -35,6 +37,8 @@ enum From {
     Series(SeriesId),
     /// Sums of both, divided.
     Ratio(SeriesId, SeriesId),
+    /// LoRA adapters that requests run with, and wait for: lists in labels.
+    Adapters { running: SeriesId, waiting: SeriesId },
 }
 
 /// The series of an alias now.
@@ -81,6 +85,9 @@ const VLLM: &[Alias] = aliases! {
     "vllm:gpu_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
     "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO),
         [("block_size", "block_size"), ENGINE, ("num_gpu_blocks", "num_blocks")];
+    "vllm:lora_requests_info" = From::Adapters {
+        running: ours::LORA_REQUESTS.series(), waiting: ours::LORA_REQUESTS_WAITING.series(),
+    }, [("max_lora", ""), ("running_lora_adapters", ""), ("waiting_lora_adapters", "")];
     "vllm:prefix_cache_queries_total" = of!(PREFIX_CACHE_QUERIES), [ENGINE];
     "vllm:prefix_cache_hits_total" = of!(PREFIX_CACHE_HITS), [ENGINE];
     "vllm:num_preemptions_total" = of!(PREEMPTIONS), [ENGINE];
@@ -158,14 +165,15 @@ impl Compat {
     #[must_use]
     pub const fn aliases(self) -> &'static [Alias] {
         match self {
-            Self::Vllm => VLLM,
+            Self::Vllm | Self::VllmCluster => VLLM,
             Self::Aphrodite => APHRODITE,
         }
     }
 
     /// Its families, where ours exist.
     pub fn families(self, merged: &Merged) -> impl Iterator<Item = AliasFamily> {
-        self.aliases().iter().filter_map(|alias| alias.family(merged))
+        let engines = self != Self::VllmCluster;
+        self.aliases().iter().filter_map(move |alias| alias.family(merged, engines))
     }
 }
 
@@ -174,18 +182,27 @@ impl Alias {
     #[must_use]
     pub fn source(&self) -> SeriesId {
         match self.source {
-            From::Series(id) | From::Ratio(id, _) => id,
+            From::Series(id) | From::Ratio(id, _) | From::Adapters { running: id, .. } => id,
         }
     }
 
-    fn family(&self, merged: &Merged) -> Option<AliasFamily> {
+    /// The series now; `engines` tells whether replicas have each their own.
+    fn family(&self, merged: &Merged, engines: bool) -> Option<AliasFamily> {
         let definition = self.source().definition();
+        let labels: Vec<(&str, &str)> =
+            self.labels.iter().copied().filter(|label| engines || *label != ENGINE).collect();
         let (kind, series, help) = match self.source {
             From::Series(id) => {
-                (definition.kind, self.regroup(merged, id)?, definition.help.to_owned())
+                (definition.kind, regroup(merged, id, &labels)?, definition.help.to_owned())
+            }
+            From::Adapters { running, waiting } => {
+                let help = "The LoRA adapters that requests run with and wait for, as lists, of those \
+                            that are served; when workers last reported, in seconds since 1970.";
+                (definition.kind, adapters(merged, running, waiting)?, help.to_owned())
             }
             From::Ratio(part, whole) => {
-                let (parts, wholes) = (self.regroup(merged, part)?, self.regroup(merged, whole)?);
+                let parts = regroup(merged, part, &labels)?;
+                let wholes = regroup(merged, whole, &labels)?;
                 let ratio = |(labels, part): (LabelValues, Value)| {
                     let whole = scalar(wholes.get(&labels)?)?;
                     let ratio = scalar(&part)? / whole;
@@ -202,35 +219,58 @@ impl Alias {
             help,
             kind,
             scale: definition.counter_scale(),
-            labels: self.labels.iter().map(|(theirs, _)| *theirs).collect(),
+            labels: labels.iter().map(|(theirs, _)| *theirs).collect(),
             series,
         })
     }
+}
 
-    /// One of our families under their labels.
-    fn regroup(&self, merged: &Merged, id: SeriesId) -> Option<BTreeMap<LabelValues, Value>> {
-        let definition = id.definition();
-        let places: Vec<Option<usize>> = self
-            .labels
+/// One of our families under these of their labels.
+fn regroup(
+    merged: &Merged,
+    id: SeriesId,
+    labels: &[(&str, &str)],
+) -> Option<BTreeMap<LabelValues, Value>> {
+    let definition = id.definition();
+    let places: Vec<Option<usize>> = labels
+        .iter()
+        .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
+        .collect();
+    let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
+    for (labels, value) in merged.family(id)? {
+        let theirs: LabelValues = places
             .iter()
-            .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
+            .map(|place| place.and_then(|place| labels.get(place)))
+            .map(|value| value.map_or("", |value| their_value(value)).to_owned())
             .collect();
-        let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
-        for (labels, value) in merged.family(id)? {
-            let theirs: LabelValues = places
-                .iter()
-                .map(|place| place.and_then(|place| labels.get(place)))
-                .map(|value| value.map_or("", |value| their_value(value)).to_owned())
-                .collect();
-            match grouped.get_mut(&theirs) {
-                Some(held) => merge(definition.kind, held, value),
-                None => {
-                    grouped.insert(theirs, value.clone());
-                }
+        match grouped.get_mut(&theirs) {
+            Some(held) => merge(definition.kind, held, value),
+            None => {
+                grouped.insert(theirs, value.clone());
             }
         }
-        Some(grouped)
     }
+    Some(grouped)
+}
+
+/// The one series of adapters: how many are served, and lists of those in use. Whoever finds several
+/// takes that with the largest value, which is a time there.
+fn adapters(
+    merged: &Merged,
+    running: SeriesId,
+    waiting: SeriesId,
+) -> Option<BTreeMap<LabelValues, Value>> {
+    let adapter = [("", ours::LORA_REQUESTS.series().definition().labels.first()?.name)];
+    let served = regroup(merged, running, &adapter)?;
+    let names = |family: &BTreeMap<LabelValues, Value>| {
+        let used = family.iter().filter(|(_, value)| scalar(value).is_some_and(|it| it > 0.0));
+        used.filter_map(|(labels, _)| labels.first()).cloned().collect::<Vec<_>>().join(",")
+    };
+    let waits = regroup(merged, waiting, &adapter).unwrap_or_default();
+    let reported = regroup(merged, ours::WORKER_LAST_REPORT.series(), &[]).unwrap_or_default();
+    let at = reported.values().next().and_then(scalar).unwrap_or(1.0);
+    let labels = [served.len().to_string(), names(&served), names(&waits)];
+    Some(BTreeMap::from([(LabelValues::from(labels), Value::Gauge(at))]))
 }
 
 /// What a label value of ours is called there.

@@ -251,12 +251,17 @@ impl Cells {
         }
     }
 
-    /// Where a request is counted by its adapter, while it runs.
+    /// Where a request is counted by its adapter, while a replica holds it.
     fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
-        let Place::Running(replica) = track.place else { return None };
+        let (replica, runs) = match track.place {
+            Place::NoReplica => return None,
+            Place::Waiting(replica, _) | Place::Swapped(replica) => (replica, false),
+            Place::Running(replica) => (replica, true),
+        };
         let place = track.adapter.checked_sub(1)? as usize;
         let (cells, stats) = self.replica(replica);
-        Some((cells.adapters.get_mut(place)?, stats))
+        let levels = if runs { &mut cells.adapters } else { &mut cells.adapters_waiting };
+        Some((levels.get_mut(place)?, stats))
     }
 
     fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
