@@ -82,7 +82,10 @@ async fn a_full_queue_refuses_the_first_inputs_and_has_later_ones_wait() {
         assert_eq!(seen.requests.len() - began, 200);
         assert!(seen.asked.1 > 30, "{:?}", seen.asked);
         let arrived: Vec<_> = seen.requests.iter().map(|request| request.arrived).collect();
-        assert!(arrived.iter().all(|at| *at == arrived[0]), "each client waits since its call came");
+        assert!(
+            arrived.iter().all(|at| *at == arrived[0]),
+            "each client waits since its call came"
+        );
     }
     let full = [("reason", "queue_full")];
     let refused = async || {

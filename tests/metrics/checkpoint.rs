@@ -7,8 +7,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use coordinator::checkpoint::{Checkpoints, Publication};
 use coordinator::http::metrics::MetricsPage;
 use coordinator::metrics::exposition::{Format, PageOptions};
-use coordinator::metrics::{Hub, membership};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
+use coordinator::metrics::{Hub, membership};
 use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::{EtcdOptions, View};
@@ -84,7 +84,7 @@ fn totals(merged: &Merged) -> BTreeMap<String, u64> {
 /// Leaders that die at any point of their lives, between a scrape and a checkpoint, too.
 #[test]
 fn nothing_that_was_scraped_dies_with_the_leader() {
-    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
     let mut random = 7_u64;
     let mut dice = |sides: u64| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -34,7 +34,7 @@ fn full() -> Hub {
     record.scheduled(&mut track, replica, ms(1));
     record.tokens(&mut track, 0, 1, ms(2));
     record.tokens(&mut track, 0, 1, ms(5));
-    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 9 };
+    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 9, cached_tokens: 2 };
     record.finished(track, FinishedReason::Stop, summary, ms(6));
     let first = StepTokens {
         prompt_computed: 5,
@@ -215,7 +215,15 @@ fn other_servers_names_come_from_the_same_totals() {
         ("vllm:iteration_tokens_total_sum{engine=\"0\"}", 7.0),
         ("vllm:num_requests_waiting_by_reason{engine=\"none\",reason=\"deferred\"}", 0.0),
         ("vllm:num_requests_waiting_by_reason{engine=\"0\",reason=\"capacity\"}", 0.0),
-        ("vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"}", 1.0),
+        (
+            "vllm:cache_config_info{block_size=\"16\",cache_dtype=\"auto\",\
+             enable_prefix_caching=\"False\",engine=\"0\",num_cpu_blocks=\"0\",\
+             num_gpu_blocks=\"100\"}",
+            1.0,
+        ),
+        ("vllm:prompt_tokens_cached_total{engine=\"0\"}", 2.0),
+        ("vllm:request_num_preemptions_count", 1.0),
+        ("vllm:request_prefill_kv_computed_tokens_sum", 5.0),
         ("vllm:inter_token_latency_seconds_count", 1.0),
         ("aphrodite:num_requests_waiting", 0.0),
         ("aphrodite:gpu_cache_usage_perc", 0.03),

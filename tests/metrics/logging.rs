@@ -11,7 +11,8 @@ use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, catalogue};
 
 use crate::observing::{config, hub, id, ms};
 
-const SUMMARY: RequestSummary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+const SUMMARY: RequestSummary =
+    RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
 
 #[test]
 fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {

@@ -63,7 +63,8 @@ pub(crate) fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-const SUMMARY: RequestSummary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+const SUMMARY: RequestSummary =
+    RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
 
 #[test]
 fn a_fresh_coordinator_already_has_its_series_at_zero() {
@@ -115,6 +116,8 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
     assert_eq!(sum("request_generation_tokens"), 4.0);
     assert_eq!(sum("request_prompt_tokens"), 7.0);
     assert_eq!(scrape.get("tutti_preemptions_total{replica=\"0\"}"), 1.0);
+    assert_eq!(sum("request_preemptions"), 1.0);
+    assert_eq!(sum("request_prefill_computed_tokens"), 7.0);
     assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"length\"}"), 1.0);
 }
 
@@ -124,7 +127,12 @@ fn an_embedding_is_a_request_and_has_a_latency_of_its_own() {
     let mut record = hub.observer().record();
     let mut track = record.accepted(ms(100), 1, &id()).pooling(true);
     record.scheduled(&mut track, ReplicaId(0), ms(400));
-    record.finished(track, FinishedReason::Stop, RequestSummary { max_tokens: 0, ..SUMMARY }, ms(900));
+    record.finished(
+        track,
+        FinishedReason::Stop,
+        RequestSummary { max_tokens: 0, ..SUMMARY },
+        ms(900),
+    );
     drop(record);
     let scrape = scrape(&hub);
     scrape.check_identities();
@@ -153,7 +161,8 @@ fn choices_are_separate_streams_of_tokens() {
         record.tokens(&mut track, 0, 1, ms(now));
         record.tokens(&mut track, 1, 1, ms(now));
     }
-    record.finished(track, FinishedReason::Stop, RequestSummary { n: 2, ..SUMMARY }, ms(300));
+    let summary = RequestSummary { n: 2, cached_tokens: 6, ..SUMMARY };
+    record.finished(track, FinishedReason::Stop, summary, ms(300));
     drop(record);
     let scrape = scrape(&hub);
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 1.0);
@@ -162,6 +171,7 @@ fn choices_are_separate_streams_of_tokens() {
     assert_eq!(scrape.get("tutti_request_time_per_output_token_seconds_sum"), 0.1);
     assert_eq!(scrape.get("tutti_request_prompt_tokens_sum"), 7.0);
     assert_eq!(scrape.get("tutti_request_params_n_sum"), 2.0);
+    assert_eq!(scrape.get("tutti_request_prefill_computed_tokens_sum"), 8.0);
 }
 
 #[test]
@@ -597,9 +607,8 @@ fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
                 });
             }
         });
-        let scrapers = [(); 2].map(|()| {
-            scope.spawn(move || (0..3_000).for_each(|_| drop(hub.merged())))
-        });
+        let scrapers =
+            [(); 2].map(|()| scope.spawn(move || (0..3_000).for_each(|_| drop(hub.merged()))));
         scrapers.map(|scraper| scraper.join().unwrap());
         stop.store(true, Ordering::Relaxed);
     });

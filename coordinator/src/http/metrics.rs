@@ -91,9 +91,8 @@ impl MetricsPage {
                     None => Some(Arc::new(hub.moment())),
                 };
                 let (nothing, none) = (Merged::default(), Exemplars::new());
-                let (merged, exemplars) = moment
-                    .as_ref()
-                    .map_or((&nothing, &none), |it| (&it.merged, &it.exemplars));
+                let (merged, exemplars) =
+                    moment.as_ref().map_or((&nothing, &none), |it| (&it.merged, &it.exemplars));
                 let page = Page { merged, own: &own, exemplars, gathered: &gathered };
                 page.render(format, &self.options, &mut text);
                 hub.observer().record().scraped(self.clock.now().saturating_sub(began));

@@ -60,6 +60,8 @@ struct Cells {
     waiting_for_replica: Level,
     /// Names of the adapters that are served.
     adapters: Vec<String>,
+    /// What `--dtype` says, and whether prefixes are looked up.
+    cache: (&'static str, bool),
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
     /// Front ends whose links ended, and when.
@@ -89,6 +91,8 @@ struct Fixed {
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
     max_generation_tokens: Histogram,
+    preempted: Histogram,
+    prefill_computed: Histogram,
     n: Histogram,
     best_of: Histogram,
     max_tokens: Histogram,
@@ -182,6 +186,7 @@ impl Observer {
             fixed,
             waiting_for_replica,
             adapters: Vec::new(),
+            cache: ("auto", false),
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
             lost_frontends: BTreeMap::new(),
@@ -252,6 +257,13 @@ impl Recording<'_> {
     pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.adapters = names.map(str::to_owned).collect();
+    }
+
+    /// How KV caches are used: in what `--dtype` says, and whether prefixes of prompts are looked up
+    /// in them. Called before there are replicas.
+    pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.cache = (dtype, prefix_caching);
     }
 
     /// The slowest rank of a step took `gap` longer than the fastest.
@@ -371,6 +383,8 @@ impl Fixed {
             generation_tokens: stats.histogram(catalogue::REQUEST_GENERATION_TOKENS, []),
             max_generation_tokens: stats
                 .histogram(catalogue::REQUEST_MAX_NUM_GENERATION_TOKENS, []),
+            preempted: stats.histogram(catalogue::REQUEST_PREEMPTIONS, []),
+            prefill_computed: stats.histogram(catalogue::REQUEST_PREFILL_COMPUTED_TOKENS, []),
             n: stats.histogram(catalogue::REQUEST_PARAMS_N, []),
             best_of: stats.histogram(catalogue::REQUEST_PARAMS_BEST_OF, []),
             max_tokens: stats.histogram(catalogue::REQUEST_PARAMS_MAX_TOKENS, []),

@@ -150,6 +150,7 @@ impl ReplicaDriver {
             prompt_tokens: request.prompt.len() as u64,
             n,
             max_tokens: request.max_tokens,
+            cached_tokens: 0,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
@@ -423,6 +424,7 @@ impl ReplicaDriver {
                     self.stop_checks.remove(&seq);
                     if let Some(live) = self.live.get_mut(&request) {
                         live.by_length |= reason == FinishReason::Length;
+                        live.summary.cached_tokens += u64::from(cached);
                         let event = EngineEvent::Finished { choice, reason, cached };
                         send(live, request, event, &mut self.gone);
                     }

@@ -8,11 +8,12 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
-    HandshakeRefusal, Label, LabelValue, LinkEnd, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal,
-    POSITION, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS,
-    SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, FRONTEND,
+    FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
+    NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION, PROCESS, PromptSource, RANK,
+    REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, SwapDirection, TENSOR_PARALLEL, UUID,
+    VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -262,6 +263,12 @@ catalogue! {
     histogram(REQUEST_TOKENS) REQUEST_MAX_NUM_GENERATION_TOKENS:
         "tutti_request_max_num_generation_tokens", Tokens, model [], Coordinator,
         "Tokens accepted of a request's longest choice, once when it ends for any reason.";
+    histogram(CHOICES) REQUEST_PREEMPTIONS: "tutti_request_preemptions", Events,
+        model [], Coordinator,
+        "How often sequences of a request were preempted, once when it ends for any reason.";
+    histogram(REQUEST_TOKENS) REQUEST_PREFILL_COMPUTED_TOKENS:
+        "tutti_request_prefill_computed_tokens", Tokens, model [], Coordinator,
+        "Prompt tokens of a request that the KV cache did not have, over all choices, once when it ends by stop or length.";
     histogram(CHOICES) REQUEST_PARAMS_N: "tutti_request_params_n", Value, model [], Coordinator,
         "The parameter n, once when a request ends for any reason.";
     histogram(CHOICES) REQUEST_PARAMS_BEST_OF: "tutti_request_params_best_of", Value, model [],
@@ -291,9 +298,10 @@ catalogue! {
     }) HOST_KV_CACHE_USAGE: "tutti_host_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
         "KV blocks of host memory used of those there are, 0 to 1.", when "requests are swapped";
     gauge(Max) CACHE_CONFIG_INFO: "tutti_cache_config_info", Info,
-        model [BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS,
-         REPLICA, TENSOR_PARALLEL],
-        Coordinator, "Sizes of a replica's engine, while it serves.";
+        model [BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, MAX_MODEL_LEN,
+         MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS, NUM_HOST_BLOCKS, REPLICA,
+         TENSOR_PARALLEL],
+        Coordinator, "Sizes and options of a replica's engine, while it serves.";
 
     // Ranks. Every rank is real: labelled, never deduplicated.
     histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds,

@@ -37,8 +37,13 @@ enum From {
     Series(SeriesId),
     /// Sums of both, divided.
     Ratio(SeriesId, SeriesId),
+    /// Those series alone that have this value of this label.
+    Only(SeriesId, &'static str, &'static str),
     /// LoRA adapters that requests run with, and wait for: lists in labels.
-    Adapters { running: SeriesId, waiting: SeriesId },
+    Adapters {
+        running: SeriesId,
+        waiting: SeriesId,
+    },
 }
 
 /// The series of an alias now.
@@ -83,8 +88,11 @@ const VLLM: &[Alias] = aliases! {
     "vllm:num_requests_swapped" = of!(REQUESTS_SWAPPED), [ENGINE];
     "vllm:kv_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
     "vllm:gpu_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
-    "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO),
-        [("block_size", "block_size"), ENGINE, ("num_gpu_blocks", "num_blocks")];
+    "vllm:cpu_cache_usage_perc" = of!(HOST_KV_CACHE_BLOCKS_USED / HOST_KV_CACHE_BLOCKS), [ENGINE];
+    "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO), [
+        ("block_size", "block_size"), ("cache_dtype", "cache_dtype"),
+        ("enable_prefix_caching", "enable_prefix_caching"), ENGINE,
+        ("num_cpu_blocks", "num_host_blocks"), ("num_gpu_blocks", "num_blocks")];
     "vllm:lora_requests_info" = From::Adapters {
         running: ours::LORA_REQUESTS.series(), waiting: ours::LORA_REQUESTS_WAITING.series(),
     }, [("max_lora", ""), ("running_lora_adapters", ""), ("waiting_lora_adapters", "")];
@@ -94,11 +102,15 @@ const VLLM: &[Alias] = aliases! {
     "vllm:prompt_tokens_total" = of!(PROMPT_TOKENS), [ENGINE];
     "vllm:prompt_tokens_by_source_total" = of!(PROMPT_TOKENS_BY_SOURCE),
         [ENGINE, ("source", "source")];
+    "vllm:prompt_tokens_cached_total" =
+        From::Only(ours::PROMPT_TOKENS_BY_SOURCE.series(), "source", "local_cache_hit"), [ENGINE];
     "vllm:generation_tokens_total" = of!(GENERATION_TOKENS), [ENGINE];
     "vllm:request_success_total" = of!(REQUEST_SUCCESS), [REASON];
     "vllm:request_prompt_tokens" = of!(REQUEST_PROMPT_TOKENS), [];
     "vllm:request_generation_tokens" = of!(REQUEST_GENERATION_TOKENS), [];
     "vllm:request_max_num_generation_tokens" = of!(REQUEST_MAX_NUM_GENERATION_TOKENS), [];
+    "vllm:request_num_preemptions" = of!(REQUEST_PREEMPTIONS), [];
+    "vllm:request_prefill_kv_computed_tokens" = of!(REQUEST_PREFILL_COMPUTED_TOKENS), [];
     "vllm:request_params_max_tokens" = of!(REQUEST_PARAMS_MAX_TOKENS), [];
     "vllm:request_params_n" = of!(REQUEST_PARAMS_N), [];
     "vllm:request_params_best_of" = of!(REQUEST_PARAMS_BEST_OF), [];
@@ -182,7 +194,10 @@ impl Alias {
     #[must_use]
     pub fn source(&self) -> SeriesId {
         match self.source {
-            From::Series(id) | From::Ratio(id, _) | From::Adapters { running: id, .. } => id,
+            From::Series(id)
+            | From::Ratio(id, _)
+            | From::Only(id, ..)
+            | From::Adapters { running: id, .. } => id,
         }
     }
 
@@ -193,7 +208,12 @@ impl Alias {
             self.labels.iter().copied().filter(|label| engines || *label != ENGINE).collect();
         let (kind, series, help) = match self.source {
             From::Series(id) => {
-                (definition.kind, regroup(merged, id, &labels)?, definition.help.to_owned())
+                (definition.kind, regroup(merged, id, &labels, None)?, definition.help.to_owned())
+            }
+            From::Only(id, label, value) => {
+                let series = regroup(merged, id, &labels, Some((label, value)))?;
+                let help = format!("{} of which {label} is {value}.", definition.name);
+                (definition.kind, series, help)
             }
             From::Adapters { running, waiting } => {
                 let help = "The LoRA adapters that requests run with and wait for, as lists, of those \
@@ -201,8 +221,8 @@ impl Alias {
                 (definition.kind, adapters(merged, running, waiting)?, help.to_owned())
             }
             From::Ratio(part, whole) => {
-                let parts = regroup(merged, part, &labels)?;
-                let wholes = regroup(merged, whole, &labels)?;
+                let parts = regroup(merged, part, &labels, None)?;
+                let wholes = regroup(merged, whole, &labels, None)?;
                 let ratio = |(labels, part): (LabelValues, Value)| {
                     let whole = scalar(wholes.get(&labels)?)?;
                     let ratio = scalar(&part)? / whole;
@@ -225,19 +245,26 @@ impl Alias {
     }
 }
 
-/// One of our families under these of their labels.
+/// One of our families under these of their labels; or what of it has one value of a label of ours.
 fn regroup(
     merged: &Merged,
     id: SeriesId,
     labels: &[(&str, &str)],
+    only: Option<(&str, &str)>,
 ) -> Option<BTreeMap<LabelValues, Value>> {
     let definition = id.definition();
+    let is_left_out = |labels: &LabelValues| {
+        only.is_some_and(|(name, value)| {
+            let named = definition.labels.iter().zip(labels.iter());
+            named.into_iter().any(|(label, is)| label.name == name && is != value)
+        })
+    };
     let places: Vec<Option<usize>> = labels
         .iter()
         .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
         .collect();
     let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
-    for (labels, value) in merged.family(id)? {
+    for (labels, value) in merged.family(id)?.iter().filter(|(labels, _)| !is_left_out(labels)) {
         let theirs: LabelValues = places
             .iter()
             .map(|place| place.and_then(|place| labels.get(place)))
@@ -261,13 +288,14 @@ fn adapters(
     waiting: SeriesId,
 ) -> Option<BTreeMap<LabelValues, Value>> {
     let adapter = [("", ours::LORA_REQUESTS.series().definition().labels.first()?.name)];
-    let served = regroup(merged, running, &adapter)?;
+    let served = regroup(merged, running, &adapter, None)?;
     let names = |family: &BTreeMap<LabelValues, Value>| {
         let used = family.iter().filter(|(_, value)| scalar(value).is_some_and(|it| it > 0.0));
         used.filter_map(|(labels, _)| labels.first()).cloned().collect::<Vec<_>>().join(",")
     };
-    let waits = regroup(merged, waiting, &adapter).unwrap_or_default();
-    let reported = regroup(merged, ours::WORKER_LAST_REPORT.series(), &[]).unwrap_or_default();
+    let waits = regroup(merged, waiting, &adapter, None).unwrap_or_default();
+    let reported = regroup(merged, ours::WORKER_LAST_REPORT.series(), &[], None);
+    let reported = reported.unwrap_or_default();
     let at = reported.values().next().and_then(scalar).unwrap_or(1.0);
     let labels = [served.len().to_string(), names(&served), names(&waits)];
     Some(BTreeMap::from([(LabelValues::from(labels), Value::Gauge(at))]))
@@ -278,6 +306,8 @@ fn their_value(value: &str) -> &str {
     match value {
         "preempted" => "capacity",
         "no_replica" => "deferred",
+        "true" => "True",
+        "false" => "False",
         value => value,
     }
 }

@@ -45,6 +45,13 @@ pub const STATUS: Label = Label::open("status");
 pub const VERSION: Label = Label::open("version");
 /// Tokens per KV block.
 pub const BLOCK_SIZE: Label = Label::open("block_size");
+/// What is said of the numbers of KV caches (`--dtype`).
+pub const CACHE_DTYPE: Label = Label::open("cache_dtype");
+/// Whether prefixes of prompts are looked up in the KV cache.
+pub const ENABLE_PREFIX_CACHING: Label =
+    Label { name: "enable_prefix_caching", values: &["true", "false"] };
+/// Blocks that a replica has in host memory.
+pub const NUM_HOST_BLOCKS: Label = Label::open("num_host_blocks");
 /// Blocks of a replica's KV cache.
 pub const NUM_BLOCKS: Label = Label::open("num_blocks");
 /// Longest sequence in tokens.

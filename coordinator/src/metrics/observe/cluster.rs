@@ -28,6 +28,7 @@ impl Recording<'_> {
     pub fn replica_ready(&mut self, replica: ReplicaId, config: &ReplicaConfig) {
         self.replica_gone(replica);
         let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (dtype, prefix_caching) = cells.cache;
         let (cells, stats) = cells.replica(replica);
         cells.serves(stats, true);
         stats.set(cells.used_blocks, 0.0);
@@ -41,10 +42,13 @@ impl Recording<'_> {
             catalogue::CACHE_CONFIG_INFO,
             [
                 &engine.block_size.to_string(),
+                dtype,
+                if prefix_caching { "true" } else { "false" },
                 &engine.max_model_len.to_string(),
                 &engine.max_num_batched_tokens.to_string(),
                 &engine.max_num_seqs.to_string(),
                 &config.num_blocks.to_string(),
+                &config.host_blocks.to_string(),
                 &replica.0.to_string(),
                 &config.tensor_parallel.to_string(),
             ],

@@ -28,6 +28,8 @@ pub struct RequestTrack {
     first_token: Option<Duration>,
     last_token: Option<Duration>,
     tokens: u64,
+    /// How often sequences of it were preempted.
+    preemptions: u64,
     /// By choice.
     choices: Vec<ChoiceTrack>,
 }
@@ -70,6 +72,15 @@ pub struct RequestSummary {
     pub n: u32,
     /// The parameter `max_tokens`.
     pub max_tokens: u32,
+    /// Prompt tokens that the KV cache had, of all choices that are complete.
+    pub cached_tokens: u64,
+}
+
+impl RequestSummary {
+    /// Prompt tokens that were computed for a request that is complete.
+    fn prefill_computed(&self) -> u64 {
+        self.prompt_tokens.saturating_mul(u64::from(self.n)).saturating_sub(self.cached_tokens)
+    }
 }
 
 impl RequestTrack {
@@ -81,6 +92,11 @@ impl RequestTrack {
     /// Of a request for an embedding, or for text.
     pub fn pooling(self, pools: bool) -> Self {
         Self { pools, ..self }
+    }
+
+    /// One of its sequences is in the batch no more.
+    pub(super) fn preempted(&mut self) {
+        self.preemptions += 1;
     }
 
     /// Tokens accepted so far, over all choices.
@@ -109,6 +125,7 @@ impl Recording<'_> {
             first_token: None,
             last_token: None,
             tokens: 0,
+            preemptions: 0,
             choices: vec![ChoiceTrack::default(); n as usize],
         }
     }
@@ -160,6 +177,7 @@ impl Recording<'_> {
     pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId, tokens: u64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
+        track.preempted();
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
         stats.add(cells.preempted_tokens, tokens);
@@ -218,6 +236,8 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.end(&track, reason, summary);
         if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
+            let Cells { stats, fixed, .. } = &mut *cells;
+            stats.observe_count(fixed.prefill_computed, summary.prefill_computed());
             cells.latencies(&track, now);
         }
     }
@@ -296,6 +316,7 @@ impl Cells {
         stats.observe_count(fixed.generation_tokens, track.tokens);
         let longest = track.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
         stats.observe_count(fixed.max_generation_tokens, longest);
+        stats.observe_count(fixed.preempted, track.preemptions);
         stats.observe_count(fixed.n, u64::from(summary.n));
         // The API takes no other best_of than n.
         stats.observe_count(fixed.best_of, u64::from(summary.n));

@@ -15,8 +15,8 @@ use crate::ids::Incarnation;
 use crate::metrics::application::Family;
 use crate::metrics::catalogue::{
     CATALOGUE, REPORTS_REFUSED, REQUEST_GENERATION_TOKENS, REQUEST_MAX_NUM_GENERATION_TOKENS,
-    REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS,
-    REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PREEMPTIONS,
+    REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
 };
 use crate::metrics::definition::{HistogramId, Kind, Owner, SeriesId};
 use crate::metrics::labels::{
@@ -31,10 +31,11 @@ use crate::wire::codec::{self, CodecError};
 const FORM: u16 = 1;
 
 /// Histograms with an observation for each request that has ended, however it did.
-const ONCE_PER_REQUEST: [HistogramId<0>; 6] = [
+const ONCE_PER_REQUEST: [HistogramId<0>; 7] = [
     REQUEST_PROMPT_TOKENS,
     REQUEST_GENERATION_TOKENS,
     REQUEST_MAX_NUM_GENERATION_TOKENS,
+    REQUEST_PREEMPTIONS,
     REQUEST_PARAMS_N,
     REQUEST_PARAMS_BEST_OF,
     REQUEST_PARAMS_MAX_TOKENS,
