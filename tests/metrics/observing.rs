@@ -609,7 +609,9 @@ fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
         });
         let scrapers =
             [(); 2].map(|()| scope.spawn(move || (0..3_000).for_each(|_| drop(hub.merged()))));
-        scrapers.map(|scraper| scraper.join().unwrap());
+        for scraper in scrapers {
+            scraper.join().unwrap();
+        }
         stop.store(true, Ordering::Relaxed);
     });
     let refused = hub.merged().counter(catalogue::REPORTS_REFUSED, ["total_fell"]);

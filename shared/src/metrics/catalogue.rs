@@ -181,7 +181,7 @@ catalogue! {
         Coordinator,
         "Times the ranks of a replica had different tokens of one step; it was formed again.";
     counter PREEMPTIONS: "tutti_preemptions_total", Events, model [REPLICA], Coordinator,
-        "Requests put back from the batch into the queue for lack of KV blocks.";
+        "Sequences (choices of requests) put back from the batch into the queue for lack of KV blocks.";
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Computed tokens whose KV blocks were given up by preemptions.";
 
