@@ -119,6 +119,7 @@ struct ReplicaCells {
     prompt_by_source: PerValue<Counter>,
     generation_tokens: Counter,
     recomputed: Counter,
+    wasted: Counter,
     prefix_queries: Counter,
     prefix_hits: Counter,
     steps: Counter,
@@ -153,8 +154,7 @@ struct WorkerCells {
     last_report: Gauge,
 }
 
-/// What one engine step did. Tokens of the same step that were only wasted (found late to be behind
-/// a finish) are in none of these.
+/// What one engine step did. Tokens that were only wasted are in `wasted` alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTokens {
     /// Prompt tokens computed for the first time.
@@ -169,6 +169,8 @@ pub struct StepTokens {
     pub generated: u64,
     /// Tokens computed again after a preemption or failover, prompt or not.
     pub recomputed: u64,
+    /// Tokens sampled for sequences that were found to have ended, or that were preempted.
+    pub wasted: u64,
 }
 
 impl Observer {
@@ -249,6 +251,7 @@ impl Recording<'_> {
         stats.add(by_source.get(PromptSource::LocalCacheHit), tokens.prompt_cached);
         stats.add(cells.generation_tokens, tokens.generated);
         stats.add(cells.recomputed, tokens.recomputed);
+        stats.add(cells.wasted, tokens.wasted);
         stats.add(cells.prefix_queries, tokens.looked_up);
         stats.add(cells.prefix_hits, tokens.found);
     }
@@ -432,6 +435,7 @@ impl ReplicaCells {
             }),
             generation_tokens: stats.counter(catalogue::GENERATION_TOKENS, label),
             recomputed: stats.counter(catalogue::TOKENS_RECOMPUTED, label),
+            wasted: stats.counter(catalogue::TOKENS_WASTED, label),
             prefix_queries: stats.counter(catalogue::PREFIX_CACHE_QUERIES, label),
             prefix_hits: stats.counter(catalogue::PREFIX_CACHE_HITS, label),
             steps: stats.counter(catalogue::ENGINE_STEPS, label),

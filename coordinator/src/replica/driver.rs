@@ -451,6 +451,7 @@ impl ReplicaDriver {
                         found: u64::from(tokens.found),
                         generated: u64::from(tokens.generated),
                         recomputed: u64::from(tokens.recomputed),
+                        wasted: u64::from(tokens.wasted),
                     };
                     recording.step(self.id, tokens);
                 }

@@ -161,6 +161,8 @@ catalogue! {
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
         Coordinator,
         "Tokens computed again after a preemption or failover; in no other token series.";
+    counter TOKENS_WASTED: "tutti_tokens_wasted_total", Tokens, model [REPLICA], Coordinator,
+        "Tokens sampled and not accepted, because steps run ahead: their sequence had ended or was preempted; in no other token series.";
     gauge(Sum) PROMPT_THROUGHPUT: "tutti_prompt_throughput_tokens_per_second", Tokens, model [],
         Coordinator,
         "Deprecated, use rate(): prompt tokens computed per second of the last log interval.";
