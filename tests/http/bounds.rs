@@ -40,10 +40,11 @@ async fn refusals_count_by_the_bound_that_was_hit() {
         (COMPLETIONS, json!({"prompt": long})),
         (CHAT, json!({"messages": [{"role": "user", "content": long}]})),
         ("/v1/embeddings", json!({"input": long})),
-        (COMPLETIONS, json!({"prompt": "x", "max_tokens": 1 << 20})),
+        (COMPLETIONS, json!({"prompt": "x", "max_tokens": rig.text.max_positions})),
     ] {
         let reply = rig.client.post(path, &text).await.unwrap();
-        assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{path}");
+        let error = &reply.body["error"];
+        assert_eq!(error["code"], "context_length_exceeded", "{path}: {error}");
         *told.entry("too_large").or_default() += 1.0;
     }
     for path in [COMPLETIONS, "/tokenize"] {

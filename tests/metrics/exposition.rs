@@ -131,9 +131,10 @@ tutti_request_success_total{model_name=\"demo\",finished_reason=\"length\"} 0
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"stop\"} 1
 ";
     assert!(text.contains(golden), "{text}");
-    let info = "tutti_cache_config_info{model_name=\"demo\",block_size=\"16\",max_model_len=\"4096\",\
+    let info = "tutti_cache_config_info{model_name=\"demo\",block_size=\"16\",cache_dtype=\"auto\",\
+                enable_prefix_caching=\"false\",max_model_len=\"4096\",\
                 max_num_batched_tokens=\"2048\",max_num_seqs=\"64\",num_blocks=\"100\",\
-                replica=\"0\",tensor_parallel=\"2\"} 1\n";
+                num_host_blocks=\"0\",replica=\"0\",tensor_parallel=\"2\"} 1\n";
     assert!(text.contains(info), "{text}");
     // Seconds are counted in integers.
     assert!(text.contains("tutti_process_cpu_seconds_total{process=\"worker-0\"} 1.5\n"), "{text}");
@@ -266,7 +267,11 @@ fn a_cluster_is_one_server_to_those_who_look_for_one() {
     }
     record.scheduled(&mut tracks[1], ReplicaId(1), ms(1));
     drop(record);
-    let options = PageOptions { compat: vec![Compat::VllmCluster], ..PageOptions::default() };
+    let options = PageOptions {
+        model_name: "demo".to_owned(),
+        compat: vec![Compat::VllmCluster],
+        ..PageOptions::default()
+    };
     let merged = hub.merged();
     let mut page = String::new();
     Page { merged: &merged, own: &Merged::default(), exemplars: &Vec::new(), gathered: &[] }
@@ -280,7 +285,7 @@ fn a_cluster_is_one_server_to_those_who_look_for_one() {
         ("vllm:kv_cache_usage_perc", 0.1),
     ] {
         assert_eq!(scrape.get(series), value, "{series}");
-        assert_eq!(page.lines().filter(|line| line.starts_with(series)).count(), 1, "{series}");
+        assert_eq!(page.matches(&format!("\n{series}{{")).count(), 1, "{series}");
     }
 }
 
