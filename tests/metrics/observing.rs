@@ -78,7 +78,9 @@ fn a_fresh_coordinator_already_has_its_series_at_zero() {
     assert_eq!(scrape.get("tutti_reports_refused_total{reason=\"total_fell\"}"), 0.0);
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 0.0);
     let answered = |route: &str, status: u16| {
-        format!("tutti_http_requests_total{{method=\"POST\",route=\"{route}\",status=\"{status}\"}}")
+        format!(
+            "tutti_http_requests_total{{method=\"POST\",route=\"{route}\",status=\"{status}\"}}"
+        )
     };
     assert_eq!(scrape.get(&answered("/v1/chat/completions", 200)), 0.0);
     assert_eq!(scrape.get(&answered("/v1/completions", 503)), 0.0);
