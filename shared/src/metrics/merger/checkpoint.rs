@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Live, Merger, Source, check_labels, check_value};
+use super::{LabelSets, Live, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
 use crate::metrics::application::Family;
 use crate::metrics::catalogue::{
@@ -210,7 +210,13 @@ impl Merger {
             if self.live.contains_key(&(source, incarnation)) {
                 continue;
             }
-            let live = Live { sequence: totals.sequence, lost: true, series, application };
+            let live = Live {
+                sequence: totals.sequence,
+                lost: true,
+                series,
+                left_out: LabelSets::new(),
+                application,
+            };
             self.live.insert((source, incarnation), live);
             self.lost.push_back((source, incarnation));
         }
@@ -308,7 +314,13 @@ impl Merger {
         other.series = stays;
         let live = self.live.entry((source, incarnation)).or_insert_with(|| {
             self.lost.push_back((source, incarnation));
-            Live { sequence: 0, lost: true, series: Vec::new(), application: Vec::new() }
+            Live {
+                sequence: 0,
+                lost: true,
+                series: Vec::new(),
+                left_out: LabelSets::new(),
+                application: Vec::new(),
+            }
         });
         live.series.retain(is_of_slot);
         live.series.extend::<Vec<SeriesSnapshot>>(rest);
