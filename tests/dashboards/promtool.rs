@@ -116,6 +116,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_host_memory_bytes{host=\"a\"}", "100+0"),
         ],
     ),
+    (
+        "TuttiContainerMemoryNearlyFull",
+        &[
+            ("tutti_process_resident_memory_bytes{process=\"worker-0\"}", "95+0"),
+            ("tutti_process_memory_limit_bytes{process=\"worker-0\"}", "100+0"),
+        ],
+    ),
 ];
 
 /// Runs `promtool`: whether it was content, and what it said. `None` when it is not here.

@@ -409,6 +409,9 @@ catalogue! {
         "Time that a process's threads have computed, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
         "Memory that a process has in RAM.";
+    gauge(Max) PROCESS_MEMORY_LIMIT: "tutti_process_memory_limit_bytes", Bytes, [PROCESS], Process,
+        "Memory that a process's control group, its container, may have; all processes in it together.",
+        when "a control group bounds memory";
     counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
         "Lines of a process's log that did not go to its stderr, because whoever reads that was too slow.";
     gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
