@@ -6,7 +6,7 @@
 //! - [`labels`]: label names and the closed sets of their values
 //! - [`local`]: plain cells of one process or thread, addressed by handles
 //! - [`rank`]: the series of one rank of a replica, as a worker's executor records them
-//! - [`snapshot`]: running totals as they travel
+//! - [`snapshot`]: running totals; [`report`]: how they travel
 //! - [`application`]: what users of the runtime count
 //! - [`compat`]: the names that other servers publish, from the same totals
 //! - [`merger`]: reports of all sources to one total; [`merged`]: that total, to be read
