@@ -13,7 +13,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{EtcdOptions, View};
-use shared::metrics::catalogue::TOTALS_CHECKPOINT;
+use shared::metrics::catalogue::{TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use tokio::sync::{oneshot, watch};
 
@@ -22,7 +22,8 @@ use crate::metrics::Hub;
 
 /// Between two attempts to read what the last leader left.
 const RETRY: Duration = Duration::from_millis(500);
-/// How long a new leader waits for what the last one left before it serves without it.
+/// How long a new leader waits for what the last one left before it serves without it; then its
+/// pages wait, as if it stood by.
 const LOAD_PATIENCE: Duration = Duration::from_secs(5);
 /// Before the first checkpoint: whoever has just begun to lead has much to show.
 const FIRST: Duration = Duration::from_secs(1);
@@ -63,6 +64,12 @@ impl Checkpoints {
         let patience = interval.saturating_add(ACKNOWLEDGE_PATIENCE);
         let publication = Arc::new(Publication::new(hub.clone(), patience));
         let pages = publication.clone();
+        // Totals that are never written are missed from now on.
+        noted(&hub);
+        hub.membership().with(|stats| {
+            let every = stats.gauge(TOTALS_CHECKPOINT_INTERVAL, []);
+            stats.set(every, interval.as_secs_f64());
+        });
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("checkpoints".into()).spawn(move || {
             let ledger = Ledger::new(etcd);
@@ -85,7 +92,7 @@ impl Checkpoints {
     pub async fn loaded(&mut self) {
         let Some(loaded) = self.loaded.take() else { return };
         if tokio::time::timeout(LOAD_PATIENCE, loaded).await.is_err() {
-            tracing::warn!("the last leader's totals are not there yet: counters begin at zero");
+            tracing::warn!("the last leader's totals are not there yet: /metrics waits for them");
         }
     }
 
@@ -211,12 +218,17 @@ impl Writer {
     /// etcd has all that the next leader needs.
     fn acknowledged(&mut self) {
         self.failing = false;
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.hub.membership().with(|stats| {
-            let written = stats.gauge(TOTALS_CHECKPOINT, []);
-            stats.set(written, since_1970.as_secs_f64());
-        });
+        noted(&self.hub);
     }
+}
+
+/// Publishes that etcd has the totals as of now.
+fn noted(hub: &Hub) {
+    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    hub.membership().with(|stats| {
+        let written = stats.gauge(TOTALS_CHECKPOINT, []);
+        stats.set(written, since_1970.as_secs_f64());
+    });
 }
 
 #[derive(Debug, thiserror::Error)]

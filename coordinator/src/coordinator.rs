@@ -127,6 +127,7 @@ impl Coordinator {
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
         let adapters = options.lora.adapters.iter().map(|adapter| adapter.name.as_str());
         hub.observer().record().adapters(adapters);
+        hub.observer().record().cache(options.dtype.name(), options.prefix_caching);
 
         let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
         if let Some(leadership) = &leadership {

@@ -275,8 +275,7 @@ impl Frontends {
 
     /// Tells a front end that its request is rejected, and counts that.
     fn refuse(&self, events: &EventSender, error: EngineError) {
-        let reason = crate::replica::driver::reject_reason(&error);
-        self.hub.observer().record().rejected(reason);
+        crate::replica::driver::count_refusal(self.hub.observer(), &error);
         let _ = events.send(EngineEvent::Failed(error));
     }
 }

@@ -16,8 +16,9 @@ use self::gpu::Gpus;
 use crate::log::queue::lines_dropped;
 use crate::metrics::catalogue::{
     HOST_CPU_USAGE, HOST_CPUS, HOST_MEMORY, HOST_MEMORY_USED, LOG_LINES_DROPPED, PROCESS_CPU,
-    PROCESS_MEMORY,
+    PROCESS_MEMORY, PROCESS_MEMORY_LIMIT,
 };
+use crate::metrics::labels::MAX_LABEL_VALUE_BYTES;
 use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 
 pub use self::gpu::{GpuDevice, nvlink_island};
@@ -25,6 +26,10 @@ pub use self::memory::available_memory;
 
 /// Interval between two samples.
 const INTERVAL: Duration = Duration::from_secs(1);
+
+/// What a host is called in metrics, where its own name is not it: in a container that is the
+/// container's.
+const HOST_VARIABLE: &str = "TUTTI_HOST";
 
 /// Takes samples.
 pub struct HostSampler {
@@ -45,6 +50,7 @@ pub struct HostSampler {
 struct Handles {
     cpu: Counter,
     memory: Gauge,
+    memory_limit: Gauge,
     lines_dropped: Counter,
     host_cpu: Gauge,
     host_cpus: Gauge,
@@ -64,8 +70,7 @@ impl HostSampler {
     /// sampled.
     #[must_use]
     pub fn new(process: &str, nvml: Option<&Path>) -> Self {
-        let host = System::host_name().ok().filter(|name| !name.is_empty());
-        let host = host.unwrap_or_else(|| "host".to_owned());
+        let host = host_name(std::env::var(HOST_VARIABLE).ok(), System::host_name().ok());
         Self {
             system: System::new().ok(),
             pid: sysinfo::get_current_pid().ok(),
@@ -98,6 +103,7 @@ impl HostSampler {
             Handles {
                 cpu: stats.counter(PROCESS_CPU, process),
                 memory: stats.gauge(PROCESS_MEMORY, process),
+                memory_limit: stats.gauge(PROCESS_MEMORY_LIMIT, process),
                 lines_dropped: stats.counter(LOG_LINES_DROPPED, process),
                 host_cpu: stats.gauge(HOST_CPU_USAGE, host),
                 host_cpus: stats.gauge(HOST_CPUS, host),
@@ -109,6 +115,10 @@ impl HostSampler {
         let dropped = lines_dropped().saturating_sub(self.counted_lines);
         self.counted_lines += dropped;
         stats.add(handles.lines_dropped, dropped);
+        match memory::memory_limit(Path::new("/")) {
+            Some(limit) => stats.set(handles.memory_limit, limit as f64),
+            None => stats.clear(handles.memory_limit),
+        }
         let Some(system) = &mut self.system else { return };
         system.refresh_cpu_usage();
         system.refresh_memory();
@@ -133,6 +143,12 @@ impl HostSampler {
             }
         }
     }
+}
+
+/// What is said of the host, or what it calls itself.
+fn host_name(said: Option<String>, own: Option<String>) -> String {
+    let fits = |name: &String| !name.is_empty() && name.len() <= MAX_LABEL_VALUE_BYTES;
+    said.filter(fits).or(own.filter(fits)).unwrap_or_else(|| "host".to_owned())
 }
 
 /// A thread that samples until it is dropped.
@@ -168,5 +184,19 @@ impl HostThread {
 impl Drop for HostThread {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host_name;
+
+    #[test]
+    fn a_host_is_called_what_is_said_of_it() {
+        let name = |said: &str, own: &str| host_name(Some(said.to_owned()), Some(own.to_owned()));
+        assert_eq!(name("node-7", "tutti-worker-0"), "node-7");
+        assert_eq!(name("", "tutti-worker-0"), "tutti-worker-0");
+        assert_eq!(name(&"x".repeat(129), "tutti-worker-0"), "tutti-worker-0");
+        assert_eq!(host_name(None, None), "host");
     }
 }

@@ -114,6 +114,17 @@ pub(crate) fn prometheus_configs() -> Vec<PathBuf> {
     ["prometheus", "docker"].map(|folder| configs().join(folder).join("prometheus.yml")).to_vec()
 }
 
+/// What scales workers: the queries of the autoscaler.
+pub(crate) fn scaling() -> Vec<Query> {
+    let name = "kubernetes/autoscaling.yaml";
+    let yaml = std::fs::read_to_string(configs().join(name)).unwrap();
+    let objects = Yaml::load_from_str(&yaml).unwrap();
+    let triggers = objects.iter().filter_map(|object| object.as_mapping_get("spec"));
+    let triggers = triggers.flat_map(|spec| items(spec, "triggers"));
+    let queries = triggers.filter_map(|trigger| trigger.as_mapping_get("metadata"));
+    queries.map(|it| Query { place: name.to_owned(), expr: string(it, "query") }).collect()
+}
+
 /// Every rule.
 pub(crate) fn rules() -> Vec<Rule> {
     rule_files().iter().flat_map(|path| rules_in(&std::fs::read_to_string(path).unwrap())).collect()

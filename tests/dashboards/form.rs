@@ -68,7 +68,9 @@ fn is_average(query: &str) -> bool {
 fn is_narrowed(selector: &Selector<'_>, definition: &Definition) -> bool {
     let has_replica = definition.labels.contains(&REPLICA);
     let narrowed = |by: &str| selector.matchers.split(", ").any(|matcher| matcher == by);
-    narrowed("model_name=~\"$model_name\"") == definition.model
+    // Whichever clusters a server scrapes, each is a job.
+    narrowed("job=~\"$job\"")
+        && narrowed("model_name=~\"$model_name\"") == definition.model
         && narrowed("replica=~\"$replica\"") == has_replica
 }
 
@@ -210,7 +212,7 @@ fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
         panel_problems(panel).iter().for_each(|problem| report(problem));
     }
     let variables = list(&dashboard.json["templating"]["list"]);
-    for name in ["datasource", "model_name", "replica"] {
+    for name in ["datasource", "job", "model_name", "replica"] {
         let Some(variable) = variables.iter().find(|variable| variable["name"] == name) else {
             problems.push(format!("no variable {name}"));
             continue;
@@ -231,6 +233,15 @@ fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
 /// What is wrong with a rule.
 fn rule_problems(rule: &Rule, recorded: &BTreeSet<String>) -> Vec<String> {
     let mut problems = query_problems(&rule.expr, recorded);
+    // A server that scrapes several clusters has a job for each: none speaks for another.
+    let ups = selectors(&rule.expr).into_iter().filter(|selector| selector.name == "up");
+    if ups.into_iter().any(|selector| selector.matchers != "job=~\"tutti.*\"") {
+        problems.push("up is of all jobs whose names begin with tutti".to_owned());
+    }
+    let mut added = rule.expr.split("by (").skip(1);
+    if added.any(|rest| !rest.split(')').next().unwrap_or("").contains("job")) {
+        problems.push("what is added up is of one job".to_owned());
+    }
     if rule.is_alert {
         if !["critical", "warning"].contains(&rule.severity.as_str()) {
             problems.push(format!("severity '{}'", rule.severity));
@@ -290,19 +301,20 @@ fn sample() -> Value {
                          "datasource": {"uid": DATASOURCE}}],
         })
     };
-    let average = "sum(rate(tutti_rank_step_seconds_sum{model_name=~\"$model_name\", \
-                   replica=~\"$replica\"}[1m])) / sum(rate(tutti_rank_step_seconds_count{model_name=~\
-                   \"$model_name\", replica=~\"$replica\"}[1m]))";
+    let average = "sum(rate(tutti_rank_step_seconds_sum{job=~\"$job\", model_name=~\"$model_name\", \
+                   replica=~\"$replica\"}[1m])) / sum(rate(tutti_rank_step_seconds_count{job=~\"$job\", \
+                   model_name=~\"$model_name\", replica=~\"$replica\"}[1m]))";
     let heat = "sum by (le) (increase(tutti_time_to_first_token_seconds_bucket\
-                {model_name=~\"$model_name\"}[1m]))";
+                {job=~\"$job\", model_name=~\"$model_name\"}[1m]))";
     let mut heat = panel(2, "heat", "", heat);
     heat["type"] = json!("heatmap");
     heat["options"] = json!({"calculate": false, "yAxis": {"unit": "s"}});
     heat["targets"][0]["format"] = json!("heatmap");
     let all = json!({"includeAll": true, "multi": true, "allValue": ".*"});
-    let mut variables = [json!({"name": "datasource"}), all.clone(), all];
-    variables[1]["name"] = json!("model_name");
-    variables[2]["name"] = json!("replica");
+    let mut variables = [json!({"name": "datasource"}), all.clone(), all.clone(), all];
+    variables[1]["name"] = json!("job");
+    variables[2]["name"] = json!("model_name");
+    variables[3]["name"] = json!("replica");
     json!({"panels": [panel(1, "average", "s", average), heat], "templating": {"list": variables}})
 }
 
@@ -340,6 +352,7 @@ fn the_dashboard_rules_can_fail() {
     spoil_query(", replica=~\\\"$replica\\\"", "");
     spoil_query("model_name=~\\\"$model_name\\\", ", "");
     spoil_query("bucket{", "bucket{replica=~\\\"$replica\\\", ");
+    spoil_query("bucket{job=~\\\"$job\\\", ", "bucket{");
     spoil_query("[1m])) / ", "[5m])) / ");
 }
 
@@ -396,4 +409,12 @@ fn the_rule_rules_can_fail() {
     );
     assert_eq!(problems(&format!("{{alert: A, {expr}, labels: {{severity: loud}}, {told}}}")), 1);
     assert_eq!(problems(&format!("{{alert: A, {expr}, labels: {{severity: warning}}}}")), 1);
+    for (expr, count) in [
+        ("up{job=~\"tutti.*\"} == 0", 0),
+        ("up{job=\"tutti\"} == 0", 1),
+        ("sum by (replica) (tutti_replica_up) == 0", 1),
+    ] {
+        let alert = format!("{{alert: A, expr: '{expr}', labels: {{severity: warning}}, {told}}}");
+        assert_eq!(problems(&alert), count, "{expr}");
+    }
 }

@@ -7,6 +7,7 @@ use testkit::client::Client;
 use testkit::fake_nvml::fake_nvml;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
+use testkit::models::repository;
 
 use crate::files::{self, Query, Rule};
 use crate::prometheus::Prometheus;
@@ -37,7 +38,12 @@ async fn load(client: &Client) {
             client.post("/v1/completions", &body),
             client.post("/v1/completions", &guided),
             client.stream("/v1/completions", &streaming),
-            abandon(client, &abandoned),
+            // Few enough that nobody is told.
+            async {
+                if seed % 3 == 0 {
+                    abandon(client, &abandoned).await;
+                }
+            },
         );
         assert_eq!((whole.unwrap().status, guided.unwrap().status), (200, 200));
         assert!(stream.unwrap().done);
@@ -176,10 +182,38 @@ async fn every_query_has_an_answer() {
             }
         }
     }
+    for query in files::scaling() {
+        problems.extend(query_problem(&server, &query).await);
+    }
     problems.extend(rule_health(&server).await);
     problems.extend(identity_problems(&server).await);
     crate::assert_none("queries", &problems);
     the_checks_can_fail(&server).await;
+}
+
+/// What scales workers has an answer most of all where there are none.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn load_is_known_where_no_replica_serves() {
+    let listen = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
+    let model = repository().join("models/demo");
+    let model = ["coordinator", "--tensor-parallel", "1", "--model", model.to_str().unwrap()];
+    let mut cluster = LocalCluster::spawn(&[&model[..], &listen].concat()).unwrap();
+    cluster.wait_url().await.unwrap();
+    let target = cluster.base().trim_start_matches("http://");
+    let [config, ..] = &files::prometheus_configs()[..] else { panic!("no configuration") };
+    let Some(server) = Prometheus::start(target, config).await else { return };
+    let began = Instant::now();
+    while server.query("max(up) == 1").await.unwrap_or_default().is_empty() {
+        assert!(began.elapsed() < Duration::from_secs(20), "nothing is scraped");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let running = server.query("sum(tutti_requests_running)").await.unwrap();
+    assert!(running.is_empty(), "no replica has a series: {running:?}");
+    let queries = files::scaling();
+    assert!(!queries.is_empty());
+    for query in queries {
+        assert_eq!(server.query(&query.expr).await, Ok(vec![0.0]), "{}", query.expr);
+    }
 }
 
 /// The cluster's series go on under the next leader, a process's are its own.

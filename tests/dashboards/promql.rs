@@ -6,12 +6,13 @@ use shared::metrics::catalogue::CATALOGUE;
 const PARTS: [&str; 3] = ["_bucket", "_sum", "_count"];
 
 /// What Grafana puts in place of its variables, longest name first.
-const VARIABLES: [(&str, &str); 5] = [
+const VARIABLES: [(&str, &str); 6] = [
     ("$__rate_interval", "30s"),
     ("$__interval", "5s"),
     ("$__range", "5m"),
     ("$model_name", ".*"),
     ("$replica", ".*"),
+    ("$job", ".*"),
 ];
 
 /// One selection of series in a query.

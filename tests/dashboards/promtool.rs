@@ -10,7 +10,14 @@ use crate::files;
 
 /// What makes each alert fire: series, and how they begin and grow each minute of half an hour.
 const FIRING: &[(&str, &[(&str, &str)])] = &[
-    ("TuttiCoordinatorDown", &[("up{job=\"tutti\", instance=\"a\"}", "0+0")]),
+    // Another cluster's coordinators are another's.
+    (
+        "TuttiCoordinatorDown",
+        &[
+            ("up{job=\"tutti-a\", instance=\"a\"}", "1+0"),
+            ("up{job=\"tutti-b\", instance=\"b\"}", "0+0"),
+        ],
+    ),
     (
         "TuttiCoordinatorRedundancyLost",
         &[
@@ -21,7 +28,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     (
         "TuttiNoReplicaUp",
         &[
-            ("up{job=\"tutti\", instance=\"a\"}", "1+0"),
+            ("tutti_requests_in_flight{job=\"tutti\"}", "0+0"),
             ("tutti_replica_up{job=\"tutti\", replica=\"0\"}", "0+0"),
         ],
     ),
@@ -49,7 +56,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
     ("TuttiNobodyLeads", &[("tutti_membership_leading{instance=\"a\"}", "0+0")]),
     ("TuttiMembershipUnconfirmed", &[("tutti_membership_connected{instance=\"a\"}", "0+0")]),
-    ("TuttiTotalsNotWritten", &[("tutti_totals_checkpoint_timestamp_seconds", "60+0")]),
+    (
+        "TuttiTotalsNotWritten",
+        &[
+            ("tutti_totals_checkpoint_timestamp_seconds", "60+0"),
+            ("tutti_totals_checkpoint_interval_seconds", "300+0"),
+        ],
+    ),
     ("TuttiQueueBuildingUp", &[("tutti_requests_waiting{reason=\"capacity\"}", "0+2")]),
     (
         "TuttiKvCacheNearlyFull",
@@ -80,6 +93,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
             ("tutti_request_success_total{finished_reason=\"stop\"}", "0+9"),
         ],
     ),
+    (
+        "TuttiRequestsAbandoned",
+        &[
+            ("tutti_request_success_total{finished_reason=\"abort\"}", "0+1"),
+            ("tutti_request_success_total{finished_reason=\"stop\"}", "0+3"),
+        ],
+    ),
     ("TuttiRequestsTurnedAway", &[("tutti_requests_rejected_total{reason=\"queue_full\"}", "0+1")]),
     (
         "TuttiHttpServerErrors",
@@ -94,6 +114,13 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
         &[
             ("tutti_host_memory_used_bytes{host=\"a\"}", "99+0"),
             ("tutti_host_memory_bytes{host=\"a\"}", "100+0"),
+        ],
+    ),
+    (
+        "TuttiContainerMemoryNearlyFull",
+        &[
+            ("tutti_process_resident_memory_bytes{process=\"worker-0\"}", "95+0"),
+            ("tutti_process_memory_limit_bytes{process=\"worker-0\"}", "100+0"),
         ],
     ),
 ];

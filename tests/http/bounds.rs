@@ -1,4 +1,5 @@
 //! Every bad request quickly gets a 4xx that names the field, and affects no other request.
+use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -7,6 +8,7 @@ use coordinator::http::params::Limits;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
+use shared::metrics::labels::{LabelValue as _, RejectReason};
 
 use crate::rig::Rig;
 
@@ -25,6 +27,37 @@ async fn a_body_has_so_many_values() {
     let message = reply.body["error"]["message"].as_str().unwrap();
     assert_eq!(reply.status, 400);
     assert!(message.contains(&format!("values, the bound is {most}")), "{message}");
+}
+
+/// Each bound counts under its own reason, once, wherever it is.
+#[tokio::test]
+async fn refusals_count_by_the_bound_that_was_hit() {
+    let rig = Rig::saying("x");
+    let long = "long ".repeat(rig.text.max_positions as usize);
+    let body = vec![b' '; Limits::new(1024).body_bytes + 1];
+    let mut told = BTreeMap::<&str, f64>::new();
+    for (path, text) in [
+        (COMPLETIONS, json!({"prompt": long})),
+        (CHAT, json!({"messages": [{"role": "user", "content": long}]})),
+        ("/v1/embeddings", json!({"input": long})),
+        (COMPLETIONS, json!({"prompt": "x", "max_tokens": rig.text.max_positions})),
+    ] {
+        let reply = rig.client.post(path, &text).await.unwrap();
+        let error = &reply.body["error"];
+        assert_eq!(error["code"], "context_length_exceeded", "{path}: {error}");
+        *told.entry("too_large").or_default() += 1.0;
+    }
+    for path in [COMPLETIONS, "/tokenize"] {
+        assert_eq!(raw(&rig, &post(path, "application/json", &body)).0, 413, "{path}");
+        *told.entry("too_large").or_default() += 1.0;
+    }
+    assert_eq!(rig.client.post("/tokenize", &json!({"prompt": 7})).await.unwrap().status, 400);
+    *told.entry("invalid").or_default() += 1.0;
+    let scrape = rig.client.scrape().await.unwrap();
+    for reason in RejectReason::ALL {
+        let found = scrape.sum("tutti_requests_rejected_total", &[("reason", reason.as_str())]);
+        assert_eq!(found, told.get(reason.as_str()).copied().unwrap_or(0.0), "{reason:?}");
+    }
 }
 
 #[tokio::test]

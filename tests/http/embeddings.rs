@@ -82,11 +82,21 @@ async fn a_full_queue_refuses_the_first_inputs_and_has_later_ones_wait() {
         assert_eq!(seen.requests.len() - began, 200);
         assert!(seen.asked.1 > 30, "{:?}", seen.asked);
         let arrived: Vec<_> = seen.requests.iter().map(|request| request.arrived).collect();
-        assert!(arrived[199] > arrived[0], "one that waited here was not in the queue meanwhile");
+        assert!(
+            arrived.iter().all(|at| *at == arrived[0]),
+            "each client waits since its call came"
+        );
     }
+    let full = [("reason", "queue_full")];
+    let refused = async || {
+        let scrape = rig.client.scrape().await.unwrap();
+        scrape.sum("tutti_requests_rejected_total", &full)
+    };
+    assert_eq!(refused().await, 0.0, "a client that has its answer was not turned away");
     rig.script(|script| script.full_behind = Some(0));
     let reply = rig.client.post(PATH, &json!({"input": input})).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["code"]), (429, &json!("queue_full")));
+    assert_eq!(refused().await, 1.0, "one request is one, whatever its inputs");
 }
 
 #[tokio::test]

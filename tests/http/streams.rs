@@ -379,8 +379,17 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     rig.script(|script| script.refuse = Some(refuse));
     let large = rig.client.post("/v1/completions", &json!({"prompt": "x"})).await.unwrap();
     assert_eq!(large.status, 400);
-    let invalid = sum(&rig, "tutti_requests_rejected_total", &[("reason", "invalid")]).await;
+    let rejected = "tutti_requests_rejected_total";
+    let invalid = sum(&rig, rejected, &[("reason", "invalid")]).await;
     assert_eq!(invalid, 1.0);
+    // Here: an engine does not know who will ask again.
+    let full = EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 };
+    rig.script(|script| script.refuse = Some(full));
+    for stream in [false, true] {
+        let body = json!({"prompt": "x", "stream": stream});
+        assert_eq!(rig.client.post("/v1/completions", &body).await.unwrap().status, 429);
+    }
+    assert_eq!(sum(&rig, rejected, &[("reason", "queue_full")]).await, 2.0);
 }
 
 /// A client that requests long text in many choices and has a small receive buffer; otherwise its

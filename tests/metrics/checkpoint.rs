@@ -2,22 +2,27 @@
 //! events loses or doubles anything is in [`crate::merge_laws`].
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use coordinator::checkpoint::Publication;
-use coordinator::metrics::Hub;
+use coordinator::checkpoint::{Checkpoints, Publication};
+use coordinator::http::metrics::MetricsPage;
+use coordinator::metrics::exposition::{Format, PageOptions};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
+use coordinator::metrics::{Hub, membership};
+use shared::clock::{Clock, SystemClock};
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::membership::{EtcdOptions, View};
 use shared::metrics::application::Metrics;
 use shared::metrics::catalogue::{
     ACTOR_MESSAGES, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, PROCESS_CPU, RANK_STEP,
     REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
-    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN,
+    REQUESTS_IN_FLIGHT, TIME_TO_FIRST_TOKEN, TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL,
 };
 use shared::metrics::labels::{FinishedReason, Method, RejectReason};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use shared::metrics::{Limits, LocalStats, Merged, Merger, RankStats, Source, Value};
 use shared::protocol::{FrontendId, StepTimings};
+use tokio::sync::watch;
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
 
@@ -79,7 +84,7 @@ fn totals(merged: &Merged) -> BTreeMap<String, u64> {
 /// Leaders that die at any point of their lives, between a scrape and a checkpoint, too.
 #[test]
 fn nothing_that_was_scraped_dies_with_the_leader() {
-    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
     let mut random = 7_u64;
     let mut dice = |sides: u64| {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
@@ -98,7 +103,7 @@ fn nothing_that_was_scraped_dies_with_the_leader() {
         for _ in 0..dice(60) {
             match dice(4) {
                 0 => {
-                    let merged = &publication.shown().merged;
+                    let merged = &publication.shown().unwrap().merged;
                     let now = totals(merged);
                     for (series, total) in &seen {
                         let now = now.get(series);
@@ -216,6 +221,62 @@ fn what_is_no_checkpoint_is_refused() {
     assert_eq!(Checkpoint::decode(&large), Err(CheckpointError::TooLarge(large.len())));
 }
 
+/// A history that comes late would look like so many requests at once.
+#[test]
+fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
+    let accept = |hub: &Hub| {
+        for _ in 0..3 {
+            drop(hub.observer().record().accepted(Duration::ZERO, 1, &"r".into()));
+        }
+    };
+    let before = Hub::new(Incarnation(1), Limits::default());
+    accept(&before);
+    let hub = Arc::new(Hub::new(Incarnation(2), Limits::default()));
+    let publication = Arc::new(Publication::new(hub.clone(), Duration::from_secs(600)));
+    let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+    let (_view, seen) = watch::channel(View { leading: true, ..View::default() });
+    hub.membership().with(|stats| membership::record(stats, &seen.borrow()));
+    let page = MetricsPage::new(hub.clone(), clock, PageOptions::default()).of_leader(
+        Some(publication.clone()),
+        seen,
+        Incarnation(2),
+    );
+    let accepted = || {
+        let page = page.render(Format::Text);
+        assert!(page.contains("tutti_membership_leading 1"), "{page}");
+        let line = page.lines().find(|line| line.starts_with("tutti_requests_accepted_total{"));
+        line.map(|line| line.rsplit(' ').next().unwrap().to_owned())
+    };
+    accept(&hub);
+    assert_eq!(accepted(), None);
+    hub.restore(before.checkpoint());
+    assert_eq!(accepted(), None, "not before the moment with everything");
+    publication.restored();
+    assert_eq!(accepted().as_deref(), Some("6"));
+}
+
+/// An etcd that takes nothing from the first moment on is missed like one that stops taking it.
+#[test]
+fn totals_that_were_never_written_have_an_age() {
+    let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
+    let nobody = EtcdOptions {
+        endpoints: vec!["http://127.0.0.1:1".to_owned()],
+        cluster: "tutti".to_owned(),
+        user: None,
+        tls: None,
+        lease_ttl: Duration::from_secs(5),
+    };
+    let began = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64();
+    let (_view, seen) = watch::channel(View::default());
+    let interval = Duration::from_secs(7);
+    let checkpoints = Checkpoints::start(hub.clone(), seen, nobody, interval).unwrap();
+    let own = Merged::of(&hub.membership().snapshot());
+    let written = own.gauge(TOTALS_CHECKPOINT, []).unwrap();
+    assert!((began..began + 60.0).contains(&written), "{written} of {began}");
+    assert_eq!(own.gauge(TOTALS_CHECKPOINT_INTERVAL, []), Some(7.0));
+    assert!(checkpoints.publication().shown().is_none());
+}
+
 /// What an idle cluster counts by itself is no news; anything that somebody would miss is.
 #[test]
 fn an_idle_cluster_has_no_news() {
@@ -235,7 +296,7 @@ fn an_idle_cluster_has_no_news() {
     let accepted = |page: &Merged| page.counter(REQUESTS_ACCEPTED, []);
     let cpu = |page: &Merged| page.counter(PROCESS_CPU, ["coordinator"]);
     let in_flight = |page: &Merged| page.gauge(HTTP_REQUESTS_IN_FLIGHT, []);
-    let before = publication.shown();
+    let before = publication.shown().unwrap();
     // Steps of idle replicas, processor time, probes, scrapes, gauges.
     rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
     hub.report(worker, run, &rank.report().unwrap()).unwrap();
@@ -250,7 +311,7 @@ fn an_idle_cluster_has_no_news() {
     hub.observer().record().scraped(Duration::from_millis(3));
     hub.frontend().http_started();
     assert!(publication.writing(Some(&written)).is_none());
-    let page = publication.shown();
+    let page = publication.shown().unwrap();
     // Totals as they are in etcd, gauges as they are.
     assert_eq!((cpu(&page.merged), cpu(&before.merged)), (None, None));
     assert_eq!(in_flight(&page.merged), Some(1.0));
@@ -277,7 +338,7 @@ fn an_idle_cluster_has_no_news() {
     }
     let written = publication.writing(Some(&written)).unwrap();
     publication.written(true);
-    assert_eq!(accepted(&publication.shown().merged), Some(1));
+    assert_eq!(accepted(&publication.shown().unwrap().merged), Some(1));
     hub.retire(worker, run);
     assert!(hub.checkpoint().has_news_since(&written), "a worker has gone");
 }

@@ -34,7 +34,7 @@ fn full() -> Hub {
     record.scheduled(&mut track, replica, ms(1));
     record.tokens(&mut track, 0, 1, ms(2));
     record.tokens(&mut track, 0, 1, ms(5));
-    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 9 };
+    let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 9, cached_tokens: 2 };
     record.finished(track, FinishedReason::Stop, summary, ms(6));
     let first = StepTokens {
         prompt_computed: 5,
@@ -131,9 +131,10 @@ tutti_request_success_total{model_name=\"demo\",finished_reason=\"length\"} 0
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"stop\"} 1
 ";
     assert!(text.contains(golden), "{text}");
-    let info = "tutti_cache_config_info{model_name=\"demo\",block_size=\"16\",max_model_len=\"4096\",\
+    let info = "tutti_cache_config_info{model_name=\"demo\",block_size=\"16\",cache_dtype=\"auto\",\
+                enable_prefix_caching=\"false\",max_model_len=\"4096\",\
                 max_num_batched_tokens=\"2048\",max_num_seqs=\"64\",num_blocks=\"100\",\
-                replica=\"0\",tensor_parallel=\"2\"} 1\n";
+                num_host_blocks=\"0\",replica=\"0\",tensor_parallel=\"2\"} 1\n";
     assert!(text.contains(info), "{text}");
     // Seconds are counted in integers.
     assert!(text.contains("tutti_process_cpu_seconds_total{process=\"worker-0\"} 1.5\n"), "{text}");
@@ -215,7 +216,15 @@ fn other_servers_names_come_from_the_same_totals() {
         ("vllm:iteration_tokens_total_sum{engine=\"0\"}", 7.0),
         ("vllm:num_requests_waiting_by_reason{engine=\"none\",reason=\"deferred\"}", 0.0),
         ("vllm:num_requests_waiting_by_reason{engine=\"0\",reason=\"capacity\"}", 0.0),
-        ("vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"}", 1.0),
+        (
+            "vllm:cache_config_info{block_size=\"16\",cache_dtype=\"auto\",\
+             enable_prefix_caching=\"False\",engine=\"0\",num_cpu_blocks=\"0\",\
+             num_gpu_blocks=\"100\"}",
+            1.0,
+        ),
+        ("vllm:prompt_tokens_cached_total{engine=\"0\"}", 2.0),
+        ("vllm:request_num_preemptions_count", 1.0),
+        ("vllm:request_prefill_kv_computed_tokens_sum", 5.0),
         ("vllm:inter_token_latency_seconds_count", 1.0),
         ("aphrodite:num_requests_waiting", 0.0),
         ("aphrodite:gpu_cache_usage_perc", 0.03),
@@ -242,6 +251,41 @@ fn other_servers_names_come_from_the_same_totals() {
             let there = scrape.types.contains_key(alias.name);
             assert_eq!(there, alias.source().definition().when.is_none(), "{}", alias.name);
         }
+    }
+}
+
+/// Who takes one series of a name for the server's gets the cluster's.
+#[test]
+fn a_cluster_is_one_server_to_those_who_look_for_one() {
+    let hub = full();
+    let mut record = hub.observer().record();
+    record.replica_ready(ReplicaId(1), &config(300));
+    record.kv_blocks(ReplicaId(1), 37, 300);
+    let mut tracks: Vec<_> = (0..3).map(|_| record.accepted(ms(0), 1, &id())).collect();
+    for (track, replica) in tracks.iter_mut().zip([0, 1, 1]) {
+        record.routed(track, ReplicaId(replica));
+    }
+    record.scheduled(&mut tracks[1], ReplicaId(1), ms(1));
+    drop(record);
+    let options = PageOptions {
+        model_name: "demo".to_owned(),
+        compat: vec![Compat::VllmCluster],
+        ..PageOptions::default()
+    };
+    let merged = hub.merged();
+    let mut page = String::new();
+    Page { merged: &merged, own: &Merged::default(), exemplars: &Vec::new(), gathered: &[] }
+        .render(Format::Text, &options, &mut page);
+    assert!(!page.contains("engine="), "{page}");
+    let scrape = Scrape::read(&page);
+    for (series, value) in [
+        ("vllm:num_requests_running", 1.0),
+        ("vllm:num_requests_waiting", 2.0),
+        // 3 of 100 and 37 of 300.
+        ("vllm:kv_cache_usage_perc", 0.1),
+    ] {
+        assert_eq!(scrape.get(series), value, "{series}");
+        assert_eq!(page.matches(&format!("\n{series}{{")).count(), 1, "{series}");
     }
 }
 

@@ -3,15 +3,17 @@ use std::time::Duration;
 
 use coordinator::metrics::interval::Intervals;
 use coordinator::metrics::log_line::Field;
-use coordinator::metrics::observe::{RequestSummary, StepTokens};
+use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, StepTokens};
 use coordinator::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges};
+use serde_json::json;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::metrics::labels::FinishedReason;
+use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, catalogue};
 
 use crate::observing::{config, hub, id, ms};
 
-const SUMMARY: RequestSummary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+const SUMMARY: RequestSummary =
+    RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
 
 #[test]
 fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
@@ -163,6 +165,44 @@ fn json_lines_say_the_same_in_numbers() {
         (&line["interval_seconds"], &line["prompt_tokens_per_second"]),
         (&10.0.into(), &0.0.into())
     );
+}
+
+/// A script sees as much as the page: what is swapped, and how requests ended that did not go well.
+#[test]
+fn json_has_what_went_wrong_in_the_interval() {
+    let hub = hub();
+    let replica = ReplicaId(0);
+    let mut lines = JsonLines::new(Duration::ZERO, Duration::ZERO, Box::new(std::io::sink()));
+    for round in 1..3 {
+        let mut record = hub.observer().record();
+        record.replica_ready(replica, &ReplicaConfig { host_blocks: 8, ..config(10) });
+        let mut tracks: Vec<_> = (0..6).map(|_| record.accepted(ms(0), 1, &id())).collect();
+        record.swapped_out(&mut tracks[0], replica, 2);
+        record.host_kv_blocks(replica, 2);
+        for track in tracks.drain(1..4) {
+            record.aborted(track, SUMMARY);
+        }
+        for track in tracks.drain(1..3) {
+            record.failed(track, SUMMARY);
+        }
+        for _ in 0..4 {
+            record.rejected(RejectReason::Overloaded);
+        }
+        drop(record);
+        let object = lines.object(Duration::from_secs(10 * round), &hub.merged()).unwrap();
+        for (name, value) in [
+            ("requests_swapped", json!(round as f64)),
+            ("requests_in_flight", json!(round as f64)),
+            ("host_kv_cache_usage_ratio", json!(0.25)),
+            ("requests_finished", json!(5)),
+            ("requests_failed", json!(2)),
+            ("requests_aborted", json!(3)),
+            ("requests_rejected", json!(4)),
+        ] {
+            assert_eq!(object[name], value, "{name} of round {round}");
+        }
+        drop(tracks);
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, RequestTrack, StepTokens};
 use proptest::prelude::*;
 use shared::ids::{Incarnation, ReplicaId, WorkerId};
+use shared::metrics::compat::Compat;
 use shared::metrics::labels::{ActorState, FinishedReason, Method, RejectReason};
 use shared::metrics::{Limits, Merged, RankStats, Source, catalogue};
 use shared::protocol::{EngineConfig, FrontendId, StepTimings, WorkerStats};
@@ -62,7 +63,8 @@ pub(crate) fn ms(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-const SUMMARY: RequestSummary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100 };
+const SUMMARY: RequestSummary =
+    RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
 
 #[test]
 fn a_fresh_coordinator_already_has_its_series_at_zero() {
@@ -75,6 +77,13 @@ fn a_fresh_coordinator_already_has_its_series_at_zero() {
     assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 0.0);
     assert_eq!(scrape.get("tutti_reports_refused_total{reason=\"total_fell\"}"), 0.0);
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 0.0);
+    let answered = |route: &str, status: u16| {
+        format!(
+            "tutti_http_requests_total{{method=\"POST\",route=\"{route}\",status=\"{status}\"}}"
+        )
+    };
+    assert_eq!(scrape.get(&answered("/v1/chat/completions", 200)), 0.0);
+    assert_eq!(scrape.get(&answered("/v1/completions", 503)), 0.0);
 }
 
 #[test]
@@ -114,7 +123,39 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
     assert_eq!(sum("request_generation_tokens"), 4.0);
     assert_eq!(sum("request_prompt_tokens"), 7.0);
     assert_eq!(scrape.get("tutti_preemptions_total{replica=\"0\"}"), 1.0);
+    assert_eq!(sum("request_preemptions"), 1.0);
+    assert_eq!(sum("request_prefill_computed_tokens"), 7.0);
     assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"length\"}"), 1.0);
+}
+
+#[test]
+fn an_embedding_is_a_request_and_has_a_latency_of_its_own() {
+    let hub = hub();
+    let mut record = hub.observer().record();
+    let mut track = record.accepted(ms(100), 1, &id()).pooling(true);
+    record.scheduled(&mut track, ReplicaId(0), ms(400));
+    record.finished(
+        track,
+        FinishedReason::Stop,
+        RequestSummary { max_tokens: 0, ..SUMMARY },
+        ms(900),
+    );
+    drop(record);
+    let scrape = scrape(&hub);
+    scrape.check_identities();
+    assert_eq!(scrape.get("tutti_embedding_latency_seconds_sum"), 0.8);
+    assert_eq!(scrape.get("tutti_request_success_total{finished_reason=\"stop\"}"), 1.0);
+    assert_eq!(scrape.get("tutti_request_prompt_tokens_sum"), 7.0);
+    for of_text in [
+        "e2e_request_latency",
+        "request_queue_time",
+        "request_prefill_time",
+        "request_decode_time",
+        "request_inference_time",
+        "time_to_first_token",
+    ] {
+        assert_eq!(scrape.get(&format!("tutti_{of_text}_seconds_count")), 0.0, "{of_text}");
+    }
 }
 
 #[test]
@@ -127,7 +168,8 @@ fn choices_are_separate_streams_of_tokens() {
         record.tokens(&mut track, 0, 1, ms(now));
         record.tokens(&mut track, 1, 1, ms(now));
     }
-    record.finished(track, FinishedReason::Stop, RequestSummary { n: 2, ..SUMMARY }, ms(300));
+    let summary = RequestSummary { n: 2, cached_tokens: 6, ..SUMMARY };
+    record.finished(track, FinishedReason::Stop, summary, ms(300));
     drop(record);
     let scrape = scrape(&hub);
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 1.0);
@@ -136,6 +178,7 @@ fn choices_are_separate_streams_of_tokens() {
     assert_eq!(scrape.get("tutti_request_time_per_output_token_seconds_sum"), 0.1);
     assert_eq!(scrape.get("tutti_request_prompt_tokens_sum"), 7.0);
     assert_eq!(scrape.get("tutti_request_params_n_sum"), 2.0);
+    assert_eq!(scrape.get("tutti_request_prefill_computed_tokens_sum"), 8.0);
 }
 
 #[test]
@@ -162,7 +205,10 @@ fn aborts_and_failures_count_but_have_no_latency() {
     assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 1.0);
     assert_eq!(scrape.get("tutti_requests_accepted_total"), 2.0);
     assert_eq!(scrape.get("tutti_e2e_request_latency_seconds_count"), 0.0);
+    // But for what they had when they left.
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 2.0);
+    assert_eq!(scrape.get("tutti_request_queue_time_seconds_count"), 2.0);
+    assert_eq!(scrape.get("tutti_request_queue_time_seconds_sum"), 0.01);
     assert_eq!(scrape.get("tutti_request_generation_tokens_sum"), 2.0);
 }
 
@@ -553,6 +599,32 @@ fn identities_hold_in_scrapes_under_load() {
     );
 }
 
+/// What is scraped twice at a time is merged in the order in which it was drawn.
+#[test]
+fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
+    let hub = hub();
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let (hub, stop) = (&hub, &stop);
+        scope.spawn(move || {
+            while !stop.load(Ordering::Relaxed) {
+                hub.process().with(|stats| {
+                    let cpu = stats.counter(catalogue::PROCESS_CPU, ["coordinator"]);
+                    stats.add(cpu, 1);
+                });
+            }
+        });
+        let scrapers =
+            [(); 2].map(|()| scope.spawn(move || (0..3_000).for_each(|_| drop(hub.merged()))));
+        for scraper in scrapers {
+            scraper.join().unwrap();
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    let refused = hub.merged().counter(catalogue::REPORTS_REFUSED, ["total_fell"]);
+    assert_eq!(refused, Some(0));
+}
+
 #[test]
 fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_not() {
     let hub = hub();
@@ -603,12 +675,22 @@ fn requests_of_adapters_are_counted_while_they_run() {
         };
         (of("sql"), of("chat"))
     };
+    // As a gateway sees it: whatever the replicas, one series.
+    let told = || {
+        let merged = hub.merged();
+        let families: Vec<_> = Compat::VllmCluster.families(&merged).collect();
+        let family = families.iter().find(|it| it.name == "vllm:lora_requests_info").unwrap();
+        let series: Vec<_> = family.series.keys().map(|labels| labels.join("|")).collect();
+        series.join(" and ")
+    };
     assert_eq!(counts(), (2.0, 1.0));
+    assert_eq!(told(), "2|chat,sql|");
     let mut record = hub.observer().record();
     record.preempted(&mut tracks[1], replica, 3);
     record.finished(tracks.remove(3), FinishedReason::Stop, SUMMARY, ms(2));
     drop(record);
     assert_eq!(counts(), (1.0, 0.0));
+    assert_eq!(told(), "2|sql|sql");
     let mut record = hub.observer().record();
     record.scheduled(&mut tracks[1], replica, ms(3));
     record.interrupted(&mut tracks[2], true);
@@ -618,4 +700,5 @@ fn requests_of_adapters_are_counted_while_they_run() {
     tracks.into_iter().for_each(|track| record.aborted(track, SUMMARY));
     drop(record);
     assert_eq!(counts(), (0.0, 0.0), "there while the replica serves");
+    assert_eq!(told(), "2||");
 }

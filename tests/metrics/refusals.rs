@@ -2,8 +2,8 @@
 //! totals as they were.
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue::{
-    HTTP_REQUESTS, ITERATION_TOKENS, KV_CACHE_USAGE, OBSERVATIONS_REFUSED, RANK_STEP, RANK_WEIGHTS,
-    REPORTS_REFUSED,
+    HOST_CPUS, HTTP_REQUESTS, ITERATION_TOKENS, KV_CACHE_USAGE, OBSERVATIONS_REFUSED, RANK_STEP,
+    RANK_WEIGHTS, REPORTS_REFUSED,
 };
 use shared::metrics::labels::{LabelValue, ReportRefusal};
 use shared::metrics::{
@@ -69,10 +69,25 @@ fn with(index: usize, value: Value) -> PartialSnapshot {
     report(series)
 }
 
+/// What is not known here takes nothing with it that is; that is said and counted once.
 #[test]
 fn another_catalogue() {
-    let bad = PartialSnapshot { catalogue: 1, ..report(honest()) };
-    refused(bad, ReportRefusal::CatalogueMismatch);
+    let mut merger = Merger::default();
+    let newer = |run, sequence, merger: &mut Merger| {
+        let unknown = vec!["tutti_of_tomorrow_total".to_owned()];
+        let snapshot = PartialSnapshot { unknown, ..report(honest()) };
+        merger.apply(WORKER, run, sequence, snapshot).unwrap();
+        let merged = merger.merged();
+        let label = ReportRefusal::CatalogueMismatch;
+        (merged.histogram_sum(RANK_STEP).count(), merged.counter_sum_of(REPORTS_REFUSED, label))
+    };
+    assert_eq!(newer(RUN, 1, &mut merger), (10, 1));
+    let said = merger.take_unsaid();
+    assert!(said.len() == 1 && said[0].contains("tutti_of_tomorrow_total"), "{said:?}");
+    assert_eq!(newer(RUN, 2, &mut merger), (10, 1));
+    assert!(merger.take_unsaid().is_empty());
+    merger.retire(WORKER, RUN);
+    assert_eq!(newer(Incarnation(10), 1, &mut merger), (20, 2));
 }
 
 #[test]
@@ -203,13 +218,52 @@ fn more_label_sets_than_allowed() {
     assert_eq!(count(&merger), (8, 1));
     more.series[0].value = Value::Counter(7);
     assert_eq!(merger.apply(front, RUN, 3, more), Ok(Applied::Fresh));
-    assert_eq!(count(&merger), (10, 2));
+    assert_eq!(count(&merger), (10, 1), "each is refused once, however often it is reported");
     let said = merger.take_unsaid();
     assert!(said.len() == 1 && said[0].contains("tutti_http_requests_total has 2"), "{said:?}");
     // The next process of the slot goes on with what is known.
     merger.retire(front, RUN);
     merger.apply(front, Incarnation(10), 1, answers(&["200", "404", "500"])).unwrap();
     assert_eq!(count(&merger).0, 12);
+}
+
+/// Names come and go: what is no more takes no room from what is.
+#[test]
+fn label_sets_of_gauges_are_those_of_what_is_there() {
+    let limits = Limits { label_sets: 2, ..Limits::default() };
+    let mut merger = Merger::new(limits);
+    let hosts = |hosts: &[&str]| {
+        let gauge = |host: &&str| series(HOST_CPUS.series(), &[host], Value::Gauge(8.0));
+        report(hosts.iter().map(gauge).collect())
+    };
+    let shown = |merger: &Merger| {
+        let merged = merger.merged();
+        let family = merged.family(HOST_CPUS.series()).into_iter().flatten();
+        let names = family.map(|(labels, _)| labels.concat()).collect::<String>();
+        (names, merged.counter_sum_of(REPORTS_REFUSED, ReportRefusal::LabelCardinality))
+    };
+    let other = Source::Worker(WorkerId(7));
+    merger.apply(WORKER, RUN, 1, hosts(&["a"])).unwrap();
+    merger.apply(other, RUN, 1, hosts(&["b"])).unwrap();
+    // One process after the other of a slot, each on another host.
+    for (run, host) in (10..).zip(["c", "d", "e", "f"]) {
+        merger.retire(WORKER, Incarnation(run - 1));
+        merger.apply(WORKER, Incarnation(run), 1, hosts(&[host])).unwrap();
+        assert_eq!(shown(&merger), (format!("b{host}"), 0));
+    }
+    // One process that says another name, and one whose link ended.
+    merger.apply(WORKER, Incarnation(13), 2, hosts(&["g"])).unwrap();
+    assert_eq!(shown(&merger), ("bg".to_owned(), 0));
+    merger.lost(other, RUN);
+    merger.apply(WORKER, Incarnation(13), 3, hosts(&["g", "h"])).unwrap();
+    assert_eq!(shown(&merger), ("gh".to_owned(), 0));
+    // There is no room for it when it is back; and later there is.
+    merger.apply(other, RUN, 2, hosts(&["b"])).unwrap();
+    merger.apply(other, RUN, 3, hosts(&["b"])).unwrap();
+    assert_eq!(shown(&merger), ("gh".to_owned(), 1));
+    merger.apply(WORKER, Incarnation(13), 4, hosts(&["g"])).unwrap();
+    merger.apply(other, RUN, 4, hosts(&["b"])).unwrap();
+    assert_eq!(shown(&merger), ("bg".to_owned(), 1));
 }
 
 #[test]

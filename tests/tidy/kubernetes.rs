@@ -10,6 +10,8 @@ const FOLDER: &str = "cluster-configs/kubernetes";
 const LIST: &str = "cluster-configs/kubernetes/kustomization.yaml";
 /// The image whose entry point is the program.
 const NAME: &str = "tutti";
+/// The variable with what metrics call the host.
+const HOST: &str = "TUTTI_HOST";
 /// Seconds that a process has beyond --drain-timeout at least: it hands over and says goodbye.
 const BEYOND_DRAINING: i64 = 10;
 
@@ -52,6 +54,12 @@ fn object_problems(object: &Yaml<'_>) -> Vec<String> {
         let needed = drain.map_or(0, |drain| drain.parse().unwrap_or(0)) + BEYOND_DRAINING;
         if grace.unwrap_or(30) < needed {
             problems.push(format!("terminationGracePeriodSeconds is below {needed}"));
+        }
+        let env = at(container, &["env"]).and_then(Yaml::as_sequence).into_iter().flatten();
+        let hosts = env.filter(|it| at(it, &["name"]).and_then(Yaml::as_str) == Some(HOST));
+        let mut paths = hosts.filter_map(|it| at(it, &["valueFrom", "fieldRef", "fieldPath"]));
+        if paths.next().and_then(Yaml::as_str) != Some("spec.nodeName") {
+            problems.push(format!("{HOST} is not the node's name"));
         }
         let security = |key: &str| at(container, &["securityContext", key]).and_then(Yaml::as_bool);
         if security("allowPrivilegeEscalation") != Some(false)
@@ -109,17 +117,20 @@ fn what_is_listed_is_there_and_what_is_there_is_listed() {
 
 #[test]
 fn the_kubernetes_rules_can_fail() {
-    let pod = |args: &str, grace: u32, label: &str, root: bool| {
+    let on = |args: &str, grace: u32, label: &str, root: bool, path: &str| {
         let text = format!(
             "apiVersion: apps/v1\nkind: Deployment\nspec:\n  selector: {{matchLabels: {{a: b}}}}\n  \
              template:\n    metadata: {{labels: {{a: {label}, c: d}}}}\n    spec:\n      \
              terminationGracePeriodSeconds: {grace}\n      securityContext: {{runAsNonRoot: true}}\n      \
              containers:\n        - image: tutti\n          args: [{args}]\n          \
+             env: [{{name: {HOST}, valueFrom: {{fieldRef: {{fieldPath: {path}}}}}}}]\n          \
              resources: {{requests: {{cpu: 1}}}}\n          securityContext: \
              {{allowPrivilegeEscalation: {root}, readOnlyRootFilesystem: true}}\n"
         );
         file_problems(&text).len()
     };
+    let pod = |args: &str, grace, label: &str, root| on(args, grace, label, root, "spec.nodeName");
+    assert_eq!(on("up", 30, "b", false, "metadata.name"), 1);
     assert_eq!(pod("up, --workers=2", 30, "b", false), 0);
     assert_eq!(pod("up, --wrokers=2", 30, "b", false), 1);
     assert_eq!(pod("up, --drain-timeout=30", 30, "b", false), 1);

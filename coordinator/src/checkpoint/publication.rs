@@ -44,14 +44,16 @@ impl Publication {
         Self { hub, clock: SystemClock::start(), published }
     }
 
-    /// What a page shows now.
+    /// What a page shows now; `None` until it is known what the last leader left. Totals that began
+    /// at zero here and grew by all of that later would look like so much work at once.
     #[must_use]
-    pub fn shown(&self) -> Arc<Moment> {
+    pub fn shown(&self) -> Option<Arc<Moment>> {
         let published = self.published();
-        published.shown(self.clock.now()).unwrap_or_else(|| Arc::new(self.hub.moment()))
+        let shown = || published.shown(self.clock.now());
+        published.has_begun().then(|| shown().unwrap_or_else(|| Arc::new(self.hub.moment())))
     }
 
-    /// All that is in the hub comes from etcd: the last leader's totals have been restored.
+    /// The last leader's totals have been restored, or there are none: pages begin.
     pub fn restored(&self) {
         let mut published = self.published();
         published.acknowledged(self.clock.now(), Arc::new(self.hub.moment()));

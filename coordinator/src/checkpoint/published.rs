@@ -27,7 +27,7 @@ struct Taken<T> {
 }
 
 impl<T> Published<T> {
-    /// Nothing is acknowledged yet; pages are of the present.
+    /// Nothing is acknowledged yet.
     #[must_use]
     pub fn new(patience: Duration) -> Self {
         Self { patience, acknowledged: None, writing: None }
@@ -72,6 +72,13 @@ impl<T> Published<T> {
         true
     }
 
+    /// Whether anything was acknowledged yet. Until then a page has nothing to show: of what etcd
+    /// has nobody here knows, and what is counted here is a part of it.
+    #[must_use]
+    pub fn has_begun(&self) -> bool {
+        self.acknowledged.is_some()
+    }
+
     /// What a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
@@ -94,9 +101,11 @@ mod tests {
     #[test]
     fn shows_what_is_acknowledged_and_nothing_newer() {
         let mut published = Published::new(PATIENCE);
-        assert_eq!(published.shown(seconds(0)), None);
+        assert!(!published.has_begun());
         published.writing(seconds(1), Arc::new(1));
+        assert!(!published.has_begun());
         published.written(true);
+        assert!(published.has_begun());
         published.writing(seconds(6), Arc::new(2));
         assert_eq!(published.shown(seconds(6)).as_deref(), Some(&1));
         published.written(false);

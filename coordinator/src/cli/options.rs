@@ -141,8 +141,10 @@ fn parse_share(text: &str) -> Result<f64, String> {
 /// A server whose metric names can be published too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum CompatArg {
-    /// The vllm: names
+    /// The vllm: names, a series for each replica
     Vllm,
+    /// The vllm: names, one series for the whole cluster: for gateways that choose among servers
+    VllmCluster,
     /// The aphrodite: names
     Aphrodite,
 }

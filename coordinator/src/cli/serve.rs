@@ -129,14 +129,7 @@ pub(crate) fn coordinator_options(
         },
         metrics: !args.disable_metrics,
         metrics_listen: args.metrics_listen,
-        metrics_compat: args
-            .metrics_compat
-            .iter()
-            .map(|compat| match compat {
-                CompatArg::Vllm => Compat::Vllm,
-                CompatArg::Aphrodite => Compat::Aphrodite,
-            })
-            .collect(),
+        metrics_compat: compat(&args.metrics_compat)?,
         http_threads: cores().clamp(1, 8) as usize,
         nvml: common.nvml_lib.clone(),
         workers: None,
@@ -144,6 +137,24 @@ pub(crate) fn coordinator_options(
         run: random(),
         log,
     })
+}
+
+/// Whose names are published, too: each name once.
+fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
+    let one = |compat: &CompatArg| match compat {
+        CompatArg::Vllm => Compat::Vllm,
+        CompatArg::VllmCluster => Compat::VllmCluster,
+        CompatArg::Aphrodite => Compat::Aphrodite,
+    };
+    let mut all: Vec<Compat> = args.iter().map(one).collect();
+    all.sort_unstable();
+    all.dedup();
+    if all.contains(&Compat::Vllm) && all.contains(&Compat::VllmCluster) {
+        let message = "--metrics-compat: vllm and vllm-cluster are the same names with other labels; \
+                       give one of them";
+        return Err(CliError::Usage(message.to_owned()));
+    }
+    Ok(all)
 }
 
 /// The adapters named, by absolute paths: workers may run in another folder.
@@ -183,4 +194,19 @@ pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
             "--model is missing, and models/demo is neither here nor beside the program".to_owned(),
         )
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_name_is_published_twice() {
+        use CompatArg::{Aphrodite, Vllm, VllmCluster};
+        let twice = compat(&[Aphrodite, Vllm, Aphrodite]).unwrap();
+        assert_eq!(twice, [Compat::Vllm, Compat::Aphrodite]);
+        assert_eq!(compat(&[VllmCluster]).unwrap(), [Compat::VllmCluster]);
+        let error = compat(&[Vllm, VllmCluster]).unwrap_err().to_string();
+        assert!(error.contains("vllm-cluster"), "{error}");
+    }
 }

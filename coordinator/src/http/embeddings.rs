@@ -12,6 +12,7 @@ use base64::prelude::BASE64_STANDARD;
 use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
+use shared::metrics::labels::RejectReason;
 
 use super::conversation;
 use super::error::ApiError;
@@ -93,7 +94,12 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         .map(|(index, tokens)| shared.vector(index, tokens))
         .buffered(AT_A_TIME)
         .try_collect::<Vec<_>>()
-        .await?;
+        .await
+        // It counts once, however often it was asked and for however many inputs.
+        .map_err(|error| match error.is_queue_full() {
+            true => error.counted_as(RejectReason::QueueFull),
+            false => error,
+        })?;
     let usage = Usage { prompt_tokens: tokens, total_tokens: tokens };
     let model = state.models.name(common.adapter);
     let tail = Tail { model: &model, usage };
@@ -117,8 +123,8 @@ impl Shared<'_> {
     /// again: what was computed for the others would be lost.
     async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
         loop {
+            let found = self.attempt(tokens.clone()).await;
             let now = self.state.clock.now();
-            let found = self.attempt(tokens.clone(), now).await;
             let waits = index >= AT_A_TIME && now.saturating_sub(self.arrived) < QUEUE_PATIENCE;
             match found {
                 Err(error) if waits && error.is_queue_full() => {
@@ -129,8 +135,10 @@ impl Shared<'_> {
         }
     }
 
-    async fn attempt(&self, tokens: Vec<u32>, now: Duration) -> Result<Vec<f32>, ApiError> {
-        let running = RunningPrompt::start(self.state, self.common, tokens, 0, now, self.id)?;
+    /// Whichever attempt it is, its client has waited since the call arrived.
+    async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
+        let arrived = self.arrived;
+        let running = RunningPrompt::start(self.state, self.common, tokens, 0, arrived, self.id)?;
         Ok(unit(embedding(running).await?, self.dimensions))
     }
 }

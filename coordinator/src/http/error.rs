@@ -5,6 +5,7 @@ use actix_web::http::StatusCode;
 use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::{Value, json};
+use shared::metrics::labels::RejectReason;
 
 use crate::engine::EngineError;
 
@@ -18,8 +19,8 @@ pub struct ApiError {
     code: Option<&'static str>,
     retry_after_s: Option<u32>,
     allow: Option<&'static str>,
-    /// The engine refused it, and has counted that.
-    by_engine: bool,
+    /// As what it counts that a request is refused with it, unless somebody has counted it already.
+    reason: Option<RejectReason>,
     /// Says how to prove who one is.
     challenge: bool,
 }
@@ -34,7 +35,7 @@ impl ApiError {
             code: None,
             retry_after_s: None,
             allow: None,
-            by_engine: false,
+            reason: status.is_client_error().then_some(RejectReason::Invalid),
             challenge: false,
         }
     }
@@ -55,6 +56,7 @@ impl ApiError {
     #[must_use]
     pub fn context_length(param: &str, message: String) -> Self {
         Self { code: Some("context_length_exceeded"), ..Self::field(param, message) }
+            .counted_as(RejectReason::TooLarge)
     }
 
     /// No such model: 404.
@@ -133,6 +135,7 @@ impl ApiError {
             StatusCode::PAYLOAD_TOO_LARGE,
             format!("The body is over the bound of {max} bytes"),
         )
+        .counted_as(RejectReason::TooLarge)
     }
 
     /// The body did not come in time: 408.
@@ -154,13 +157,20 @@ impl ApiError {
     #[must_use]
     pub fn overloaded(message: impl Into<String>) -> Self {
         Self { retry_after_s: Some(1), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
+            .counted_as(RejectReason::Overloaded)
     }
 
-    /// Whether the request itself was found to be at fault, here and not by the engine, which
-    /// counts what it refuses.
+    /// As what it counts that a request is refused with it; `None` where that is counted already
+    /// (the engine counts what it refuses), and for what is the server's own fault.
     #[must_use]
-    pub fn is_invalid(&self) -> bool {
-        self.status.is_client_error() && !self.by_engine
+    pub fn reason(&self) -> Option<RejectReason> {
+        self.reason
+    }
+
+    /// The same, counted for another reason.
+    #[must_use]
+    pub fn counted_as(self, reason: RejectReason) -> Self {
+        Self { reason: Some(reason), ..self }
     }
 
     /// The same of a request that says a field by another name; `names` are pairs of the name here
@@ -228,7 +238,7 @@ impl From<EngineError> for ApiError {
                 Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
             }
         };
-        Self { by_engine: true, ..error }
+        Self { reason: None, ..error }
     }
 }
 

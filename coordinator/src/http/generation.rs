@@ -4,13 +4,17 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use serde::Serialize;
+use shared::metrics::labels::RejectReason;
 use shared::protocol::TokenLogprobs;
 
 use super::access::Tally;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
-use crate::engine::{EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck};
+use crate::engine::{
+    EngineError, EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck,
+};
+use crate::metrics::FrontendStats;
 use crate::replica::driver::reject_reason;
 use crate::text::stream::{StopRules, TextStream};
 
@@ -56,6 +60,8 @@ pub enum Next {
 #[derive(Debug)]
 pub struct RunningPrompt {
     generation: Generation,
+    /// Where it is counted that the queue was full.
+    counts: Option<FrontendStats>,
     /// What came with a token and was no end of its choice.
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
@@ -126,13 +132,17 @@ impl RunningPrompt {
             arrived,
             response_id: response_id.clone(),
         };
-        let generation = state.engine.submit(request).inspect_err(|error| {
-            state.stats.rejected(reject_reason(error));
+        // An embedding's caller may ask again, and counts what its client is told.
+        let counts = common.sampling.pooling.is_none().then(|| state.stats.clone());
+        let generation = state.engine.submit(request).inspect_err(|error| match error {
+            EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
+            _ => state.stats.rejected(reject_reason(error)),
         })?;
         let choices = vec![stream; common.n as usize];
         common.tally.prompt(prompt_tokens);
         Ok(Self {
             generation,
+            counts,
             next: None,
             choices,
             tally: common.tally.clone(),
@@ -205,7 +215,10 @@ impl RunningPrompt {
             EngineEvent::Finished { choice, reason, cached } => {
                 Ok(Next::Piece(self.finished(choice, reason, cached)))
             }
-            EngineEvent::Failed(error) => Err(error.into()),
+            EngineEvent::Failed(error) => {
+                count_full(self.counts.as_ref(), &error);
+                Err(error.into())
+            }
         }
     }
 }
@@ -241,6 +254,13 @@ impl RunningPrompt {
             }
             _ => None,
         }
+    }
+}
+
+/// Counts that the engine's queue was full; all else that the engine refuses it counts itself.
+fn count_full(stats: Option<&FrontendStats>, error: &EngineError) {
+    if let (Some(stats), EngineError::QueueFull { .. }) = (stats, error) {
+        stats.rejected(RejectReason::QueueFull);
     }
 }
 

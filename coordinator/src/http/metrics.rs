@@ -11,7 +11,7 @@ use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
 use shared::clock::Clock;
 use shared::ids::Incarnation;
 use shared::membership::View;
-use shared::metrics::{Limits, Merged, Merger, Source};
+use shared::metrics::{Exemplars, Limits, Merged, Merger, Source};
 use shared::protocol::FrontendId;
 use tokio::sync::watch;
 
@@ -85,12 +85,14 @@ impl MetricsPage {
                         return membership::page(&view, &gathered, format);
                     }
                 }
+                let own = Merged::of(&hub.membership().snapshot());
                 let moment = match &self.publication {
                     Some(publication) => publication.shown(),
-                    None => Arc::new(hub.moment()),
+                    None => Some(Arc::new(hub.moment())),
                 };
-                let own = Merged::of(&hub.membership().snapshot());
-                let (merged, exemplars) = (&moment.merged, &moment.exemplars);
+                let (nothing, none) = (Merged::default(), Exemplars::new());
+                let (merged, exemplars) =
+                    moment.as_ref().map_or((&nothing, &none), |it| (&it.merged, &it.exemplars));
                 let page = Page { merged, own: &own, exemplars, gathered: &gathered };
                 page.render(format, &self.options, &mut text);
                 hub.observer().record().scraped(self.clock.now().saturating_sub(began));

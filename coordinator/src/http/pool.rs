@@ -96,6 +96,8 @@ impl TextPool {
 mod tests {
     use std::sync::mpsc;
 
+    use shared::metrics::labels::RejectReason;
+
     use super::*;
 
     #[actix_rt::test]
@@ -114,6 +116,7 @@ mod tests {
         assert_eq!(pool.run(LARGE, || Ok(1)).await.unwrap(), 1);
         let late = pool.run(LARGE + 1, || Ok(2)).await.unwrap_err();
         assert!(late.to_string().contains("wait"), "{late}");
+        assert_eq!(late.reason(), Some(RejectReason::Overloaded));
         go.send(()).unwrap();
         assert!(slow.await.unwrap().unwrap(), "what runs is let finish, past the deadline");
         assert_eq!(pool.run(LARGE + 1, || Ok(3)).await.unwrap(), 3);

@@ -89,6 +89,8 @@ impl Body<'_> {
 
 #[cfg(test)]
 mod tests {
+    use shared::metrics::labels::RejectReason;
+
     use super::*;
 
     #[test]
@@ -104,6 +106,7 @@ mod tests {
         let mut shares: Vec<Share> = (0..4).map(|_| body(&[&large, &large]).unwrap().1).collect();
         let error = body(&[&large]).unwrap_err();
         assert!(error.to_string().contains("too many large bodies"), "{error}");
+        assert_eq!(error.reason(), Some(RejectReason::Overloaded));
         let (bytes, _share) = body(&[&small[1..], &small[..1]]).unwrap();
         assert_eq!(bytes.len(), FREE, "a small one needs none of it");
         // Its room is free with the last that has a part in it.

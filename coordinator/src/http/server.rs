@@ -216,7 +216,7 @@ async fn answer(
         Ok(fields) => respond(state, fields).await,
         Err(error) => Err(error),
     };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count_invalid(state, error))
+    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count(state, error))
 }
 
 async fn post_tokenize(
@@ -224,8 +224,11 @@ async fn post_tokenize(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let fields = read(&state, &request, body).await?;
-    let answer = tokenize::tokenize(&state, &fields).await?;
+    let answer = async {
+        let fields = read(&state, &request, body).await?;
+        tokenize::tokenize(&state, &fields).await
+    };
+    let answer = answer.await.inspect_err(|error| count(&state, error))?;
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
@@ -234,8 +237,11 @@ async fn post_detokenize(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let fields = read(&state, &request, body).await?;
-    let answer = tokenize::detokenize(&state, fields).await?;
+    let answer = async {
+        let fields = read(&state, &request, body).await?;
+        tokenize::detokenize(&state, fields).await
+    };
+    let answer = answer.await.inspect_err(|error| count(&state, error))?;
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
@@ -252,9 +258,10 @@ fn enter(state: &AppState) -> Result<Visit, ApiError> {
     })
 }
 
-fn count_invalid(state: &AppState, error: &ApiError) {
-    if error.is_invalid() {
-        state.stats.rejected(RejectReason::Invalid);
+/// Counts a request that is refused, unless whoever refused it has counted it.
+fn count(state: &AppState, error: &ApiError) {
+    if let Some(reason) = error.reason() {
+        state.stats.rejected(reason);
     }
 }
 

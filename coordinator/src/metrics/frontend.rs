@@ -13,6 +13,12 @@ use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue
 
 use super::level::Level;
 
+/// Where requests for the engine come in, and what they are answered as a rule. These series are there
+/// from the start, or an increase would miss the first of each.
+const USUAL_ROUTES: [&str; 4] =
+    ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"];
+const USUAL_STATUSES: [u16; 7] = [200, 400, 413, 429, 499, 500, 503];
+
 /// A front end's cells. Clones share them.
 #[derive(Clone, Debug)]
 pub struct FrontendStats {
@@ -38,14 +44,26 @@ impl FrontendStats {
     pub fn new() -> Self {
         let mut stats = LocalStats::new();
         let in_flight = stats.gauge(catalogue::HTTP_REQUESTS_IN_FLIGHT, []);
+        let (mut requests, mut durations) = (BTreeMap::new(), BTreeMap::new());
+        for route in USUAL_ROUTES {
+            let post = Method::Post;
+            for status in USUAL_STATUSES {
+                let labels = [post.as_str(), route, &status.to_string()];
+                let counter = stats.counter(catalogue::HTTP_REQUESTS, labels);
+                requests.insert((route, post, status), counter);
+            }
+            let labels = [post.as_str(), route];
+            let histogram = stats.histogram(catalogue::HTTP_REQUEST_DURATION, labels);
+            durations.insert((route, post), histogram);
+        }
         let cells = Cells {
             reports: 0,
             rejected: PerValue::new::<RejectReason>(|reason| {
                 stats.counter(catalogue::REQUESTS_REJECTED, [reason])
             }),
             in_flight: Level::permanent(&mut stats, in_flight),
-            requests: BTreeMap::new(),
-            durations: BTreeMap::new(),
+            requests,
+            durations,
             stats,
         };
         Self { cells: Arc::new(Mutex::new(cells)) }

@@ -18,12 +18,15 @@ use crate::checkpoint::Moment;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
 ///
-/// Its locks (the cells of observer and front end, the merger) are never held together.
+/// While `refreshing` is held the others (the cells of observer and front end, the merger) are taken,
+/// one at a time; otherwise no two are held together.
 #[derive(Debug)]
 pub struct Hub {
     observer: Observer,
     frontend: FrontendStats,
     merger: Mutex<Merger>,
+    /// Held while this process's own totals are drawn and merged.
+    refreshing: Mutex<()>,
     registry: prometheus::Registry,
     process: SharedStats,
     /// What the process's named actors count.
@@ -42,6 +45,7 @@ impl Hub {
             observer: Observer::new(),
             frontend: FrontendStats::new(),
             merger: Mutex::new(Merger::new(limits)),
+            refreshing: Mutex::new(()),
             registry: process_registry(),
             process: SharedStats::default(),
             actors: OnceLock::new(),
@@ -188,8 +192,9 @@ impl Hub {
 
     /// The merger, with this process's own totals of this moment.
     fn refreshed(&self) -> MutexGuard<'_, Merger> {
-        // Two scrapes at once may arrive here in either order: like any source's reports, the
-        // newer one wins.
+        // The parts of a report are drawn one after the other: of two scrapes at once each could have
+        // the newer one of some, and the report with the larger number would have totals that fell.
+        let _drawn_and_merged = self.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
         if let Some(actors) = self.actors.get() {

@@ -4,11 +4,12 @@ use std::time::Duration;
 use shared::metrics::catalogue::{
     E2E_REQUEST_LATENCY, GENERATION_TOKENS, HOST_KV_CACHE_BLOCKS, HOST_KV_CACHE_BLOCKS_USED,
     INTER_TOKEN_LATENCY, KV_CACHE_BLOCKS, KV_CACHE_BLOCKS_USED, PREEMPTIONS,
-    PROMPT_TOKENS_BY_SOURCE, REPLICA_UP, REQUEST_SUCCESS, REQUESTS_RUNNING, REQUESTS_SWAPPED,
-    REQUESTS_WAITING, SPEC_DECODE_ACCEPTED_TOKENS, SPEC_DECODE_DRAFT_TOKENS,
-    SPEC_DECODE_EMITTABLE_TOKENS, SPEC_DECODE_EMITTED_TOKENS, TIME_TO_FIRST_TOKEN, WORKER_UP,
+    PROMPT_TOKENS_BY_SOURCE, REPLICA_UP, REQUEST_SUCCESS, REQUESTS_IN_FLIGHT, REQUESTS_REJECTED,
+    REQUESTS_RUNNING, REQUESTS_SWAPPED, REQUESTS_WAITING, SPEC_DECODE_ACCEPTED_TOKENS,
+    SPEC_DECODE_DRAFT_TOKENS, SPEC_DECODE_EMITTABLE_TOKENS, SPEC_DECODE_EMITTED_TOKENS,
+    TIME_TO_FIRST_TOKEN, WORKER_UP,
 };
-use shared::metrics::labels::PromptSource;
+use shared::metrics::labels::{FinishedReason, PromptSource};
 use shared::metrics::{HistogramTotals, Merged};
 
 /// Totals that are subtracted from the next ones.
@@ -18,6 +19,9 @@ struct Totals {
     generation: u64,
     preemptions: u64,
     finished: u64,
+    failed: u64,
+    aborted: u64,
+    rejected: u64,
     ttft: HistogramTotals,
     inter_token: HistogramTotals,
     e2e: HistogramTotals,
@@ -30,6 +34,9 @@ impl Totals {
             generation: merged.counter_sum(GENERATION_TOKENS),
             preemptions: merged.counter_sum(PREEMPTIONS),
             finished: merged.counter_sum(REQUEST_SUCCESS),
+            failed: merged.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error),
+            aborted: merged.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Abort),
+            rejected: merged.counter_sum(REQUESTS_REJECTED),
             ttft: merged.histogram_sum(TIME_TO_FIRST_TOKEN),
             inter_token: merged.histogram_sum(INTER_TOKEN_LATENCY),
             e2e: merged.histogram_sum(E2E_REQUEST_LATENCY),
@@ -65,8 +72,16 @@ pub struct Interval {
     pub host_kv_usage: f64,
     /// Preemptions in the interval.
     pub preemptions: u64,
-    /// Requests that ended in the interval.
+    /// Accepted requests that have not ended.
+    pub in_flight: f64,
+    /// Requests that ended in the interval, however they did.
     pub finished: u64,
+    /// Of them those that the server gave up.
+    pub failed: u64,
+    /// Of them those whose clients left.
+    pub aborted: u64,
+    /// Requests that were not taken in the interval.
+    pub rejected: u64,
     /// Mean time to first token in seconds, of requests that got it in the interval.
     pub ttft: Option<f64>,
     /// Mean time between tokens in seconds.
@@ -140,7 +155,11 @@ impl Intervals {
                 merged.gauge_sum(HOST_KV_CACHE_BLOCKS),
             ),
             preemptions: grown(now_totals.preemptions, last.preemptions),
+            in_flight: merged.gauge_sum(REQUESTS_IN_FLIGHT),
             finished: grown(now_totals.finished, last.finished),
+            failed: grown(now_totals.failed, last.failed),
+            aborted: grown(now_totals.aborted, last.aborted),
+            rejected: grown(now_totals.rejected, last.rejected),
             ttft: mean(&now_totals.ttft, &last.ttft),
             inter_token: mean(&now_totals.inter_token, &last.inter_token),
             e2e: mean(&now_totals.e2e, &last.e2e),

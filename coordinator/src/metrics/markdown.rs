@@ -27,8 +27,9 @@ How to read it:
   everything the engine does is counted by the coordinator, so no total depends on how many front ends
   there are. A front end that is killed takes at most one report interval (0.5 s) of its HTTP series with
   it, one that stops none.
-- Latencies of parts (queue, prefill, decode, inference, end to end, time per output token) are those of
-  requests that ended by `stop` or `length`; sizes and parameters are those of all requests that ended.
+- Latencies of parts (prefill, decode, inference, end to end, time per output token) are those of requests
+  for text that ended by `stop` or `length`; queue time and time to first token are those of all that came
+  so far, however they end; sizes and parameters are those of all requests that ended. A request for embeddings is one accepted request for each input; it has a latency of its own.
 
 Formats: Prometheus text 0.0.4, and OpenMetrics 1.0 when the scraper asks for it, with the id of a
 request beside the buckets of latency histograms (exemplars); gzip when asked for. The coordinator's own
@@ -76,7 +77,8 @@ pub fn markdown() -> String {
     page.push_str(
         "\n## Names of other servers\n\nPublished beside ours from the same totals with \
          `--metrics-compat vllm,aphrodite`; with `model_name`, and with `engine` \
-         where ours has `replica`.\n\n\
+         where ours has `replica`. With `vllm-cluster` instead of `vllm` they have no `engine`: one \
+         series for the whole cluster, for gateways that take one series for their server's.\n\n\
          | name | series |\n| --- | --- |\n",
     );
     for alias in [Compat::Vllm, Compat::Aphrodite].iter().flat_map(|compat| compat.aliases()) {

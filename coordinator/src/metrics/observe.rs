@@ -60,6 +60,8 @@ struct Cells {
     waiting_for_replica: Level,
     /// Names of the adapters that are served.
     adapters: Vec<String>,
+    /// What `--dtype` says, and whether prefixes are looked up.
+    cache: (&'static str, bool),
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
     /// Front ends whose links ended, and when.
@@ -81,6 +83,7 @@ struct Fixed {
     inter_token: Histogram,
     time_per_output_token: Histogram,
     e2e: Histogram,
+    pooling: Histogram,
     queue: Histogram,
     prefill: Histogram,
     decode: Histogram,
@@ -88,6 +91,8 @@ struct Fixed {
     prompt_tokens: Histogram,
     generation_tokens: Histogram,
     max_generation_tokens: Histogram,
+    preempted: Histogram,
+    prefill_computed: Histogram,
     n: Histogram,
     best_of: Histogram,
     max_tokens: Histogram,
@@ -106,12 +111,15 @@ struct ReplicaCells {
     running: Level,
     /// Those that run, of each adapter.
     adapters: Vec<Level>,
+    /// Those that wait or are swapped, of each adapter.
+    adapters_waiting: Vec<Level>,
     swapped: Level,
     waiting: [Level; WAITING_AT_REPLICA.len()],
     prompt_tokens: Counter,
     prompt_by_source: PerValue<Counter>,
     generation_tokens: Counter,
     recomputed: Counter,
+    wasted: Counter,
     prefix_queries: Counter,
     prefix_hits: Counter,
     steps: Counter,
@@ -146,8 +154,7 @@ struct WorkerCells {
     last_report: Gauge,
 }
 
-/// What one engine step did. Tokens of the same step that were only wasted (found late to be behind
-/// a finish) are in none of these.
+/// What one engine step did. Tokens that were only wasted are in `wasted` alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTokens {
     /// Prompt tokens computed for the first time.
@@ -162,6 +169,8 @@ pub struct StepTokens {
     pub generated: u64,
     /// Tokens computed again after a preemption or failover, prompt or not.
     pub recomputed: u64,
+    /// Tokens sampled for sequences that were found to have ended, or that were preempted.
+    pub wasted: u64,
 }
 
 impl Observer {
@@ -179,6 +188,7 @@ impl Observer {
             fixed,
             waiting_for_replica,
             adapters: Vec::new(),
+            cache: ("auto", false),
             replicas: BTreeMap::new(),
             workers: BTreeMap::new(),
             lost_frontends: BTreeMap::new(),
@@ -241,6 +251,7 @@ impl Recording<'_> {
         stats.add(by_source.get(PromptSource::LocalCacheHit), tokens.prompt_cached);
         stats.add(cells.generation_tokens, tokens.generated);
         stats.add(cells.recomputed, tokens.recomputed);
+        stats.add(cells.wasted, tokens.wasted);
         stats.add(cells.prefix_queries, tokens.looked_up);
         stats.add(cells.prefix_hits, tokens.found);
     }
@@ -249,6 +260,13 @@ impl Recording<'_> {
     pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.adapters = names.map(str::to_owned).collect();
+    }
+
+    /// How KV caches are used: in what `--dtype` says, and whether prefixes of prompts are looked up
+    /// in them. Called before there are replicas.
+    pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.cache = (dtype, prefix_caching);
     }
 
     /// The slowest rank of a step took `gap` longer than the fastest.
@@ -331,7 +349,8 @@ impl ReplicaCells {
     /// Whether the replica serves, and so has its load published also when that is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
         let running = [&mut self.running].into_iter().chain(&mut self.adapters);
-        for level in running.chain(&mut self.waiting) {
+        let waiting = self.waiting.iter_mut().chain(&mut self.adapters_waiting);
+        for level in running.chain(waiting) {
             level.show_zero(stats, serves);
         }
         stats.set(self.up, if serves { 1.0 } else { 0.0 });
@@ -358,6 +377,7 @@ impl Fixed {
             inter_token: stats.histogram(catalogue::INTER_TOKEN_LATENCY, []),
             time_per_output_token: stats.histogram(catalogue::REQUEST_TIME_PER_OUTPUT_TOKEN, []),
             e2e: stats.histogram(catalogue::E2E_REQUEST_LATENCY, []),
+            pooling: stats.histogram(catalogue::EMBEDDING_LATENCY, []),
             queue: stats.histogram(catalogue::REQUEST_QUEUE_TIME, []),
             prefill: stats.histogram(catalogue::REQUEST_PREFILL_TIME, []),
             decode: stats.histogram(catalogue::REQUEST_DECODE_TIME, []),
@@ -366,6 +386,8 @@ impl Fixed {
             generation_tokens: stats.histogram(catalogue::REQUEST_GENERATION_TOKENS, []),
             max_generation_tokens: stats
                 .histogram(catalogue::REQUEST_MAX_NUM_GENERATION_TOKENS, []),
+            preempted: stats.histogram(catalogue::REQUEST_PREEMPTIONS, []),
+            prefill_computed: stats.histogram(catalogue::REQUEST_PREFILL_COMPUTED_TOKENS, []),
             n: stats.histogram(catalogue::REQUEST_PARAMS_N, []),
             best_of: stats.histogram(catalogue::REQUEST_PARAMS_BEST_OF, []),
             max_tokens: stats.histogram(catalogue::REQUEST_PARAMS_MAX_TOKENS, []),
@@ -396,6 +418,12 @@ impl ReplicaCells {
                 .iter()
                 .map(|adapter| Level::new(stats.gauge(catalogue::LORA_REQUESTS, [adapter, &name])))
                 .collect(),
+            adapters_waiting: adapters
+                .iter()
+                .map(|adapter| {
+                    Level::new(stats.gauge(catalogue::LORA_REQUESTS_WAITING, [adapter, &name]))
+                })
+                .collect(),
             swapped: Level::new(swapped),
             waiting: WAITING_AT_REPLICA.map(|reason| {
                 let labels = [reason.as_str(), &name];
@@ -407,6 +435,7 @@ impl ReplicaCells {
             }),
             generation_tokens: stats.counter(catalogue::GENERATION_TOKENS, label),
             recomputed: stats.counter(catalogue::TOKENS_RECOMPUTED, label),
+            wasted: stats.counter(catalogue::TOKENS_WASTED, label),
             prefix_queries: stats.counter(catalogue::PREFIX_CACHE_QUERIES, label),
             prefix_hits: stats.counter(catalogue::PREFIX_CACHE_HITS, label),
             steps: stats.counter(catalogue::ENGINE_STEPS, label),

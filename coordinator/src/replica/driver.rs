@@ -150,13 +150,16 @@ impl ReplicaDriver {
             prompt_tokens: request.prompt.len() as u64,
             n,
             max_tokens: request.max_tokens,
+            cached_tokens: 0,
         };
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
+        let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
-                let mut track = recording.accepted(arrived, n, &response_id).with_adapter(adapter);
+                let track = recording.accepted(arrived, n, &response_id);
+                let mut track = track.with_adapter(adapter).pooling(pools);
                 if let Some(spec) = guide_spec {
                     recording.guided(&spec);
                 }
@@ -169,7 +172,7 @@ impl ReplicaDriver {
                 self.live.insert(id, live);
             }
             Err(error) => {
-                self.observer.record().rejected(reject_reason(&error));
+                count_refusal(&self.observer, &error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }
@@ -432,6 +435,7 @@ impl ReplicaDriver {
                     self.stop_checks.remove(&seq);
                     if let Some(live) = self.live.get_mut(&request) {
                         live.by_length |= reason == FinishReason::Length;
+                        live.summary.cached_tokens += u64::from(cached);
                         let event = EngineEvent::Finished { choice, reason, cached };
                         send(live, request, event, &mut self.gone);
                     }
@@ -458,6 +462,7 @@ impl ReplicaDriver {
                         found: u64::from(tokens.found),
                         generated: u64::from(tokens.generated),
                         recomputed: u64::from(tokens.recomputed),
+                        wasted: u64::from(tokens.wasted),
                     };
                     recording.step(self.id, tokens);
                 }
@@ -506,6 +511,15 @@ fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>
             recording.failed(live.track, live.summary);
             let _ = live.events.send(EngineEvent::Failed(error));
         }
+    }
+}
+
+/// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and what
+/// counts is what clients are told in the end. Front ends count it.
+pub fn count_refusal(observer: &Observer, error: &EngineError) {
+    let reason = reject_reason(error);
+    if reason != RejectReason::QueueFull {
+        observer.record().rejected(reason);
     }
 }
 

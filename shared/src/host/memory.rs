@@ -22,6 +22,22 @@ pub fn available_memory(root: &Path) -> Option<u64> {
     Some(group().map_or(host, |group| group.min(host)))
 }
 
+/// Memory that this process's control group may have, in bytes: the least that it or one around it is
+/// bounded to; `None` where nothing is.
+///
+/// `root` is `/` but in tests. Of control groups only version 2 is known. In a container that does not
+/// see its own path the group's files are at the top of the hierarchy.
+pub(super) fn memory_limit(root: &Path) -> Option<u64> {
+    let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
+    let group = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
+    let limit = |group: &Path| {
+        let file = root.join("sys/fs/cgroup").join(group).join("memory.max");
+        // `max` is no number: no limit.
+        fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
+    };
+    Path::new(group).ancestors().filter_map(limit).min()
+}
+
 fn of_host(meminfo: &str) -> Option<u64> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
@@ -48,6 +64,29 @@ mod tests {
             fs::write(file, text).unwrap_or_default();
         }
         root
+    }
+
+    #[test]
+    fn the_least_of_all_groups_around_a_process_is_its_limit() {
+        let max = |of: &'static str, text| (of, text);
+        let found = |files: &[(&str, &str)]| {
+            let root = host(files);
+            let found = memory_limit(&root);
+            let _ = fs::remove_dir_all(root);
+            found
+        };
+        let own = ("proc/self/cgroup", "1:name=x:/y\n0::/system.slice/tutti.service\n");
+        let top = "sys/fs/cgroup/memory.max";
+        let slice = "sys/fs/cgroup/system.slice/memory.max";
+        let service = "sys/fs/cgroup/system.slice/tutti.service/memory.max";
+        assert_eq!(found(&[]), None);
+        assert_eq!(found(&[own, max(service, "max\n"), max(slice, "max\n")]), None);
+        assert_eq!(found(&[own, max(service, "5000\n"), max(slice, "max\n")]), Some(5000));
+        assert_eq!(found(&[own, max(service, "5000\n"), max(slice, "4000\n")]), Some(4000));
+        // A container: its own group is the top, by whatever path the host has it.
+        assert_eq!(found(&[max(top, "3000\n")]), Some(3000));
+        assert_eq!(found(&[("proc/self/cgroup", "0::/\n"), max(top, "3000\n")]), Some(3000));
+        assert_eq!(found(&[own, max(top, "3000\n")]), Some(3000));
     }
 
     #[test]

@@ -8,11 +8,12 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, FRONTEND, FinishedReason, GPU, GuideKind, HOST,
-    HandshakeRefusal, Label, LabelValue, LinkEnd, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME, NODE, NUM_BLOCKS, ObservationRefusal,
-    POSITION, PROCESS, PromptSource, RANK, REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS,
-    SwapDirection, TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
+    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, FRONTEND,
+    FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
+    MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
+    NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION, PROCESS, PromptSource, RANK,
+    REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, SwapDirection, TENSOR_PARALLEL, UUID,
+    VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -118,7 +119,7 @@ catalogue! {
         "Requests taken into the queue. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
-        "Requests not taken, by reason; never counted as accepted.";
+        "Requests not taken, by the reason that their clients are told; never counted as accepted.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included.";
@@ -139,6 +140,10 @@ catalogue! {
     gauge(Sum) LORA_REQUESTS: "tutti_lora_requests", Requests, model [ADAPTER, REPLICA],
         Coordinator, "Requests in a replica's batch now, by LoRA adapter.",
         when "LoRA adapters are served";
+    gauge(Sum) LORA_REQUESTS_WAITING: "tutti_lora_requests_waiting", Requests,
+        model [ADAPTER, REPLICA], Coordinator,
+        "Requests that a replica holds outside its batch now, waiting or swapped, by LoRA adapter.",
+        when "LoRA adapters are served";
 
     // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
@@ -156,6 +161,8 @@ catalogue! {
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
         Coordinator,
         "Tokens computed again after a preemption or failover; in no other token series.";
+    counter TOKENS_WASTED: "tutti_tokens_wasted_total", Tokens, model [REPLICA], Coordinator,
+        "Tokens sampled and not accepted, because steps run ahead: their sequence had ended or was preempted; in no other token series.";
     gauge(Sum) PROMPT_THROUGHPUT: "tutti_prompt_throughput_tokens_per_second", Tokens, model [],
         Coordinator,
         "Deprecated, use rate(): prompt tokens computed per second of the last log interval.";
@@ -176,7 +183,7 @@ catalogue! {
         Coordinator,
         "Times the ranks of a replica had different tokens of one step; it was formed again.";
     counter PREEMPTIONS: "tutti_preemptions_total", Events, model [REPLICA], Coordinator,
-        "Requests put back from the batch into the queue for lack of KV blocks.";
+        "Sequences (choices of requests) put back from the batch into the queue for lack of KV blocks.";
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Computed tokens whose KV blocks were given up by preemptions.";
 
@@ -231,10 +238,14 @@ catalogue! {
         "tutti_request_time_per_output_token_seconds", Seconds, model [], Coordinator,
         "Mean time per output token after the first, once per request that ended by stop or length.";
     histogram(REQUEST_SECONDS) E2E_REQUEST_LATENCY: "tutti_e2e_request_latency_seconds", Seconds,
-        model [], Coordinator, "Arrival to end, once per request that ended by stop or length.";
+        model [], Coordinator,
+        "Arrival to end, once per request for text that ended by stop or length.";
+    histogram(REQUEST_SECONDS) EMBEDDING_LATENCY: "tutti_embedding_latency_seconds", Seconds,
+        model [], Coordinator,
+        "Arrival of a call for embeddings to the vector of one of its inputs, once per input; in no other latency.";
     histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
         model [], Coordinator,
-        "Arrival to first scheduling, of requests that ended by stop or length.";
+        "Arrival to first scheduling, once per request for text that came so far, however it ends.";
     histogram(REQUEST_SECONDS) REQUEST_PREFILL_TIME: "tutti_request_prefill_time_seconds", Seconds,
         model [], Coordinator,
         "First scheduling to first token, of requests that ended by stop or length.";
@@ -254,6 +265,12 @@ catalogue! {
     histogram(REQUEST_TOKENS) REQUEST_MAX_NUM_GENERATION_TOKENS:
         "tutti_request_max_num_generation_tokens", Tokens, model [], Coordinator,
         "Tokens accepted of a request's longest choice, once when it ends for any reason.";
+    histogram(CHOICES) REQUEST_PREEMPTIONS: "tutti_request_preemptions", Events,
+        model [], Coordinator,
+        "How often sequences of a request were preempted, once when it ends for any reason.";
+    histogram(REQUEST_TOKENS) REQUEST_PREFILL_COMPUTED_TOKENS:
+        "tutti_request_prefill_computed_tokens", Tokens, model [], Coordinator,
+        "Prompt tokens of a request that the KV cache did not have, over all choices, once when it ends by stop or length.";
     histogram(CHOICES) REQUEST_PARAMS_N: "tutti_request_params_n", Value, model [], Coordinator,
         "The parameter n, once when a request ends for any reason.";
     histogram(CHOICES) REQUEST_PARAMS_BEST_OF: "tutti_request_params_best_of", Value, model [],
@@ -283,9 +300,10 @@ catalogue! {
     }) HOST_KV_CACHE_USAGE: "tutti_host_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
         "KV blocks of host memory used of those there are, 0 to 1.", when "requests are swapped";
     gauge(Max) CACHE_CONFIG_INFO: "tutti_cache_config_info", Info,
-        model [BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS,
-         REPLICA, TENSOR_PARALLEL],
-        Coordinator, "Sizes of a replica's engine, while it serves.";
+        model [BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, MAX_MODEL_LEN,
+         MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS, NUM_HOST_BLOCKS, REPLICA,
+         TENSOR_PARALLEL],
+        Coordinator, "Sizes and options of a replica's engine, while it serves.";
 
     // Ranks. Every rank is real: labelled, never deduplicated.
     histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds,
@@ -370,7 +388,10 @@ catalogue! {
         when "the cluster meets through etcd";
     gauge(Max) TOTALS_CHECKPOINT: "tutti_totals_checkpoint_timestamp_seconds", Seconds, [],
         Coordinator,
-        "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970.",
+        "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970; first when this leader began.",
+        when "the cluster meets through etcd";
+    gauge(Max) TOTALS_CHECKPOINT_INTERVAL: "tutti_totals_checkpoint_interval_seconds", Seconds, [],
+        Coordinator, "How often etcd is to have the totals (--checkpoint-interval).",
         when "the cluster meets through etcd";
 
     // HTTP.
@@ -388,6 +409,9 @@ catalogue! {
         "Time that a process's threads have computed, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
         "Memory that a process has in RAM.";
+    gauge(Max) PROCESS_MEMORY_LIMIT: "tutti_process_memory_limit_bytes", Bytes, [PROCESS], Process,
+        "Memory that a process's control group, its container, may have; all processes in it together.",
+        when "a control group bounds memory";
     counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
         "Lines of a process's log that did not go to its stderr, because whoever reads that was too slow.";
     gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
@@ -427,37 +451,39 @@ catalogue! {
 /// Every series, in the order of the documentation.
 pub static CATALOGUE: &[Definition] = DEFINITIONS;
 
-/// Differs when names, kinds, labels or bucket bounds differ: reports of a source with another
-/// hash are refused rather than added up wrongly.
-pub const CATALOGUE_HASH: u64 = hash(DEFINITIONS);
-
-/// FNV-1a over everything that decides whether two totals may be added.
-const fn hash(definitions: &[Definition]) -> u64 {
-    let mut state = 0xcbf2_9ce4_8422_2325;
+/// By position: differs between two programs when labels, kind or bucket bounds of a series differ,
+/// so that its totals may not be added up.
+pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
+    let mut forms = [0; DEFINITIONS.len()];
     let mut row = 0;
-    while row < definitions.len() {
-        let definition = &definitions[row];
-        state = hash_bytes(state, definition.name.as_bytes());
-        let mut label = 0;
-        while label < definition.labels.len() {
-            state = hash_bytes(state, definition.labels[label].name.as_bytes());
-            label += 1;
-        }
-        state = match definition.kind {
-            Kind::Counter => hash_bytes(state, b"counter"),
-            Kind::Gauge(_) => hash_bytes(state, b"gauge"),
-            Kind::Histogram(bounds) => {
-                let mut bound = 0;
-                while bound < bounds.len() {
-                    state = hash_bytes(state, &bounds[bound].to_bits().to_le_bytes());
-                    bound += 1;
-                }
-                hash_bytes(state, b"histogram")
-            }
-        };
+    while row < forms.len() {
+        forms[row] = form(&DEFINITIONS[row]);
         row += 1;
     }
-    state
+    forms
+};
+
+/// FNV-1a over everything that decides whether two totals may be added.
+const fn form(definition: &Definition) -> u64 {
+    let mut state = 0xcbf2_9ce4_8422_2325;
+    state = hash_bytes(state, definition.name.as_bytes());
+    let mut label = 0;
+    while label < definition.labels.len() {
+        state = hash_bytes(state, definition.labels[label].name.as_bytes());
+        label += 1;
+    }
+    match definition.kind {
+        Kind::Counter => hash_bytes(state, b"counter"),
+        Kind::Gauge(_) => hash_bytes(state, b"gauge"),
+        Kind::Histogram(bounds) => {
+            let mut bound = 0;
+            while bound < bounds.len() {
+                state = hash_bytes(state, &bounds[bound].to_bits().to_le_bytes());
+                bound += 1;
+            }
+            hash_bytes(state, b"histogram")
+        }
+    }
 }
 
 const fn hash_bytes(mut state: u64, bytes: &[u8]) -> u64 {

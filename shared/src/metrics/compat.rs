@@ -15,6 +15,8 @@ use super::snapshot::{LabelValues, Value};
 pub enum Compat {
     /// The `vllm:` names; replicas are engines.
     Vllm,
+    /// The `vllm:` names; one series for the whole cluster, for whoever takes one for the server's.
+    VllmCluster,
     /// The `aphrodite:` names; one series for the whole cluster.
     Aphrodite,
 }
@@ -35,6 +37,13 @@ enum From {
     Series(SeriesId),
     /// Sums of both, divided.
     Ratio(SeriesId, SeriesId),
+    /// Those series alone that have this value of this label.
+    Only(SeriesId, &'static str, &'static str),
+    /// LoRA adapters that requests run with, and wait for: lists in labels.
+    Adapters {
+        running: SeriesId,
+        waiting: SeriesId,
+    },
 }
 
 /// The series of an alias now.
@@ -79,19 +88,29 @@ const VLLM: &[Alias] = aliases! {
     "vllm:num_requests_swapped" = of!(REQUESTS_SWAPPED), [ENGINE];
     "vllm:kv_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
     "vllm:gpu_cache_usage_perc" = of!(KV_CACHE_BLOCKS_USED / KV_CACHE_BLOCKS), [ENGINE];
-    "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO),
-        [("block_size", "block_size"), ENGINE, ("num_gpu_blocks", "num_blocks")];
+    "vllm:cpu_cache_usage_perc" = of!(HOST_KV_CACHE_BLOCKS_USED / HOST_KV_CACHE_BLOCKS), [ENGINE];
+    "vllm:cache_config_info" = of!(CACHE_CONFIG_INFO), [
+        ("block_size", "block_size"), ("cache_dtype", "cache_dtype"),
+        ("enable_prefix_caching", "enable_prefix_caching"), ENGINE,
+        ("num_cpu_blocks", "num_host_blocks"), ("num_gpu_blocks", "num_blocks")];
+    "vllm:lora_requests_info" = From::Adapters {
+        running: ours::LORA_REQUESTS.series(), waiting: ours::LORA_REQUESTS_WAITING.series(),
+    }, [("max_lora", ""), ("running_lora_adapters", ""), ("waiting_lora_adapters", "")];
     "vllm:prefix_cache_queries_total" = of!(PREFIX_CACHE_QUERIES), [ENGINE];
     "vllm:prefix_cache_hits_total" = of!(PREFIX_CACHE_HITS), [ENGINE];
     "vllm:num_preemptions_total" = of!(PREEMPTIONS), [ENGINE];
     "vllm:prompt_tokens_total" = of!(PROMPT_TOKENS), [ENGINE];
     "vllm:prompt_tokens_by_source_total" = of!(PROMPT_TOKENS_BY_SOURCE),
         [ENGINE, ("source", "source")];
+    "vllm:prompt_tokens_cached_total" =
+        From::Only(ours::PROMPT_TOKENS_BY_SOURCE.series(), "source", "local_cache_hit"), [ENGINE];
     "vllm:generation_tokens_total" = of!(GENERATION_TOKENS), [ENGINE];
     "vllm:request_success_total" = of!(REQUEST_SUCCESS), [REASON];
     "vllm:request_prompt_tokens" = of!(REQUEST_PROMPT_TOKENS), [];
     "vllm:request_generation_tokens" = of!(REQUEST_GENERATION_TOKENS), [];
     "vllm:request_max_num_generation_tokens" = of!(REQUEST_MAX_NUM_GENERATION_TOKENS), [];
+    "vllm:request_num_preemptions" = of!(REQUEST_PREEMPTIONS), [];
+    "vllm:request_prefill_kv_computed_tokens" = of!(REQUEST_PREFILL_COMPUTED_TOKENS), [];
     "vllm:request_params_max_tokens" = of!(REQUEST_PARAMS_MAX_TOKENS), [];
     "vllm:request_params_n" = of!(REQUEST_PARAMS_N), [];
     "vllm:request_params_best_of" = of!(REQUEST_PARAMS_BEST_OF), [];
@@ -158,14 +177,15 @@ impl Compat {
     #[must_use]
     pub const fn aliases(self) -> &'static [Alias] {
         match self {
-            Self::Vllm => VLLM,
+            Self::Vllm | Self::VllmCluster => VLLM,
             Self::Aphrodite => APHRODITE,
         }
     }
 
     /// Its families, where ours exist.
     pub fn families(self, merged: &Merged) -> impl Iterator<Item = AliasFamily> {
-        self.aliases().iter().filter_map(|alias| alias.family(merged))
+        let engines = self != Self::VllmCluster;
+        self.aliases().iter().filter_map(move |alias| alias.family(merged, engines))
     }
 }
 
@@ -174,18 +194,35 @@ impl Alias {
     #[must_use]
     pub fn source(&self) -> SeriesId {
         match self.source {
-            From::Series(id) | From::Ratio(id, _) => id,
+            From::Series(id)
+            | From::Ratio(id, _)
+            | From::Only(id, ..)
+            | From::Adapters { running: id, .. } => id,
         }
     }
 
-    fn family(&self, merged: &Merged) -> Option<AliasFamily> {
+    /// The series now; `engines` tells whether replicas have each their own.
+    fn family(&self, merged: &Merged, engines: bool) -> Option<AliasFamily> {
         let definition = self.source().definition();
+        let labels: Vec<(&str, &str)> =
+            self.labels.iter().copied().filter(|label| engines || *label != ENGINE).collect();
         let (kind, series, help) = match self.source {
             From::Series(id) => {
-                (definition.kind, self.regroup(merged, id)?, definition.help.to_owned())
+                (definition.kind, regroup(merged, id, &labels, None)?, definition.help.to_owned())
+            }
+            From::Only(id, label, value) => {
+                let series = regroup(merged, id, &labels, Some((label, value)))?;
+                let help = format!("{} of which {label} is {value}.", definition.name);
+                (definition.kind, series, help)
+            }
+            From::Adapters { running, waiting } => {
+                let help = "The LoRA adapters that requests run with and wait for, as lists, of those \
+                            that are served; when workers last reported, in seconds since 1970.";
+                (definition.kind, adapters(merged, running, waiting)?, help.to_owned())
             }
             From::Ratio(part, whole) => {
-                let (parts, wholes) = (self.regroup(merged, part)?, self.regroup(merged, whole)?);
+                let parts = regroup(merged, part, &labels, None)?;
+                let wholes = regroup(merged, whole, &labels, None)?;
                 let ratio = |(labels, part): (LabelValues, Value)| {
                     let whole = scalar(wholes.get(&labels)?)?;
                     let ratio = scalar(&part)? / whole;
@@ -202,35 +239,66 @@ impl Alias {
             help,
             kind,
             scale: definition.counter_scale(),
-            labels: self.labels.iter().map(|(theirs, _)| *theirs).collect(),
+            labels: labels.iter().map(|(theirs, _)| *theirs).collect(),
             series,
         })
     }
+}
 
-    /// One of our families under their labels.
-    fn regroup(&self, merged: &Merged, id: SeriesId) -> Option<BTreeMap<LabelValues, Value>> {
-        let definition = id.definition();
-        let places: Vec<Option<usize>> = self
-            .labels
+/// One of our families under these of their labels; or what of it has one value of a label of ours.
+fn regroup(
+    merged: &Merged,
+    id: SeriesId,
+    labels: &[(&str, &str)],
+    only: Option<(&str, &str)>,
+) -> Option<BTreeMap<LabelValues, Value>> {
+    let definition = id.definition();
+    let is_left_out = |labels: &LabelValues| {
+        only.is_some_and(|(name, value)| {
+            let named = definition.labels.iter().zip(labels.iter());
+            named.into_iter().any(|(label, is)| label.name == name && is != value)
+        })
+    };
+    let places: Vec<Option<usize>> = labels
+        .iter()
+        .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
+        .collect();
+    let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
+    for (labels, value) in merged.family(id)?.iter().filter(|(labels, _)| !is_left_out(labels)) {
+        let theirs: LabelValues = places
             .iter()
-            .map(|(_, ours)| definition.labels.iter().position(|label| label.name == *ours))
+            .map(|place| place.and_then(|place| labels.get(place)))
+            .map(|value| value.map_or("", |value| their_value(value)).to_owned())
             .collect();
-        let mut grouped: BTreeMap<LabelValues, Value> = BTreeMap::new();
-        for (labels, value) in merged.family(id)? {
-            let theirs: LabelValues = places
-                .iter()
-                .map(|place| place.and_then(|place| labels.get(place)))
-                .map(|value| value.map_or("", |value| their_value(value)).to_owned())
-                .collect();
-            match grouped.get_mut(&theirs) {
-                Some(held) => merge(definition.kind, held, value),
-                None => {
-                    grouped.insert(theirs, value.clone());
-                }
+        match grouped.get_mut(&theirs) {
+            Some(held) => merge(definition.kind, held, value),
+            None => {
+                grouped.insert(theirs, value.clone());
             }
         }
-        Some(grouped)
     }
+    Some(grouped)
+}
+
+/// The one series of adapters: how many are served, and lists of those in use. Whoever finds several
+/// takes that with the largest value, which is a time there.
+fn adapters(
+    merged: &Merged,
+    running: SeriesId,
+    waiting: SeriesId,
+) -> Option<BTreeMap<LabelValues, Value>> {
+    let adapter = [("", ours::LORA_REQUESTS.series().definition().labels.first()?.name)];
+    let served = regroup(merged, running, &adapter, None)?;
+    let names = |family: &BTreeMap<LabelValues, Value>| {
+        let used = family.iter().filter(|(_, value)| scalar(value).is_some_and(|it| it > 0.0));
+        used.filter_map(|(labels, _)| labels.first()).cloned().collect::<Vec<_>>().join(",")
+    };
+    let waits = regroup(merged, waiting, &adapter, None).unwrap_or_default();
+    let reported = regroup(merged, ours::WORKER_LAST_REPORT.series(), &[], None);
+    let reported = reported.unwrap_or_default();
+    let at = reported.values().next().and_then(scalar).unwrap_or(1.0);
+    let labels = [served.len().to_string(), names(&served), names(&waits)];
+    Some(BTreeMap::from([(LabelValues::from(labels), Value::Gauge(at))]))
 }
 
 /// What a label value of ours is called there.
@@ -238,6 +306,8 @@ fn their_value(value: &str) -> &str {
     match value {
         "preempted" => "capacity",
         "no_replica" => "deferred",
+        "true" => "True",
+        "false" => "False",
         value => value,
     }
 }

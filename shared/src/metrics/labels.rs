@@ -45,6 +45,13 @@ pub const STATUS: Label = Label::open("status");
 pub const VERSION: Label = Label::open("version");
 /// Tokens per KV block.
 pub const BLOCK_SIZE: Label = Label::open("block_size");
+/// What is said of the numbers of KV caches (`--dtype`).
+pub const CACHE_DTYPE: Label = Label::open("cache_dtype");
+/// Whether prefixes of prompts are looked up in the KV cache.
+pub const ENABLE_PREFIX_CACHING: Label =
+    Label { name: "enable_prefix_caching", values: &["true", "false"] };
+/// Blocks that a replica has in host memory.
+pub const NUM_HOST_BLOCKS: Label = Label::open("num_host_blocks");
 /// Blocks of a replica's KV cache.
 pub const NUM_BLOCKS: Label = Label::open("num_blocks");
 /// Longest sequence in tokens.
@@ -146,11 +153,13 @@ label_enum! {
     RejectReason, "reason" {
         /// It is not valid.
         Invalid = "invalid",
+        /// A front end is at one of its bounds: of texts that wait, of large bodies, of grammars.
+        Overloaded = "overloaded",
         /// The bounded queue is full.
         QueueFull = "queue_full",
         /// The server is shutting down.
         ShuttingDown = "shutting_down",
-        /// It can never fit.
+        /// It can never fit: into the KV cache, the model's context or the bound of bodies.
         TooLarge = "too_large",
         /// Credentials are missing or wrong.
         Unauthorized = "unauthorized",
@@ -287,7 +296,7 @@ label_enum! {
         Application = "application",
         /// Bucket counts do not fit the declared bounds.
         BucketMismatch = "bucket_mismatch",
-        /// Its catalogue differs from ours.
+        /// It has series that our catalogue has not, or not alike; they alone are left out.
         CatalogueMismatch = "catalogue_mismatch",
         /// It brings more label sets than allowed; the rest of the report was taken.
         LabelCardinality = "label_cardinality",

@@ -36,6 +36,8 @@ pub struct LocalStats {
     counters: Vec<u64>,
     /// `None` is an absent series.
     gauges: Vec<Option<f64>>,
+    /// Of removed gauges, for the next ones.
+    free_gauges: Vec<usize>,
     histograms: Vec<HistogramCell>,
     refused: PerValue<Counter>,
 }
@@ -129,6 +131,7 @@ impl LocalStats {
             index: Vec::new(),
             counters: Vec::new(),
             gauges: Vec::new(),
+            free_gauges: Vec::new(),
             histograms: Vec::new(),
             refused,
         }
@@ -147,8 +150,10 @@ impl LocalStats {
     /// Resolves a gauge, absent until it is set. Label values as with [`LocalStats::counter`].
     pub fn gauge<const L: usize>(&mut self, id: GaugeId<L>, labels: [&str; L]) -> Gauge {
         let cell = self.resolve(id.series(), &labels, |stats| {
-            stats.gauges.push(None);
-            Cell::Gauge(stats.gauges.len() - 1)
+            Cell::Gauge(stats.free_gauges.pop().unwrap_or_else(|| {
+                stats.gauges.push(None);
+                stats.gauges.len() - 1
+            }))
         });
         Gauge(if let Some(Cell::Gauge(cell)) = cell { cell } else { NOWHERE })
     }
@@ -190,6 +195,20 @@ impl LocalStats {
     pub fn clear(&mut self, gauge: Gauge) {
         if let Some(cell) = self.gauges.get_mut(gauge.0) {
             *cell = None;
+        }
+    }
+
+    /// Forgets a gauge's series: for labels that may not come again, such as names. Its handle must
+    /// not be used any more; whoever wants the series again resolves it again.
+    pub fn remove(&mut self, gauge: Gauge) {
+        let place = self
+            .index
+            .iter()
+            .position(|entry| matches!(entry.cell, Cell::Gauge(cell) if cell == gauge.0));
+        if let Some(place) = place {
+            self.index.remove(place);
+            self.clear(gauge);
+            self.free_gauges.push(gauge.0);
         }
     }
 
@@ -405,6 +424,22 @@ mod tests {
         assert_eq!(stats.snapshot().series.len(), before + 1);
         stats.clear(gauge);
         assert_eq!(stats.snapshot().series.len(), before);
+    }
+
+    #[test]
+    fn a_removed_gauge_leaves_nothing_behind() {
+        let mut stats = LocalStats::new();
+        let kept = stats.gauge(KV_CACHE_BLOCKS, ["kept"]);
+        stats.set(kept, 5.0);
+        let (before, cells) = (stats.snapshot(), (stats.index.len(), stats.gauges.len() + 1));
+        for round in 0..100 {
+            let gauge = stats.gauge(KV_CACHE_BLOCKS, [&round.to_string()]);
+            stats.set(gauge, 1.0);
+            assert_eq!(stats.snapshot().series.len(), before.series.len() + 1);
+            stats.remove(gauge);
+        }
+        assert_eq!(stats.snapshot(), before);
+        assert_eq!((stats.index.len(), stats.gauges.len()), cells);
     }
 
     #[test]

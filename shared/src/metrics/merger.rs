@@ -12,7 +12,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::application::{Applications, Family};
-use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
+use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
 use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
 use super::merged::{Merged, merge};
@@ -44,7 +44,8 @@ impl fmt::Display for Source {
 /// Bounds of the merger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most label sets per series name, over all sources and all time.
+    /// Most label sets per series name: of counters and histograms over all sources and all time, of
+    /// gauges over the sources that there are.
     pub label_sets: usize,
     /// How many retired incarnations of a source are remembered, so that a late report of one is
     /// refused rather than counted again.
@@ -93,7 +94,7 @@ pub struct Merger {
     /// Lost and not heard of again, longest first.
     lost: VecDeque<(Source, Incarnation)>,
     applications: Applications,
-    /// Label sets ever seen, for their bound.
+    /// Label sets, for their bound. Those of gauges that are gone stay until their room is wanted.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
     /// Series that have reached it, and which of them have not been said yet.
     full: BTreeSet<SeriesId>,
@@ -108,8 +109,14 @@ struct Live {
     /// Nothing is heard of it: its gauges do not count until it reports again.
     lost: bool,
     series: Vec<SeriesSnapshot>,
+    /// What its last report had beyond the bound of label sets.
+    left_out: LabelSets,
     application: Vec<Family>,
+    /// It has series that are not known here; that is said.
+    other_catalogue: bool,
 }
+
+type LabelSets = BTreeSet<(SeriesId, LabelValues)>;
 
 impl Default for Merger {
     fn default() -> Self {
@@ -140,8 +147,8 @@ impl Merger {
     ///
     /// # Errors
     /// Returns [`Refused`], and counts it, when the report is not one that this source, continuing
-    /// from its last report, can have made. Series beyond the bound of label sets are left out, and
-    /// count as one refusal of the report.
+    /// from its last report, can have made. Series beyond the bound of label sets are left out; each
+    /// counts as a refusal, once.
     pub fn apply(
         &mut self,
         source: Source,
@@ -157,30 +164,37 @@ impl Merger {
         if last.is_some_and(|last| last.sequence >= sequence) {
             return Ok(Applied::Stale);
         }
-        if snapshot.catalogue != CATALOGUE_HASH {
-            return Err(self.refuse(ReportRefusal::CatalogueMismatch, None));
-        }
         let before = last.map_or(&[][..], |last| &last.series);
         let new = match check(source, before, &snapshot.series) {
             Ok(new) => new,
             Err((reason, series)) => return Err(self.refuse(reason, series)),
         };
-        let PartialSnapshot { mut series, mut application, .. } = snapshot;
-        let over = self.admit_label_sets(new);
-        if !over.is_empty() {
-            self.refused[ReportRefusal::LabelCardinality.position()] += 1;
+        let PartialSnapshot { mut series, mut application, unknown } = snapshot;
+        let other_catalogue = !unknown.is_empty();
+        let last = self.live.get(&(source, incarnation));
+        if other_catalogue && !last.is_some_and(|last| last.other_catalogue) {
+            self.refused[ReportRefusal::CatalogueMismatch.position()] += 1;
+            self.unsaid.push(left_out_of(source, &unknown));
+        }
+        let left_out = self.admit_label_sets((source, incarnation), &series, new);
+        let before = self.live.get(&(source, incarnation));
+        if !left_out.is_empty() {
+            let known = |it: &&(SeriesId, LabelValues)| {
+                before.is_some_and(|before| before.left_out.contains(*it))
+            };
+            let newly = left_out.len() - left_out.iter().filter(known).count();
+            self.refused[ReportRefusal::LabelCardinality.position()] += newly as u64;
             series.retain(|it| {
                 let id = SeriesId::from_index(it.id);
-                !id.is_some_and(|id| over.get(&id).is_some_and(|over| over.contains(&it.labels)))
+                !id.is_some_and(|id| left_out.contains(&(id, LabelValues::clone(&it.labels))))
             });
         }
-        let before = self.live.get(&(source, incarnation));
         let before = before.map_or(&[][..], |last| &last.application);
         if !application.is_empty() || !before.is_empty() {
             let refused = self.applications.admit(&source.to_string(), before, &mut application);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
         }
-        let live = Live { sequence, lost: false, series, application };
+        let live = Live { sequence, lost: false, series, left_out, application, other_catalogue };
         if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
@@ -194,6 +208,7 @@ impl Merger {
         if std::mem::replace(&mut live.lost, true) {
             return;
         }
+        live.series.retain(|series| !matches!(series.value, Value::Gauge(_)));
         self.lost.push_back((source, incarnation));
         if self.lost.len() > self.limits.lost
             && let Some((source, incarnation)) = self.lost.pop_front()
@@ -276,26 +291,62 @@ impl Merger {
         merged
     }
 
-    /// Remembers the label sets of `new`, as far as the bound allows; returns those beyond it.
+    /// Remembers the label sets of `new`, which are those of `series` that the last report of `key` did
+    /// not have, as far as the bound allows; returns those beyond it.
     fn admit_label_sets(
         &mut self,
+        key: (Source, Incarnation),
+        series: &[SeriesSnapshot],
         new: Vec<(SeriesId, LabelValues)>,
-    ) -> BTreeMap<SeriesId, BTreeSet<LabelValues>> {
-        let mut over: BTreeMap<SeriesId, BTreeSet<LabelValues>> = BTreeMap::new();
-        for (id, labels) in new {
-            let known = self.label_sets.entry(id).or_default();
-            if known.len() < self.limits.label_sets || known.contains(&labels) {
-                known.insert(labels);
+    ) -> LabelSets {
+        let max = self.limits.label_sets;
+        let (mut over, mut counted) = (LabelSets::new(), BTreeSet::new());
+        for (id, labels) in &new {
+            let known = self.label_sets.entry(*id).or_default();
+            if known.contains(labels) {
                 continue;
             }
-            over.entry(id).or_default().insert(labels);
-            if self.full.insert(id) {
-                let (name, max) = (id.definition().name, self.limits.label_sets);
+            if known.len() >= max && is_gauge(*id) && counted.insert(*id) {
+                // Those of sources that are gone, or that have others now, make room.
+                let others = self.live.iter().filter(|(of, _)| **of != key);
+                let others = others.flat_map(|(_, live)| &live.series);
+                let there = others.chain(series).filter(|it| it.id == id.index());
+                let there: BTreeSet<_> = there.map(|it| LabelValues::clone(&it.labels)).collect();
+                known.retain(|labels| there.contains(labels));
+                if known.len() < max {
+                    self.full.remove(id);
+                }
+            }
+            if known.len() < max {
+                known.insert(LabelValues::clone(labels));
+                continue;
+            }
+            over.insert((*id, LabelValues::clone(labels)));
+            if self.full.insert(*id) {
+                let name = id.definition().name;
                 self.unsaid.push(format!("{name} has {max} label sets; more are left out"));
             }
         }
         over
     }
+}
+
+/// Says which series of a report are not known here.
+fn left_out_of(source: Source, unknown: &[String]) -> String {
+    let some: Vec<&str> = unknown.iter().take(5).map(String::as_str).collect();
+    let more = match unknown.len().saturating_sub(some.len()) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!(
+        "{source} is of another version: its series {}{more} are not known here, or are otherwise, and \
+         are left out",
+        some.join(", ")
+    )
+}
+
+fn is_gauge(id: SeriesId) -> bool {
+    matches!(id.definition().kind, Kind::Gauge(_))
 }
 
 type Fault = (ReportRefusal, Option<SeriesId>);

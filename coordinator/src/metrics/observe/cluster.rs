@@ -28,6 +28,7 @@ impl Recording<'_> {
     pub fn replica_ready(&mut self, replica: ReplicaId, config: &ReplicaConfig) {
         self.replica_gone(replica);
         let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (dtype, prefix_caching) = cells.cache;
         let (cells, stats) = cells.replica(replica);
         cells.serves(stats, true);
         stats.set(cells.used_blocks, 0.0);
@@ -41,10 +42,13 @@ impl Recording<'_> {
             catalogue::CACHE_CONFIG_INFO,
             [
                 &engine.block_size.to_string(),
+                dtype,
+                if prefix_caching { "true" } else { "false" },
                 &engine.max_model_len.to_string(),
                 &engine.max_num_batched_tokens.to_string(),
                 &engine.max_num_seqs.to_string(),
                 &config.num_blocks.to_string(),
+                &config.host_blocks.to_string(),
                 &replica.0.to_string(),
                 &config.tensor_parallel.to_string(),
             ],
@@ -66,7 +70,7 @@ impl Recording<'_> {
             cells.swapped.show_zero(stats, false);
         }
         if let Some(info) = cells.config.take() {
-            stats.clear(info);
+            stats.remove(info);
         }
     }
 
@@ -116,7 +120,7 @@ impl Recording<'_> {
             stats.set(cells.slow, 0.0);
         }
         if !up && let Some(info) = cells.info.take() {
-            stats.clear(info);
+            stats.remove(info);
         }
     }
 
@@ -124,12 +128,13 @@ impl Recording<'_> {
     pub fn worker_info(&mut self, worker: WorkerId, node: &str, version: &str) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = worker.0.to_string();
-        let info = cells.stats.gauge(catalogue::WORKER_INFO, [node, version, &name]);
         let (cells, stats) = cells.worker(worker);
-        if let Some(old) = cells.info.replace(info) {
-            stats.clear(old);
+        if let Some(old) = cells.info.take() {
+            stats.remove(old);
         }
+        let info = stats.gauge(catalogue::WORKER_INFO, [node, version, &name]);
         stats.set(info, 1.0);
+        cells.info = Some(info);
     }
 
     /// A worker computes much slower than the others of its replica, or does so no more.
@@ -161,7 +166,7 @@ impl Recording<'_> {
         stats.clear(cells.slow);
         stats.clear(cells.last_report);
         if let Some(info) = cells.info.take() {
-            stats.clear(info);
+            stats.remove(info);
         }
     }
 
@@ -185,10 +190,10 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = frontend.0.to_string();
         let last_report = cells.stats.gauge(catalogue::FRONTEND_LAST_REPORT, [&name]);
-        cells.stats.clear(last_report);
+        cells.stats.remove(last_report);
         let gauge = cells.stats.gauge(catalogue::FRONTEND_UP, [&name]);
         if cells.leaving_frontends.remove(&frontend) {
-            cells.stats.clear(gauge);
+            cells.stats.remove(gauge);
         } else {
             cells.stats.set(gauge, 0.0);
             cells.lost_frontends.insert(frontend, now);
@@ -203,7 +208,7 @@ impl Recording<'_> {
             let missed = now.saturating_sub(*since) < patience;
             if !missed {
                 let gauge = stats.gauge(catalogue::FRONTEND_UP, [&frontend.0.to_string()]);
-                stats.clear(gauge);
+                stats.remove(gauge);
             }
             missed
         });

@@ -20,12 +20,16 @@ pub struct RequestTrack {
     place: Place,
     /// The adapter that it is computed with; 0 for none.
     adapter: u32,
+    /// Its output is an embedding.
+    pools: bool,
     response_id: Arc<str>,
     arrived: Duration,
     first_scheduled: Option<Duration>,
     first_token: Option<Duration>,
     last_token: Option<Duration>,
     tokens: u64,
+    /// How often sequences of it were preempted.
+    preemptions: u64,
     /// By choice.
     choices: Vec<ChoiceTrack>,
 }
@@ -68,12 +72,31 @@ pub struct RequestSummary {
     pub n: u32,
     /// The parameter `max_tokens`.
     pub max_tokens: u32,
+    /// Prompt tokens that the KV cache had, of all choices that are complete.
+    pub cached_tokens: u64,
+}
+
+impl RequestSummary {
+    /// Prompt tokens that were computed for a request that is complete.
+    fn prefill_computed(&self) -> u64 {
+        self.prompt_tokens.saturating_mul(u64::from(self.n)).saturating_sub(self.cached_tokens)
+    }
 }
 
 impl RequestTrack {
     /// Of a request that is computed with this adapter; 0 for none.
     pub fn with_adapter(self, adapter: u32) -> Self {
         Self { adapter, ..self }
+    }
+
+    /// Of a request for an embedding, or for text.
+    pub fn pooling(self, pools: bool) -> Self {
+        Self { pools, ..self }
+    }
+
+    /// One of its sequences is in the batch no more.
+    pub(super) fn preempted(&mut self) {
+        self.preemptions += 1;
     }
 
     /// Tokens accepted so far, over all choices.
@@ -95,12 +118,14 @@ impl Recording<'_> {
         RequestTrack {
             place: Place::NoReplica,
             adapter: 0,
+            pools: false,
             response_id: response_id.clone(),
             arrived,
             first_scheduled: None,
             first_token: None,
             last_token: None,
             tokens: 0,
+            preemptions: 0,
             choices: vec![ChoiceTrack::default(); n as usize],
         }
     }
@@ -135,7 +160,15 @@ impl Recording<'_> {
     /// The request entered its replica's batch, for the first time or again.
     pub fn scheduled(&mut self, track: &mut RequestTrack, replica: ReplicaId, now: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
-        track.first_scheduled.get_or_insert(now);
+        if track.first_scheduled.is_none() {
+            track.first_scheduled = Some(now);
+            // Now, and not at the end: who waited so long that its client leaves waited, too.
+            if !track.pools {
+                let waited = now.saturating_sub(track.arrived);
+                let Cells { stats, fixed, .. } = &mut *cells;
+                stats.observe_exemplar(fixed.queue, waited, 1, &track.response_id, now);
+            }
+        }
         cells.move_to(track, Place::Running(replica));
     }
 
@@ -144,6 +177,7 @@ impl Recording<'_> {
     pub fn preempted(&mut self, track: &mut RequestTrack, replica: ReplicaId, tokens: u64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::Waiting(replica, WaitingAt::Preempted));
+        track.preempted();
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
         stats.add(cells.preempted_tokens, tokens);
@@ -202,6 +236,8 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.end(&track, reason, summary);
         if matches!(reason, FinishedReason::Stop | FinishedReason::Length) {
+            let Cells { stats, fixed, .. } = &mut *cells;
+            stats.observe_count(fixed.prefill_computed, summary.prefill_computed());
             cells.latencies(&track, now);
         }
     }
@@ -235,12 +271,17 @@ impl Cells {
         }
     }
 
-    /// Where a request is counted by its adapter, while it runs.
+    /// Where a request is counted by its adapter, while a replica holds it.
     fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
-        let Place::Running(replica) = track.place else { return None };
+        let (replica, runs) = match track.place {
+            Place::NoReplica => return None,
+            Place::Waiting(replica, _) | Place::Swapped(replica) => (replica, false),
+            Place::Running(replica) => (replica, true),
+        };
         let place = track.adapter.checked_sub(1)? as usize;
         let (cells, stats) = self.replica(replica);
-        Some((cells.adapters.get_mut(place)?, stats))
+        let levels = if runs { &mut cells.adapters } else { &mut cells.adapters_waiting };
+        Some((levels.get_mut(place)?, stats))
     }
 
     fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
@@ -275,6 +316,7 @@ impl Cells {
         stats.observe_count(fixed.generation_tokens, track.tokens);
         let longest = track.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);
         stats.observe_count(fixed.max_generation_tokens, longest);
+        stats.observe_count(fixed.preempted, track.preemptions);
         stats.observe_count(fixed.n, u64::from(summary.n));
         // The API takes no other best_of than n.
         stats.observe_count(fixed.best_of, u64::from(summary.n));
@@ -287,9 +329,12 @@ impl Cells {
             let took = to.saturating_sub(from);
             stats.observe_exemplar(histogram, took, 1, &track.response_id, now);
         };
+        // Without a token to wait for: mixed with those of texts, its times would be nobody's.
+        if track.pools {
+            return observe(fixed.pooling, track.arrived, now);
+        }
         observe(fixed.e2e, track.arrived, now);
         let Some(scheduled) = track.first_scheduled else { return };
-        observe(fixed.queue, track.arrived, scheduled);
         let (Some(first), Some(last)) = (track.first_token, track.last_token) else { return };
         observe(fixed.prefill, scheduled, first);
         observe(fixed.decode, first, last);

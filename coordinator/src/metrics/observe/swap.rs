@@ -49,6 +49,7 @@ impl Recording<'_> {
     pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId, blocks: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::Swapped(replica));
+        track.preempted();
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.preemptions, 1);
         if let Some(host) = &cells.host {

@@ -10,13 +10,13 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Live, Merger, Source, check_labels, check_value};
+use super::{LabelSets, Live, Merger, Source, check_labels, check_value};
 use crate::ids::Incarnation;
 use crate::metrics::application::Family;
 use crate::metrics::catalogue::{
     CATALOGUE, REPORTS_REFUSED, REQUEST_GENERATION_TOKENS, REQUEST_MAX_NUM_GENERATION_TOKENS,
-    REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PROMPT_TOKENS,
-    REQUEST_SUCCESS, REQUESTS_ACCEPTED,
+    REQUEST_PARAMS_BEST_OF, REQUEST_PARAMS_MAX_TOKENS, REQUEST_PARAMS_N, REQUEST_PREEMPTIONS,
+    REQUEST_PROMPT_TOKENS, REQUEST_SUCCESS, REQUESTS_ACCEPTED,
 };
 use crate::metrics::definition::{HistogramId, Kind, Owner, SeriesId};
 use crate::metrics::labels::{
@@ -31,10 +31,11 @@ use crate::wire::codec::{self, CodecError};
 const FORM: u16 = 1;
 
 /// Histograms with an observation for each request that has ended, however it did.
-const ONCE_PER_REQUEST: [HistogramId<0>; 6] = [
+const ONCE_PER_REQUEST: [HistogramId<0>; 7] = [
     REQUEST_PROMPT_TOKENS,
     REQUEST_GENERATION_TOKENS,
     REQUEST_MAX_NUM_GENERATION_TOKENS,
+    REQUEST_PREEMPTIONS,
     REQUEST_PARAMS_N,
     REQUEST_PARAMS_BEST_OF,
     REQUEST_PARAMS_MAX_TOKENS,
@@ -209,7 +210,14 @@ impl Merger {
             if self.live.contains_key(&(source, incarnation)) {
                 continue;
             }
-            let live = Live { sequence: totals.sequence, lost: true, series, application };
+            let live = Live {
+                sequence: totals.sequence,
+                lost: true,
+                series,
+                left_out: LabelSets::new(),
+                application,
+                other_catalogue: false,
+            };
             self.live.insert((source, incarnation), live);
             self.lost.push_back((source, incarnation));
         }
@@ -307,7 +315,14 @@ impl Merger {
         other.series = stays;
         let live = self.live.entry((source, incarnation)).or_insert_with(|| {
             self.lost.push_back((source, incarnation));
-            Live { sequence: 0, lost: true, series: Vec::new(), application: Vec::new() }
+            Live {
+                sequence: 0,
+                lost: true,
+                series: Vec::new(),
+                left_out: LabelSets::new(),
+                application: Vec::new(),
+                other_catalogue: false,
+            }
         });
         live.series.retain(is_of_slot);
         live.series.extend::<Vec<SeriesSnapshot>>(rest);
