@@ -126,6 +126,9 @@ fn refusal(reason: CloseReason) -> Refusal {
         | CloseReason::Frame(FrameError::VersionMismatch { .. }) => {
             "install the same version on both"
         }
+        CloseReason::Frame(FrameError::HttpServer) => {
+            "--coordinator HOST:PORT, the port of the coordinator's --cluster-listen"
+        }
         CloseReason::Frame(FrameError::BadMagic(_)) => {
             "that is no cluster port: give the coordinator's --cluster-listen"
         }
