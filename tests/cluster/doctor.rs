@@ -119,8 +119,9 @@ fn what_is_wrong_here_is_named_with_its_remedy() {
     assert!(level == "ok" && said.starts_with("1 adapter(s), "), "{said}");
     // 3 ranks do not divide the demo model; the finding names the possible degrees.
     let (_, found) = doctor(&["--tensor-parallel", "3"]);
-    let (level, said, _) = finding(&found, "model");
+    let (level, said, fix) = finding(&found, "model");
     assert!(level == "fail" && said.contains("possible degrees"), "{said}");
+    assert!(fix.contains("--tensor-parallel"), "{fix}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

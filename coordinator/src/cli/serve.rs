@@ -29,6 +29,7 @@ const CLUSTER_LISTEN: SocketAddr =
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, log)?;
+    check_model(&options, Weights::MayBeElsewhere)?;
     let lease = Duration::from_secs(args.leader_lease);
     let patience = Duration::from_secs(args.serving.drain_timeout);
     if let Some(etcd) = etcd::options(&args.etcd, lease)? {
@@ -88,6 +89,12 @@ pub(crate) fn coordinator_options(
     };
     let model = std::path::absolute(&model).unwrap_or(model);
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
+    if let Some(least) = args.min_tensor_parallel.filter(|least| *least > degree) {
+        return Err(CliError::Usage(format!(
+            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
+             workers that a replica goes on with"
+        )));
+    }
     let mut names = args.served_model_name.iter().cloned();
     let folder = || model.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = names.next().or_else(folder).unwrap_or_else(|| "model".to_owned());
@@ -144,6 +151,32 @@ pub(crate) fn coordinator_options(
         run: random(),
         log,
     })
+}
+
+/// Where the model's weights are, as seen from a coordinator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Weights {
+    /// On this host.
+    Here,
+    /// On those of its workers; this one may do without.
+    MayBeElsewhere,
+}
+
+/// Checks what workers would find wrong with the model, before there are any: its configuration,
+/// its degree, the headers of its files, its adapters. Nothing is loaded.
+pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
+    let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
+    let checked = if weights == Weights::MayBeElsewhere && !worker::check::has_weights(model) {
+        worker::check::degree(model, *degree).inspect(|()| {
+            tracing::warn!(model = %model.display(), "this host has no weights of the model: every worker's host must");
+        })
+    } else {
+        worker::check::model(model, *degree, options.quantization).and_then(|_| {
+            let none = lora.adapters.is_empty();
+            if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
+        })
+    };
+    checked.map_err(|error| CliError::Failed(error.to_string()))
 }
 
 /// The adapters named, by absolute paths: workers may run in another folder.

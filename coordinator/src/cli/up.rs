@@ -13,7 +13,7 @@ use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::Workers;
 use super::output::print_line;
-use super::serve::{BATCHED_TOKENS_GPU, coordinator_options, finish};
+use super::serve::{BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging};
@@ -41,6 +41,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
     let mut options = coordinator_options(&args.common, &serving, any_port, log)?;
+    check_model(&options, Weights::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
