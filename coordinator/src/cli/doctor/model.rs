@@ -101,7 +101,7 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
 
 /// The adapters of `--lora-modules`, where there are any, and what they take of each worker.
 fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Result<(u64, Finding), Finding>> {
-    let count = args.lora.lora_modules.len();
+    let count = args.lora.adapters().count();
     if count == 0 {
         return None;
     }
