@@ -29,7 +29,9 @@ pub struct ModelNeeds {
 /// Whether a folder has weight files at all.
 #[must_use]
 pub fn has_weights(folder: &Path) -> bool {
-    ["model.safetensors", "model.safetensors.index.json"].iter().any(|file| folder.join(file).exists())
+    ["model.safetensors", "model.safetensors.index.json"]
+        .iter()
+        .any(|file| folder.join(file).exists())
 }
 
 /// Reads the folder's configuration alone, and checks that `degree` ranks can divide the model.

@@ -89,12 +89,7 @@ pub(crate) fn coordinator_options(
     };
     let model = std::path::absolute(&model).unwrap_or(model);
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
-    if let Some(least) = args.min_tensor_parallel.filter(|least| *least > degree) {
-        return Err(CliError::Usage(format!(
-            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
-             workers that a replica goes on with"
-        )));
-    }
+    check_least(args, degree)?;
     let mut names = args.served_model_name.iter().cloned();
     let folder = || model.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = names.next().or_else(folder).unwrap_or_else(|| "model".to_owned());
@@ -153,6 +148,17 @@ pub(crate) fn coordinator_options(
     })
 }
 
+/// Checks the least degree against the wanted one.
+pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliError> {
+    match args.min_tensor_parallel {
+        Some(least) if least > degree => Err(CliError::Usage(format!(
+            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
+             workers that a replica goes on with"
+        ))),
+        _ => Ok(()),
+    }
+}
+
 /// Where the model's weights are, as seen from a coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
@@ -181,17 +187,12 @@ pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Res
 
 /// The adapters named, by absolute paths: workers may run in another folder.
 pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
-    if args.enable_lora && args.lora_modules.is_empty() {
-        let message =
-            "--enable-lora needs --lora-modules NAME=DIR: adapters are served from the start";
-        return Err(CliError::Usage(message.to_owned()));
-    }
     let absolute = |adapter: &Adapter| {
         let path = Path::new(&adapter.path);
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         Adapter { path: path.to_string_lossy().into_owned(), ..adapter.clone() }
     };
-    let adapters = args.lora_modules.iter().map(absolute).collect();
+    let adapters = args.adapters().map(absolute).collect();
     Ok(Lora { adapters, max_rank: args.max_lora_rank })
 }
 

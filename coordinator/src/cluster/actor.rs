@@ -236,7 +236,12 @@ impl ClusterActor {
                 }
                 Effect::Silent { worker, lasts } => {
                     let (node, seconds) = (self.node_of(worker), lasts.as_secs());
-                    tracing::warn!(worker = node, slot = worker.0, seconds, "the worker has not answered when it was formed");
+                    tracing::warn!(
+                        worker = node,
+                        slot = worker.0,
+                        seconds,
+                        "the worker has not answered when it was formed"
+                    );
                 }
                 Effect::Desire(desired) => {
                     if let Some(desires) = &self.desires {
@@ -385,7 +390,11 @@ impl Actor for ClusterActor {
             let (now, mut effects) = (actor.clock.now(), Vec::new());
             for worker in actor.absences.given_up(now) {
                 let node = actor.node_of(worker);
-                tracing::info!(worker = node, slot = worker.0, "not expected back: its series end, its totals stay");
+                tracing::info!(
+                    worker = node,
+                    slot = worker.0,
+                    "not expected back: its series end, its totals stay"
+                );
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
                 actor.roster.given_up(worker);

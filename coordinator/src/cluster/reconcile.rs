@@ -201,7 +201,8 @@ impl Cluster {
             }
             // Last: the replica may be formed again by this, and no one is dismissed from it then.
             for worker in again {
-                let reason = format!("{} did not answer when it was formed, again", self.named(worker));
+                let reason =
+                    format!("{} did not answer when it was formed, again", self.named(worker));
                 self.let_go(now, worker, &reason, effects);
             }
         }

@@ -154,7 +154,8 @@ impl ClusterActor {
             FromWorker::StepFailed(failed) => {
                 self.core.executor_heard(now, worker);
                 if let Some(replica) = self.replica_of(worker) {
-                    let reason = format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
+                    let reason =
+                        format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
                     self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
                 }
             }
@@ -355,7 +356,11 @@ impl Handler<Joined> for ClusterActor {
         };
         if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
             tracing::warn!(
-                worker = member.node, slot = worker.0, resource, needed, offered,
+                worker = member.node,
+                slot = worker.0,
+                resource,
+                needed,
+                offered,
                 "too little to be a rank"
             );
         }
@@ -378,7 +383,11 @@ impl Handler<FromLink> for ClusterActor {
         match event {
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => {
-                tracing::warn!(worker = self.node_of(worker), slot = worker.0, "the worker is silent");
+                tracing::warn!(
+                    worker = self.node_of(worker),
+                    slot = worker.0,
+                    "the worker is silent"
+                );
                 self.suspects.insert(worker);
             }
             LinkEvent::Alive => {
