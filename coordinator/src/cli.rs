@@ -28,6 +28,7 @@ mod serve;
 mod signals;
 mod speculative;
 mod up;
+mod vllm;
 mod work;
 
 use std::ffi::OsString;
@@ -106,8 +107,12 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
             print_line(&catalogue(args.markdown));
             Ok(())
         }
-        Command::CheckConfig(args) => config_file::check(&args.file)
-            .map(|keys| print_line(&format!("{}: {keys} keys, all known", args.file.display()))),
+        Command::CheckConfig(args) => config_file::check(&args.file).map(|(keys, refusal)| {
+            print_line(&format!("{}: {keys} keys, all known", args.file.display()));
+            if let Some(refusal) = refusal {
+                print_line(&format!("`tutti up` would not start with it: {refusal}"));
+            }
+        }),
     };
     logging::flush();
     match result {
@@ -132,6 +137,8 @@ fn catalogue(markdown: bool) -> String {
 /// Parses twice when a configuration file is named: the file's values become the defaults of the
 /// second parse, so that the command line wins and every value is checked by the same rules.
 fn parse(args: &[OsString]) -> Result<Command, clap::Error> {
+    let args = &vllm::understood(args)?;
+    let args = &doctor::without_others(args);
     let matches = options::command().try_get_matches_from(args)?;
     let Some((name, file)) = config_file::named_in(&matches) else {
         return options::from_matches(&matches);

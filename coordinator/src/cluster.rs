@@ -250,6 +250,11 @@ impl Cluster {
         self.members.get(&worker)
     }
 
+    /// The name by which operators know a worker.
+    fn named(&self, worker: WorkerId) -> String {
+        self.members.get(&worker).map_or_else(|| worker.to_string(), |member| member.node.clone())
+    }
+
     /// The replicas and where they are in their lives.
     pub fn replicas(&self) -> impl Iterator<Item = ReplicaStatus> + '_ {
         self.replicas.iter().map(|(id, replica)| replica.status(id))
@@ -277,7 +282,7 @@ impl Cluster {
         let told = told.map(|(_, reason)| reason.clone()).or_else(|| {
             // The leader before this one was told so, and the worker has not heard it.
             let drained = self.desired.drains(&member.node, incarnation.0);
-            drained.then(|| format!("{worker} ({}) is drained", member.node))
+            drained.then(|| format!("{} is drained", member.node))
         });
         self.members.insert(worker, member);
         self.release_held();
@@ -309,7 +314,7 @@ impl Cluster {
             effects.push(Effect::Pace { worker, slow: false });
         }
         if let Some(id) = self.replicas.of(worker) {
-            let reason = format!("{worker} ({node}): {reason}");
+            let reason = format!("{node}: {reason}");
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             self.replicas.change(id, |replica| replica.vacate(now, worker));
         }
@@ -327,7 +332,7 @@ impl Cluster {
         let Some(member) = self.members.get(&worker).filter(|member| !member.draining) else {
             return;
         };
-        let reason = format!("{worker} ({}): {reason}", member.node);
+        let reason = format!("{}: {reason}", member.node);
         self.let_go(now, worker, &reason, effects);
     }
 
@@ -411,13 +416,14 @@ impl Cluster {
             // Another rank's word that it lost this one may come before the reason why.
             let broke = |it: &replica::Replica| !it.is_live() && it.epoch() == failure.epoch;
             if failure.permanent && self.replicas.get(id).is_some_and(broke) {
-                let why = format!("{worker}: {reason}");
+                let why = format!("{}: {reason}", self.named(worker));
                 self.replicas.change(id, |replica| replica.fails_for_good(now, why));
                 effects.push(Effect::Unservable { replica: id, reason });
             }
             return;
         }
-        self.break_replica(now, id, EpochEnd::Failed, &format!("{worker}: {reason}"), effects);
+        let why = format!("{}: {reason}", self.named(worker));
+        self.break_replica(now, id, EpochEnd::Failed, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });

@@ -18,7 +18,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::actor::link::Connection;
-use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
 use shared::clock::{Clock, SystemClock, jittered};
 use shared::ids::Incarnation;
 use shared::membership::{CoordinatorAddress, Destination};
@@ -239,6 +239,7 @@ async fn dial_until_welcome(
     hello: &FrontendHello,
 ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
     let (mut wait, mut attempt) = (REDIAL_MIN, 0);
+    let (mut unreached, clock) = (Unreached::default(), SystemClock::start());
     let mut address = options.coordinator.clone();
     let mut to = address.other(None).await;
     loop {
@@ -253,8 +254,8 @@ async fn dial_until_welcome(
             Ok((connection, welcome)) => return Ok((to, connection, welcome)),
             Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
             Err(JoinError::Retry(reason)) => {
-                if wait == REDIAL_MIN {
-                    tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
+                if let Some(seconds) = unreached.failed(clock.now()) {
+                    tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
                 }
             }
         }

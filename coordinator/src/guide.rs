@@ -24,7 +24,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-pub(crate) use closed::closed;
+pub(crate) use closed::{closed, without_unique_items};
 pub use grammar::{Grammar, Guide};
 pub(crate) use grammar::{json_schema, whole};
 use llguidance::ParserFactory;

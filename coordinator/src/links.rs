@@ -273,6 +273,9 @@ async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<F
         Ok(frame) => return Ok(frame),
         Err(reason) => reason,
     };
+    if let CloseReason::Frame(FrameError::HttpClient) = reason {
+        let _ = tokio::time::timeout(HELLO_DEADLINE, connection.refuse_http()).await;
+    }
     let mismatch = match &reason {
         CloseReason::Auth(AuthError::NoGreeting) => {
             Some("this cluster has a secret: give its file with --cluster-secret-file".to_owned())

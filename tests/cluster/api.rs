@@ -37,7 +37,7 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
         std::fs::write(&file, text).unwrap();
         file.to_str().unwrap().to_owned()
     };
-    let keys = write("keys", "first-key\nsecond-key\n");
+    let keys = write("keys", "# of the team\nfirst-key # Anna's\nsecond-key\n");
     std::fs::set_permissions(&keys, std::fs::Permissions::from_mode(0o600)).unwrap();
     let template = write("template.jinja", "{{ messages[0].content }}!");
     let cluster = format!("127.0.0.1:{}", free_port());
@@ -78,7 +78,7 @@ async fn keys_templates_and_the_access_log_are_for_coordinators_and_front_ends_a
     }
     let logged = |log: &str| {
         log.lines().any(|line| {
-            ["find-me", "/tokenize", "status=200", "duration_ms="]
+            ["find-me", "peer=127.0.0.1:", "key=2 ", "/tokenize", "status=200", "duration_ms="]
                 .iter()
                 .all(|it| line.contains(it))
         })

@@ -119,8 +119,9 @@ fn what_is_wrong_here_is_named_with_its_remedy() {
     assert!(level == "ok" && said.starts_with("1 adapter(s), "), "{said}");
     // 3 ranks do not divide the demo model; the finding names the possible degrees.
     let (_, found) = doctor(&["--tensor-parallel", "3"]);
-    let (level, said, _) = finding(&found, "model");
+    let (level, said, fix) = finding(&found, "model");
     assert!(level == "fail" && said.contains("possible degrees"), "{said}");
+    assert!(fix.contains("--tensor-parallel"), "{fix}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -162,8 +163,13 @@ async fn a_coordinator_is_asked_and_notices_no_new_member() {
     assert!(level == "fail" && said.contains("this cluster has a secret"), "{found}");
     assert!(fix.contains("--cluster-secret-file"), "{fix}");
     // The wrong port, then no server at all.
-    let (_, found) = doctor(&["--coordinator", &listen, "--server", &server]);
-    assert_eq!(finding(&found, "coordinator").0, "fail", "{found}");
+    for secret in [&[][..], &["--cluster-secret-file", &right]] {
+        let node = ["--coordinator", &listen, "--server", &server, "--max-num-seqs", "3"];
+        let (_, found) = doctor(&[&node[..], secret].concat());
+        let (level, said, fix) = finding(&found, "coordinator");
+        assert!(level == "fail" && said.contains("that is an HTTP port"), "{found}");
+        assert!(fix.contains("--cluster-listen"), "{fix}");
+    }
     let (_, found) = doctor(&["--coordinator", "127.0.0.1:1"]);
     let (level, said, _) = finding(&found, "coordinator");
     assert!(level == "fail" && said.contains("cannot be reached"), "{said}");
@@ -180,6 +186,21 @@ async fn a_coordinator_without_a_secret_takes_no_doctor_for_a_worker() {
     assert!(said.contains("asks for no secret"), "{said}");
     let scrape = fleet.client().unwrap().scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 1.0);
+}
+
+#[test]
+fn a_server_that_is_no_etcd_is_told_apart_from_one_that_is_ill() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = listener.accept().unwrap();
+        let _ = stream.read(&mut [0; 1024]);
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");
+    });
+    let (_, found) = doctor(&["--etcd", &format!("http://{address}")]);
+    let (level, said, fix) = finding(&found, "etcd");
+    assert!(level == "fail" && said.contains("not as etcd does"), "{said}");
+    assert!(fix.contains("another server's"), "{fix}");
 }
 
 #[test]

@@ -128,18 +128,38 @@ fn broken_model(change: impl Fn(&std::path::Path)) -> tempfile::TempDir {
     folder
 }
 
-fn fails_with(model: &std::path::Path, words: &[&str]) {
-    let model = model.to_str().unwrap();
-    let mut cluster =
-        LocalCluster::spawn(&["up", "--listen", "127.0.0.1:0", "--model", model]).unwrap();
+/// Ends before there are workers, in one line, with this exit code.
+fn ends_with(args: &[&str], code: i32, words: &[&str]) {
+    let mut cluster = LocalCluster::spawn(args).unwrap();
     let status = cluster.wait_end().unwrap();
     // The pipes may still hold the last lines for a moment after the end.
     std::thread::sleep(Duration::from_millis(200));
     let log = cluster.log();
-    assert!(!status.success(), "it must not succeed:\n{log}");
-    assert!(!log.contains("panicked"), "{log}");
+    assert_eq!(status.code(), Some(code), "{args:?}:\n{log}");
+    assert_eq!(log.lines().count(), 1, "{args:?}:\n{log}");
     for word in words {
-        assert!(log.contains(word), "expected {word:?} in:\n{log}");
+        assert!(log.contains(word), "{args:?}: expected {word:?} in:\n{log}");
+    }
+}
+
+fn fails_with(model: &std::path::Path, words: &[&str]) {
+    let model = model.to_str().unwrap();
+    ends_with(&["up", "--listen", "127.0.0.1:0", "--model", model], 1, words);
+    let addresses = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
+    ends_with(&[&["coordinator", "--model", model][..], &addresses].concat(), 1, words);
+}
+
+#[test]
+fn a_degree_that_cannot_be_ends_at_once() {
+    let demo = demo();
+    let model = ["--listen", "127.0.0.1:0", "--model", demo.to_str().unwrap()];
+    for role in ["up", "coordinator"] {
+        let ends = |code, more: &[&str], words: &[&str]| {
+            ends_with(&[&[role][..], &model, more].concat(), code, words);
+        };
+        ends(1, &["--tensor-parallel", "3"], &["degree 3", "possible degrees: 1, 2, 4"]);
+        let words = ["--min-tensor-parallel 4 is above --tensor-parallel 2"];
+        ends(2, &["--tensor-parallel", "2", "--min-tensor-parallel", "4"], &words);
     }
 }
 
@@ -152,6 +172,13 @@ fn a_broken_model_ends_with_one_clear_error() {
         std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
     });
     fails_with(truncated.path(), &["error:", "model.safetensors"]);
+    // A coordinator's host may do without the weights, none of `up` may.
+    let weightless = broken_model(|dir| {
+        std::fs::remove_file(dir.join("model.safetensors")).unwrap();
+    });
+    let folder = weightless.path().to_str().unwrap();
+    let up = ["up", "--listen", "127.0.0.1:0", "--model", folder];
+    ends_with(&up, 1, &["error:", "model.safetensors: is missing"]);
     let headless = broken_model(|dir| std::fs::remove_file(dir.join("tokenizer.json")).unwrap());
     fails_with(headless.path(), &["error:", "tokenizer.json"]);
     let unknown = broken_model(|dir| {

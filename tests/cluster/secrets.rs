@@ -72,6 +72,14 @@ async fn only_who_knows_the_secret_joins() {
     let (code, said) = run(&["frontend", "--coordinator", &address, "--listen", "127.0.0.1:0"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("--cluster-secret-file"), "{said}");
+    // The HTTP port for the cluster's, with a secret and without.
+    let http = coordinator.base().trim_start_matches("http://").to_owned();
+    for secret in [&[][..], &["--cluster-secret-file", right]] {
+        let lost = ["worker", "--coordinator", &http, "--node", "lost"];
+        let (code, said) = run(&[&lost[..], secret].concat());
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains("that is an HTTP port"), "{said}");
+    }
     let scrape = coordinator.client().unwrap().scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 1.0, "strangers have no slot");
     assert_eq!(scrape.sum("tutti_frontend_up", &[]), 1.0);

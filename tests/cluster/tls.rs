@@ -1,9 +1,10 @@
 //! HTTPS with real processes: coordinators, front ends, and the operators' commands.
+use std::os::unix::fs::PermissionsExt as _;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use testkit::certificates::Certificates;
+use testkit::certificates::{Certificates, openssl};
 use testkit::fleet::free_port;
 use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::models::repository;
@@ -100,6 +101,7 @@ async fn coordinators_front_ends_and_operators_speak_https() {
     let plain = server.replacen("https", "http", 1);
     let (code, said) = tutti(&["status", "--server", &plain]);
     assert!(code == Some(1) && said.lines().count() == 1, "{said}");
+    assert!(said.contains(&format!("try {server}")), "{said}");
     let (_, said) =
         tutti(&["doctor", "--coordinator", &cluster, "--server", server, "--tls-ca", &ca]);
     assert!(said.contains("agrees with the coordinator's"), "{said}");
@@ -119,6 +121,33 @@ async fn coordinators_front_ends_and_operators_speak_https() {
     // Failed handshakes of strangers do not fill the server's log.
     let log = coordinator.log();
     assert!(!log.contains("ERROR") && !log.contains("WARN"), "{log}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_authority_in_a_servers_place_is_named_with_the_remedy() {
+    let folder = tempfile::tempdir().unwrap();
+    if Certificates::make(folder.path()).unwrap().is_none() {
+        return;
+    }
+    openssl(
+        folder.path(),
+        "req -x509 -newkey rsa:2048 -nodes -keyout own.key -out own.pem -days 2 -subj /CN=localhost \
+         -addext subjectAltName=IP:127.0.0.1",
+    )
+    .unwrap();
+    let file = |name: &str| folder.path().join(name);
+    std::fs::set_permissions(file("own.key"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (certificate, key) = (file("own.pem"), file("own.key"));
+    let (certificate, key) = (certificate.to_str().unwrap(), key.to_str().unwrap());
+    let pair = ["--tls-certificate", certificate, "--tls-key", key];
+    let listen = ["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
+    let mut coordinator = LocalCluster::spawn(&[&listen[..], &pair].concat()).unwrap();
+    coordinator.wait_url().await.unwrap();
+    let server = coordinator.base();
+    let (code, said) = tutti(&["status", "--server", server, "--tls-ca", certificate]);
+    assert!(code == Some(1) && said.contains("CA:FALSE"), "{said}");
+    let (_, said) = tutti(&[&["doctor", "--listen", "127.0.0.1:0"][..], &pair].concat());
+    assert!(said.contains("warn  certificate") && said.contains("CA:TRUE"), "{said}");
 }
 
 #[test]

@@ -119,9 +119,7 @@ async fn prompts_and_messages_are_checked() {
     let rig = Rig::saying("x");
     let prompts = [
         json!(null),
-        json!(""),
         json!([]),
-        json!([""]),
         json!([[]]),
         json!([2048]),
         json!([-1]),
@@ -136,9 +134,42 @@ async fn prompts_and_messages_are_checked() {
         assert_eq!(reply.status, 400, "{prompt}: {}", reply.body);
         assert_eq!(reply.body["error"]["param"], "prompt", "{prompt}");
     }
+    // An empty text is the token that the tokenizer begins texts with, and nothing without it.
+    for prompt in [json!(""), json!([""])] {
+        let mut body = json!({"prompt": prompt, "max_tokens": 1});
+        let reply = rig.client.post(COMPLETIONS, &body).await.unwrap();
+        assert_eq!(reply.body["usage"]["prompt_tokens"], 1, "{}", reply.body);
+        body["add_special_tokens"] = json!(false);
+        let reply = rig.client.post(COMPLETIONS, &body).await.unwrap();
+        assert_eq!(reply.body["error"]["param"], "prompt", "{}", reply.body);
+    }
+    rig.seen.lock().unwrap().requests.clear();
     let long = json!({"prompt": "word ".repeat(3000), "max_tokens": 1});
     let reply = rig.client.post(COMPLETIONS, &long).await.unwrap();
     assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{}", reply.body);
+    // Clients that always ask for so many tell it by this code and these words.
+    let chat = json!([{"role": "user", "content": "x"}]);
+    for (path, field) in
+        [(COMPLETIONS, "max_tokens"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens")]
+    {
+        let much = json!({"prompt": "x", "messages": chat, (field): 1_000_000});
+        let error = &rig.client.post(path, &much).await.unwrap().body["error"];
+        assert_eq!(error["code"], "context_length_exceeded", "{path}: {error}");
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("maximum context length is") && message.contains("1000000"));
+        let few = json!({"prompt": "x", "messages": chat, (field): 3, "min_tokens": 4});
+        let error = &rig.client.post(path, &few).await.unwrap().body["error"];
+        assert_eq!(error["param"], "min_tokens", "{path}: {error}");
+    }
+    for (prompt, words) in [
+        (json!([1, 2048]), ["vocabulary of 2048", "not 2048"]),
+        (json!([[1], [-7]]), ["from 0 to 2047", "not -7"]),
+        (json!(vec!["a"; 513]), ["513 prompts", "the bound is 512"]),
+    ] {
+        let error = &rig.client.post(COMPLETIONS, &json!({"prompt": prompt})).await.unwrap().body;
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(words.iter().all(|word| message.contains(word)), "{message}");
+    }
     let both = json!({"prompt": "word", "max_tokens": 1024});
     let reply = rig.client.post(COMPLETIONS, &both).await.unwrap();
     assert_eq!((reply.status, reply.body["error"]["param"].as_str()), (400, Some("max_tokens")));

@@ -53,11 +53,11 @@ async fn known_fields_that_are_not_supported_are_refused_by_name() {
         ("function_call", json!("auto"), json!("none")),
         ("mm_processor_kwargs", json!({"a": 1}), json!({})),
         ("modalities", json!(["text", "audio"]), json!(["text"])),
-        ("prediction", json!({}), json!(null)),
-        ("service_tier", json!("flex"), json!("auto")),
-        ("store", json!(true), json!(false)),
+        ("prediction", json!(null), json!({"type": "content", "content": "a"})),
+        ("service_tier", json!("fast"), json!("flex")),
+        ("store", json!(null), json!(true)),
         ("tool_choice", json!("required"), json!("auto")),
-        ("verbosity", json!("low"), json!("medium")),
+        ("verbosity", json!("long"), json!("low")),
         ("web_search_options", json!({}), json!(null)),
     ];
     for (path, own) in [(COMPLETIONS, &completions[..]), (CHAT, &chat[..])] {

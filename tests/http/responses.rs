@@ -406,7 +406,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"include": ["thoughts"]}), "include", "message.output_text.logprobs"),
         (json!({"top_logprobs": 2}), "top_logprobs", "`include`"),
         (json!({"truncation": "middle"}), "truncation", "disabled"),
-        (json!({"service_tier": "flex"}), "service_tier", "not supported"),
+        (json!({"service_tier": "fast"}), "service_tier", "not supported"),
         (json!({"store": "yes"}), "store", "true or false"),
         (json!({"metadata": {"a": 5}}), "metadata", "512"),
         (json!({"metadata": {"a": "x".repeat(513)}}), "metadata", "512"),
@@ -415,7 +415,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (json!({"reasoning": "low"}), "reasoning", "object"),
         (json!({"reasoning": {"effort": 5}}), "reasoning.effort", "string"),
         (json!({"text": "plain"}), "text", "object"),
-        (json!({"text": {"verbosity": "low"}}), "text.verbosity", "not supported"),
+        (json!({"text": {"verbosity": "long"}}), "text.verbosity", "not supported"),
         (json!({"stream_options": {"include_obfuscation": false}}), "stream_options", "stream"),
         (
             json!({"stream": true, "stream_options": {"include_obfuscation": true}}),

@@ -373,7 +373,7 @@ async fn a_stream_is_being_answered_until_its_last_event() {
 #[tokio::test]
 async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     let rig = Rig::saying(TEXT);
-    let bad = rig.client.post("/v1/completions", &json!({"prompt": ""})).await.unwrap();
+    let bad = rig.client.post("/v1/completions", &json!({"prompt": []})).await.unwrap();
     assert_eq!(bad.status, 400);
     let refuse = EngineError::TooLarge { needed: 9, available: 4 };
     rig.script(|script| script.refuse = Some(refuse));

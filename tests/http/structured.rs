@@ -83,6 +83,28 @@ async fn every_way_to_say_it_reaches_the_engine() {
 }
 
 #[tokio::test]
+async fn what_clients_types_say_besides_is_no_error() {
+    let rig = Rig::saying("x");
+    let schema = json!({"type": "object", "properties": {
+        "a": {"type": "string", "format": "password"},
+        "b": {"type": "array", "items": {"type": "string", "format": "path"}, "uniqueItems": true}}});
+    let ways = [
+        json!({"response_format": {"type": "json_schema",
+            "json_schema": {"name": "a", "schema": schema}}}),
+        json!({"response_format": {"type": "json_object", "schema": schema}}),
+        json!({"structured_outputs": {"json": schema}}),
+        json!({"guided_json": schema}),
+        json!({"guided_json": schema.to_string()}),
+    ];
+    for path in PATHS {
+        for way in &ways {
+            let reply = rig.client.post(path, &body(path, way)).await.unwrap();
+            assert_eq!(reply.status, 200, "{path} {way}: {}", reply.body);
+        }
+    }
+}
+
+#[tokio::test]
 async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
     let rig = Rig::saying("x");
     let format = |value: Value| json!({"response_format": value});
@@ -114,7 +136,12 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         ),
         (named(&json!({"type": "strin"})), "response_format", "Invalid type: strin"),
         (named(&json!({"$ref": "#/$defs/x"})), "response_format", "'/$defs/x' does not exist"),
-        (named(&json!({"type": "array", "uniqueItems": true})), "response_format", "uniqueItems"),
+        (
+            json_schema(json!({"name": "a", "strict": true,
+                "schema": {"type": "array", "uniqueItems": true}})),
+            "response_format",
+            "uniqueItems",
+        ),
         (named(&json!({"patternProperties": dear})), "response_format", "the bound is 64"),
         (structured(json!([])), "structured_outputs", "must be an object"),
         (structured(json!({})), "structured_outputs", "must say one thing"),

@@ -210,11 +210,38 @@ async fn a_wrong_secret_is_noticed_by_the_client_first() {
 }
 
 #[tokio::test]
+async fn an_http_server_is_no_coordinator_with_another_secret() {
+    let key = secret(1);
+    // Shorter and longer than a challenge; an HTTPS port's answer to bytes that are no TLS.
+    let answers: [&[u8]; 3] = [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\ndate: now\r\n\r\n",
+        b"\x15\x03\x03\x00\x02\x02\x32",
+    ];
+    for answer in answers {
+        let (a, mut server) = sockets().await;
+        server.write_all(answer).await.unwrap();
+        server.shutdown().await.unwrap();
+        let mut a = Connection::new(a).unwrap();
+        let result = a.authenticate_as_client(&key, DEADLINE).await;
+        let Err(reason) = result else { panic!("it has no secret") };
+        assert!(matches!(reason, CloseReason::Frame(FrameError::HttpServer)), "{reason}");
+        assert!(reason.lasts(), "who dials there dials there for ever");
+    }
+}
+
+#[tokio::test]
 async fn strangers_are_cut_after_four_bytes_or_at_the_deadline() {
     let key = secret(1);
     let (mut stranger, b) = sockets().await;
     let mut b = Connection::new(b).unwrap();
     stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+    let result = b.authenticate_as_server(&key, DEADLINE).await;
+    assert!(matches!(result, Err(CloseReason::Frame(FrameError::HttpClient))), "{result:?}");
+
+    let (mut stranger, b) = sockets().await;
+    let mut b = Connection::new(b).unwrap();
+    stranger.write_all(b"SSH-2.0-x\r\n").await.unwrap();
     let result = b.authenticate_as_server(&key, DEADLINE).await;
     assert!(matches!(result, Err(CloseReason::Auth(AuthError::NoGreeting))), "{result:?}");
 

@@ -114,7 +114,10 @@ fn every_kind_has_its_bound_on_both_sides() {
 
 #[test]
 fn strangers_and_other_versions_are_told_apart() {
-    assert!(matches!(decode(b"GET / HTTP/1.1\r\n"), Err(FrameError::BadMagic(_))));
+    assert_eq!(decode(b"GET / HTTP/1.1\r\n"), Err(FrameError::HttpClient));
+    assert_eq!(decode(b"HTTP/1.1 400 Bad Request\r\n"), Err(FrameError::HttpServer));
+    assert_eq!(decode(b"\x15\x03\x03\x00\x02\x02\x32"), Err(FrameError::HttpServer), "TLS");
+    assert!(matches!(decode(b"SSH-2.0-x"), Err(FrameError::BadMagic(_))));
     assert!(matches!(decode(b"\x16\x03"), Err(FrameError::BadMagic(_))), "before four bytes");
     let mut other = encode(FrameKind::Hello, 0, b"");
     other[4] = 99;

@@ -142,7 +142,7 @@ async fn garbage_ends_the_link_with_its_reason() {
     let (_a, mut events) = link(a);
     stranger.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").await.unwrap();
     let reason = closed(&mut events).await;
-    assert!(matches!(reason, CloseReason::Frame(FrameError::BadMagic(_))), "{reason}");
+    assert!(matches!(reason, CloseReason::Frame(FrameError::HttpClient)), "{reason}");
 }
 
 #[tokio::test]

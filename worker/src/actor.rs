@@ -12,7 +12,7 @@ use std::time::Duration;
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
 use shared::actor::ActorRuntime;
 use shared::actor::exchange::PeerId;
-use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
 use shared::actor::link::{Connection, LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
@@ -162,6 +162,7 @@ pub struct WorkerActor {
     /// Counts links, so that events of an older one are told apart.
     generation: u64,
     redial: Duration,
+    unreached: Unreached,
     /// Attempts to dial.
     dials: u64,
     /// Lines of the log up to here were sent over the present link.
@@ -190,6 +191,7 @@ impl WorkerActor {
             slot: None,
             generation: 0,
             redial: REDIAL_MIN,
+            unreached: Unreached::default(),
             dials: 0,
             logged: 0,
             end: Some(end),
@@ -497,8 +499,10 @@ impl Handler<Dialled> for WorkerActor {
         match outcome {
             Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
             Ok((connection, welcome)) => {
-                tracing::info!(worker = %welcome.worker, coordinator = %connection.peer(), "joined");
+                let (node, slot) = (self.config.hello.node.as_str(), welcome.worker.0);
+                tracing::info!(worker = node, slot, coordinator = %connection.peer(), "joined");
                 self.redial = REDIAL_MIN;
+                self.unreached.reached();
                 self.generation += 1;
                 self.uplink.joined(welcome.worker);
                 self.slot = Some(welcome.worker);
@@ -534,10 +538,11 @@ impl Handler<Dialled> for WorkerActor {
                 self.send_log();
             }
             Err(JoinError::Retry(reason)) => {
-                if self.redial == REDIAL_MIN {
-                    tracing::info!(coordinator, %reason, "cannot join yet; dialling until it answers");
-                } else {
-                    tracing::debug!(%reason, "cannot join yet");
+                match self.unreached.failed(self.config.clock.now()) {
+                    Some(seconds) => {
+                        tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
+                    }
+                    None => tracing::debug!(%reason, "cannot join yet"),
                 }
                 self.redial = (self.redial * 2).min(REDIAL_MAX);
                 let pause = self.pause();

@@ -22,7 +22,7 @@ use crate::model::weights::{self, Source};
 
 const BLOCK_SIZE: u32 = 16;
 /// Decode steps that come before anything is measured.
-const WARM_UP_STEPS: u32 = 4;
+pub const WARM_UP_STEPS: u32 = 4;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
 /// What to measure.

@@ -26,6 +26,22 @@ pub struct ModelNeeds {
     pub max_positions: usize,
 }
 
+/// Whether a folder has weight files at all.
+#[must_use]
+pub fn has_weights(folder: &Path) -> bool {
+    ["model.safetensors", "model.safetensors.index.json"]
+        .iter()
+        .any(|file| folder.join(file).exists())
+}
+
+/// Reads the folder's configuration alone, and checks that `degree` ranks can divide the model.
+///
+/// # Errors
+/// [`ModelError`], the sentence that a worker would end with.
+pub fn degree(folder: &Path, degree: u32) -> Result<(), ModelError> {
+    Shard::new(&ModelConfig::load(folder)?, 0, degree).map(drop)
+}
+
 /// Reads the folder's configuration and the headers of its weight files, and checks that `degree`
 /// ranks can divide it and that the tensors of its first and last layers, the embedding and the output
 /// head are there in the shapes that the configuration asks for, quantised ones with their scales.

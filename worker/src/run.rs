@@ -85,7 +85,10 @@ pub async fn run(
             SocketAddr::new(address, 0)
         }
     };
-    let listener = TcpListener::bind(listen)?;
+    let listener = TcpListener::bind(listen).map_err(|error| {
+        let option = options.collective_listen.map_or("", |_| " (--collective-listen)");
+        io::Error::new(error.kind(), format!("cannot listen on {listen}{option}: {error}"))
+    })?;
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
-use coordinator::http::keys::ApiKeys;
+use coordinator::http::keys::{ApiKeys, in_file};
 use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
 use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
 use coordinator::private_file;
@@ -25,7 +25,7 @@ pub(crate) struct ApiArgs {
     /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(key.to_owned())))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line; only its owner may read it
+    /// The same with the keys of this file, one per line, # begins a comment; only its owner may read it
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
@@ -34,7 +34,7 @@ pub(crate) struct ApiArgs {
     pub(crate) chat_template: Option<PathBuf>,
     /// Most bytes of a request's body: bytes, or with a suffix KiB, MiB, GiB [default: 16 per token
     /// of --max-model-len, at least 16MiB]
-    #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
+    #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
     pub(crate) max_body_bytes: Option<u64>,
     /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
@@ -89,6 +89,12 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
             )));
         }
     }
+    if let Some(file) = &args.chat_template
+        && let Err(error) = std::fs::File::open(file)
+    {
+        let file = file.display();
+        return Err(CliError::Usage(format!("--chat-template {file}: {error}")));
+    }
     let keys = keys(args)?;
     if is_open(listen, &keys, args) {
         tracing::warn!(
@@ -128,6 +134,16 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
 /// Whether other hosts may use the API without showing anything.
 fn is_open(listen: SocketAddr, keys: &ApiKeys, args: &ApiArgs) -> bool {
     !listen.ip().to_canonical().is_loopback() && keys.is_empty() && args.tls_client_ca.is_none()
+}
+
+/// Fewest bytes that bodies may be bounded to: no request says anything in less.
+const BODY_BYTES_MIN: u64 = 1024;
+
+fn parse_body_bytes(text: &str) -> Result<u64, String> {
+    match parse_bytes(text)? {
+        bytes if bytes < BODY_BYTES_MIN => Err(format!("must be at least {BODY_BYTES_MIN} bytes")),
+        bytes => Ok(bytes),
+    }
 }
 
 fn parse_format(name: &str) -> Result<CallFormat, String> {
@@ -181,7 +197,7 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
         private_file::check(file).map_err(at)?;
         let text = std::fs::read_to_string(file).map_err(|error| at(error.to_string()))?;
         let before = keys.len();
-        keys.extend(text.lines().map(str::trim).filter(|it| !it.is_empty()).map(str::to_owned));
+        keys.extend(in_file(&text).map_err(at)?.into_iter().map(str::to_owned));
         // Nobody means to open the API by an empty file.
         if keys.len() == before {
             return Err(at("there is no key in it".to_owned()));
@@ -245,7 +261,10 @@ mod tests {
         let path = file.path().to_str().unwrap();
         let both = parse(&["--api-key", "hidden-c", "--api-key-file", path]).unwrap();
         assert_eq!(format!("{:?}", both.keys), "ApiKeys { number: 3 }");
-        std::fs::write(&file, "\n").unwrap();
+        std::fs::write(&file, "hidden-a\nhidden b # c\n").unwrap();
+        let error = parse(&["--api-key-file", path]).unwrap_err();
+        assert!(error.contains(path) && error.contains("line 2") && !error.contains("hidden"));
+        std::fs::write(&file, "# nobody\n").unwrap();
         assert!(parse(&["--api-key-file", path]).unwrap_err().contains("no key"));
         std::fs::write(&file, "hidden-a\n").unwrap();
         for (mode, private) in [(0o600, true), (0o644, false), (0o640, false), (0o400, true)] {
@@ -262,6 +281,14 @@ mod tests {
         assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
         let error = parse(&["--api-key", "hidden key"]).unwrap_err();
         assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");
+    }
+
+    #[test]
+    fn files_that_are_none_and_bounds_that_leave_nothing_are_refused() {
+        let error = parse(&["--chat-template", "/no/such.jinja"]).unwrap_err();
+        assert!(error.contains("--chat-template /no/such.jinja"), "{error}");
+        let error = parse(&["--max-body-bytes", "1"]).unwrap_err();
+        assert!(error.contains("--max-body-bytes") && error.contains("1024"), "{error}");
     }
 
     #[test]

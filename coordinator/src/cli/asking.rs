@@ -67,6 +67,48 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
     Ok(config.tls_config(tls.build()).build().into())
 }
 
+/// What went wrong with a request to `url`, with a remedy where the error's own words have none.
+pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
+    let text = error.to_string();
+    if text.contains("CaUsedAsEndEntity") {
+        return format!("{url}: {AUTHORITY_AS_SERVER}");
+    }
+    let plain = url.strip_prefix("http://");
+    if let Some(rest) = plain
+        && is_no_http(error)
+    {
+        let host = rest.split('/').next().unwrap_or(rest);
+        return format!("{url}: {text}: if the server speaks HTTPS, try https://{host}");
+    }
+    // What a client of TLS makes of an HTTP answer.
+    if let Some(rest) = url.strip_prefix("https://")
+        && text.contains("InvalidContentType")
+    {
+        let host = rest.split('/').next().unwrap_or(rest);
+        return format!("{url}: the server does not speak HTTPS: try http://{host}");
+    }
+    format!("{url}: {text}")
+}
+
+/// What a certificate is that has the mark of an authority, and how to make another.
+pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is marked as an authority's \
+     (CA:TRUE), which TLS libraries like this one refuse for a server: make one with `openssl req \
+     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or one that an authority of your own signs";
+
+/// Whether the answer was no HTTP at all, as that of an HTTPS server to a plain request.
+fn is_no_http(error: &ureq::Error) -> bool {
+    match error {
+        ureq::Error::Protocol(_) | ureq::Error::Http(_) => true,
+        ureq::Error::Io(error) => matches!(
+            error.kind(),
+            std::io::ErrorKind::UnexpectedEof
+                | std::io::ErrorKind::ConnectionReset
+                | std::io::ErrorKind::InvalidData
+        ),
+        _ => false,
+    }
+}
+
 fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliError> {
     const OPTION: &str = "--tls-ca";
     let certificates = match file {

@@ -1,6 +1,6 @@
 //! `tutti bench`: the engine's speed on this machine, without HTTP and links.
 use serde_json::{Map, Value, json};
-use worker::bench::{BenchOptions, run as measure};
+use worker::bench::{BenchOptions, WARM_UP_STEPS, run as measure};
 
 use super::options::BenchArgs;
 use super::output::print_line;
@@ -12,6 +12,15 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
     let model = args.model.clone().map_or_else(demo_model, Ok)?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
+    let needs = worker::check::model(&model, args.tensor_parallel, args.quantization)
+        .map_err(|error| CliError::Failed(error.to_string()))?;
+    if args.prompt_tokens as usize + WARM_UP_STEPS as usize > needs.max_positions {
+        return Err(CliError::Usage(format!(
+            "--prompt-tokens {} is too many: the model has {} positions, and {WARM_UP_STEPS} are for \
+             the steps behind the prompt",
+            args.prompt_tokens, needs.max_positions
+        )));
+    }
     let options = BenchOptions {
         model,
         dtype: args.dtype,

@@ -34,18 +34,22 @@ pub(crate) fn apply(
     }))
 }
 
-/// Checks a file by the rules of every role that knows one of its keys.
-pub(crate) fn check(file: &Path) -> Result<usize, CliError> {
+/// Checks a file by the rules of every role that knows one of its keys. Returns how many keys it has,
+/// and why `tutti up` alone would not start with it, if so: it may be meant for other roles.
+pub(crate) fn check(file: &Path) -> Result<(usize, Option<String>), CliError> {
     let command = super::options::command();
     let values = read(&command, file).map_err(CliError::Usage)?;
+    let mut refusal = None;
     for subcommand in ["up", "coordinator", "worker", "frontend"] {
         let command = apply(super::options::command(), subcommand, file)
             .map_err(|error| CliError::Usage(error.to_string()))?;
-        command
-            .try_get_matches_from(["tutti", subcommand])
-            .map_err(|error| CliError::Usage(format!("{}: {error}", file.display())))?;
+        let at = |error| CliError::Usage(format!("{}: {error}", file.display()));
+        let matches = command.try_get_matches_from(["tutti", subcommand]).map_err(at)?;
+        if let super::Command::Up(args) = super::options::from_matches(&matches).map_err(at)? {
+            refusal = super::up::check_numbers(&args).err().map(|error| error.to_string());
+        }
     }
-    Ok(values.len())
+    Ok((values.len(), refusal))
 }
 
 /// Reads the file into (key, value as text) pairs; every key must be an option of some role.
@@ -58,9 +62,9 @@ fn read(command: &clap::Command, file: &Path) -> Result<Vec<(String, String)>, S
     let mut values = Vec::with_capacity(table.len());
     for (key, value) in table {
         if !known.contains(&key) {
-            let hint = nearest(&key, &known)
-                .map(|near| format!("; did you mean '{near}'?"))
-                .unwrap_or_default();
+            let near = || nearest(&key, &known).map(|near| format!("did you mean '{near}'?"));
+            let hint = super::vllm::hint(&key).or_else(near);
+            let hint = hint.map(|hint| format!("; {hint}")).unwrap_or_default();
             return Err(at(format!("unknown key '{key}'{hint}")));
         }
         let text = match value {

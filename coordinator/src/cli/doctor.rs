@@ -5,9 +5,16 @@ mod host;
 mod model;
 mod network;
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
+use coordinator::http::tls::read_certificates;
+use rustls::RootCertStore;
+use rustls::client::WebPkiServerVerifier;
+use rustls::client::danger::ServerCertVerifier as _;
+use rustls::pki_types::ServerName;
 use serde::Serialize;
 use serde_json::json;
 use shared::protocol::Quantization;
@@ -41,13 +48,13 @@ pub(crate) struct DoctorArgs {
     #[command(flatten)]
     pub(crate) trust: TrustArgs,
     /// Certificate of the server to be (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, alias = "ssl-certfile", value_name = "FILE")]
     pub(crate) tls_certificate: Option<PathBuf>,
     /// Its key (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, alias = "ssl-keyfile", value_name = "FILE")]
     pub(crate) tls_key: Option<PathBuf>,
     /// Authorities of its clients (PEM)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, alias = "ssl-ca-certs", value_name = "FILE")]
     pub(crate) tls_client_ca: Option<PathBuf>,
     /// Where HTTP shall be served
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
@@ -67,7 +74,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
     /// Workers per replica
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
     /// Quantise weights while they are loaded: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
@@ -78,7 +85,7 @@ pub(crate) struct DoctorArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
     /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
-    #[arg(long, value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
+    #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
     /// Host memory per worker for requests that are put back when the KV cache is full: in GiB, or
     /// bytes with a suffix KiB, MiB, GiB
@@ -87,6 +94,48 @@ pub(crate) struct DoctorArgs {
     /// NVIDIA's management library, when the system's loader does not find it
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
+}
+
+/// The command line of `tutti doctor` without what other roles know and it does not: it takes the
+/// options of the node to be.
+pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
+    if args.get(1).is_none_or(|role| role != "doctor") {
+        return args.to_vec();
+    }
+    let command = super::options::command();
+    let of = |role: &str, name: &str| -> Option<clap::builder::ValueRange> {
+        let subcommand = command.find_subcommand(role)?;
+        let found = subcommand.get_arguments().find(|it| {
+            let aliases = it.get_all_aliases().unwrap_or_default();
+            it.get_long() == Some(name) || aliases.contains(&name)
+        })?;
+        let flag = !found.get_action().takes_values();
+        Some(if flag { 0.into() } else { found.get_num_args().unwrap_or_else(|| 1.into()) })
+    };
+    let mut kept = Vec::with_capacity(args.len());
+    // Values of the option that is left out which may still come.
+    let mut values = 0;
+    for argument in args {
+        let text = argument.to_str().unwrap_or_default();
+        let Some(option) = text.strip_prefix("--") else {
+            match values {
+                0 => kept.push(argument.clone()),
+                _ => values -= 1,
+            }
+            continue;
+        };
+        let (name, has_value) = option.split_once('=').map_or((option, false), |it| (it.0, true));
+        let others = ["up", "coordinator", "worker", "frontend"];
+        let other = others.iter().find_map(|role| of(role, name));
+        match other.filter(|_| of("doctor", name).is_none()) {
+            Some(range) => values = if has_value { 0 } else { range.max_values() },
+            None => {
+                values = 0;
+                kept.push(argument.clone());
+            }
+        }
+    }
+    kept
 }
 
 /// How bad it is.
@@ -212,6 +261,18 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
         }
     };
     Some(match files.check() {
+        Ok(()) if is_authority(&files.certificate) => {
+            let found = format!(
+                "{} is marked as an authority's (CA:TRUE): curl takes it, `tutti status` and many \
+                 other clients refuse it",
+                files.certificate.display()
+            );
+            Finding::warn(
+                CHECK,
+                found,
+                "openssl req -x509 .. -addext basicConstraints=critical,CA:FALSE",
+            )
+        }
         Ok(()) => {
             let found = format!("{} and its key belong together", files.certificate.display());
             Finding::ok(CHECK, found)
@@ -223,9 +284,39 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
     })
 }
 
+/// Whether clients like our own refuse the certificate in a server's place, since it is an
+/// authority's: found out by one of them.
+fn is_authority(certificate: &Path) -> bool {
+    let chain = read_certificates("--tls-certificate", certificate).unwrap_or_default();
+    let (Some(leaf), Ok(name)) = (chain.first(), ServerName::try_from("localhost")) else {
+        return false;
+    };
+    let mut roots = RootCertStore::empty();
+    roots.add_parsable_certificates([leaf.clone()]);
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let verifier = WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider).build();
+    verifier.is_ok_and(|verifier| {
+        let now = rustls::pki_types::UnixTime::now();
+        let judged = verifier.verify_server_cert(leaf, &[], &name, &[], now);
+        judged.is_err_and(|error| format!("{error:?}").contains("CaUsedAsEndEntity"))
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn options_of_the_node_to_be_are_taken() {
+        let words = |text: &str| text.split(' ').map(OsString::from).collect::<Vec<_>>();
+        let kept = |text: &str| without_others(&words(text));
+        let given = "tutti doctor --max-num-seqs 4 --tensor-parallel 2 --served-model-name a b \
+                     --access-log --dtype=auto --model m --node n";
+        assert_eq!(kept(given), words("tutti doctor --tensor-parallel 2 --model m"));
+        let given = words("tutti up --max-num-seqs 4");
+        assert_eq!(without_others(&given), given, "of another role");
+        assert_eq!(kept("tutti doctor --modle m"), words("tutti doctor --modle m"));
+    }
 
     #[test]
     fn a_finding_is_one_line_with_its_remedy() {

@@ -19,13 +19,18 @@ pub(crate) const COLOURS: &str = "TUTTI_LOG_COLOURS";
 /// How long a process that ends waits until its last lines are written.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
+/// What libraries say in vain. Bytes that are no HTTP, and connections that break, are ERROR lines to
+/// the HTTP library's dispatcher: anybody could fill the log with them. They are answered with 400,
+/// and what becomes of requests is counted and logged by ourselves.
+const QUIET: &str = "actix_server=warn,actix_http::h1::dispatcher=off";
+
 static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
 /// Installs the global subscriber; later calls change nothing. Returns the last lines, which are of
 /// level info and above whatever goes to stderr.
 pub(crate) fn init(level: &str) -> SharedLog {
     let filter = EnvFilter::try_from_default_env()
-        .unwrap_or_else(|_| EnvFilter::new(format!("{level},actix_server=warn")));
+        .unwrap_or_else(|_| EnvFilter::new(format!("{level},{QUIET}")));
     let colours = std::io::stderr().is_terminal() || std::env::var_os(COLOURS).is_some();
     if let Some(queue) = queue() {
         let _ = STDERR.set(queue);
@@ -43,7 +48,7 @@ pub(crate) fn init(level: &str) -> SharedLog {
         .with_writer(move || kept.writer())
         .with_target(false)
         .with_ansi(false)
-        .with_filter(EnvFilter::new("info,actix_server=warn"));
+        .with_filter(EnvFilter::new(format!("info,{QUIET}")));
     let installed = tracing_subscriber::registry().with(to_stderr).with(to_memory).try_init();
     if installed.is_ok() {
         log_panics();

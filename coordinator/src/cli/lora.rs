@@ -7,14 +7,44 @@ use shared::protocol::Adapter;
 pub(crate) struct LoraArgs {
     /// LoRA adapters to serve beside the model, in PEFT's format: clients name one as their `model`.
     /// The folders are at the same paths on every worker's host; several separated by spaces or commas
-    #[arg(long, value_name = "NAME=DIR", num_args = 1.., value_delimiter = ',', value_parser = parse_module)]
-    pub(crate) lora_modules: Vec<Adapter>,
+    #[arg(long, value_name = "NAME=DIR", num_args = 1.., value_parser = parse_modules)]
+    pub(crate) lora_modules: Vec<Modules>,
     /// The greatest rank that an adapter may have
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=512))]
     pub(crate) max_lora_rank: u32,
-    /// As vLLM has it: needs --lora-modules, which says it already
-    #[arg(long, hide = true)]
-    pub(crate) enable_lora: bool,
+}
+
+impl LoraArgs {
+    /// The adapters named.
+    pub(crate) fn adapters(&self) -> impl Iterator<Item = &Adapter> {
+        self.lora_modules.iter().flat_map(|modules| &modules.0)
+    }
+}
+
+/// The adapters of one value.
+#[derive(Clone, Debug)]
+pub(crate) struct Modules(Vec<Adapter>);
+
+/// Parses `NAME=DIR`, several of them with commas between, or one as vLLM's JSON.
+fn parse_modules(text: &str) -> Result<Modules, String> {
+    if text.trim_start().starts_with('{') {
+        return of_json(text).map(|adapter| Modules(vec![adapter]));
+    }
+    text.split(',').map(parse_module).collect::<Result<_, _>>().map(Modules)
+}
+
+/// Parses `{"name": "sql", "path": "/adapters/sql"}`; what vLLM says besides (`base_model_name`)
+/// changes nothing.
+fn of_json(text: &str) -> Result<Adapter, String> {
+    let value: serde_json::Value =
+        serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;
+    let field = |name: &str| {
+        let text = value[name].as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+        text.ok_or_else(|| {
+            format!("{name} is missing: expected {{\"name\":\"sql\",\"path\":\"/adapters/sql\"}}")
+        })
+    };
+    Ok(Adapter { name: field("name")?, path: field("path")? })
 }
 
 /// Parses `NAME=DIR`.
@@ -35,6 +65,14 @@ mod tests {
     fn a_module_is_a_name_and_a_folder() {
         let adapter = parse_module("org/sql=/a=b").unwrap();
         assert_eq!((adapter.name.as_str(), adapter.path.as_str()), ("org/sql", "/a=b"));
+        let both = parse_modules("a=/a,b=/b").unwrap().0;
+        assert_eq!((both.len(), both[1].path.as_str()), (2, "/b"));
+        let json = r#"{"name": "sql", "path": "/a,b", "base_model_name": "x"}"#;
+        assert_eq!(
+            parse_modules(json).unwrap().0,
+            [Adapter { name: "sql".into(), path: "/a,b".into() }]
+        );
+        assert!(parse_modules(r#"{"name": "sql"}"#).unwrap_err().contains("path is missing"));
         for text in ["sql", "=/a", "sql="] {
             assert!(parse_module(text).unwrap_err().contains("NAME=DIR"), "{text}");
         }

@@ -100,7 +100,7 @@ fn ask(
 ) -> Result<Value, CliError> {
     let url = format!("{}{path}", asking::base(&args.server));
     let agent = asking::agent(&url, DEADLINE, &args.trust)?;
-    let failed = |error: ureq::Error| CliError::Failed(format!("{url}: {error}"));
+    let failed = |error: ureq::Error| CliError::Failed(asking::said(&url, &error));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
         .map(|secret| format!("Bearer {}", secret.token(TOKEN_PURPOSE)));
     let mut response = match body {

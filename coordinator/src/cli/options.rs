@@ -15,7 +15,7 @@ use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::lora::LoraArgs;
 use super::resources::{PlacementArgs, ResourceArgs};
-use super::speculative;
+use super::{speculative, vllm};
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -452,8 +452,9 @@ pub(crate) struct ServingArgs {
     /// Let workers and front ends of other hosts join without a secret
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
-    /// Longest prompt plus output, in tokens [default: the model's own limit]
-    #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(2..))]
+    /// Longest prompt plus output, in tokens, also as 4k (4,000), 4K (4,096), 1m or 1M [default: the
+    /// model's own limit]
+    #[arg(long, value_name = "TOKENS", value_parser = vllm::parse_length)]
     pub(crate) max_model_len: Option<u32>,
     /// Most sequences in one engine step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]

@@ -45,7 +45,7 @@ impl ResourceArgs {
 pub(crate) struct PlacementArgs {
     /// Workers of different hosts form a replica with those of an equal label first, the nearest
     /// label first, comma separated: rack,zone
-    #[arg(long, value_name = "LABELS", value_delimiter = ',')]
+    #[arg(long, value_name = "LABELS", value_delimiter = ',', value_parser = label)]
     pub(crate) placement_labels: Vec<String>,
     /// What a worker has to offer to be a rank, comma separated: gpus=1,memory=16GiB
     #[arg(long, value_name = "NAME=AMOUNT", value_delimiter = ',', value_parser = amount)]
@@ -82,9 +82,22 @@ fn pair(text: &str) -> Result<(String, String), String> {
     Ok((key.trim().to_owned(), value.trim().to_owned()))
 }
 
+fn label(text: &str) -> Result<String, String> {
+    match text.trim() {
+        "" => {
+            Err("a label has no name: expected names with commas between, such as rack,zone"
+                .to_owned())
+        }
+        name => Ok(name.to_owned()),
+    }
+}
+
 fn amount(text: &str) -> Result<(String, u64), String> {
     let (name, amount) = pair(text).map_err(|_| "expected NAME=AMOUNT".to_owned())?;
-    Ok((name, parse_bytes(&amount)?))
+    let parsed = parse_bytes(&amount).map_err(|_| {
+        format!("the amount of {name} is '{amount}': expected a whole number above 0, or a size such as 16GiB")
+    })?;
+    Ok((name, parsed))
 }
 
 #[cfg(test)]

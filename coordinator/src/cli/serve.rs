@@ -29,6 +29,7 @@ const CLUSTER_LISTEN: SocketAddr =
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, log)?;
+    check_model(&options, Weights::MayBeElsewhere)?;
     let lease = Duration::from_secs(args.leader_lease);
     let patience = Duration::from_secs(args.serving.drain_timeout);
     if let Some(etcd) = etcd::options(&args.etcd, lease)? {
@@ -88,6 +89,7 @@ pub(crate) fn coordinator_options(
     };
     let model = std::path::absolute(&model).unwrap_or(model);
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
+    check_least(args, degree)?;
     let mut names = args.served_model_name.iter().cloned();
     let folder = || model.file_name().map(|name| name.to_string_lossy().into_owned());
     let name = names.next().or_else(folder).unwrap_or_else(|| "model".to_owned());
@@ -157,19 +159,51 @@ fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     Ok(all)
 }
 
+/// Checks the least degree against the wanted one.
+pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliError> {
+    match args.min_tensor_parallel {
+        Some(least) if least > degree => Err(CliError::Usage(format!(
+            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
+             workers that a replica goes on with"
+        ))),
+        _ => Ok(()),
+    }
+}
+
+/// Where the model's weights are, as seen from a coordinator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Weights {
+    /// On this host.
+    Here,
+    /// On those of its workers; this one may do without.
+    MayBeElsewhere,
+}
+
+/// Checks what workers would find wrong with the model, before there are any: its configuration,
+/// its degree, the headers of its files, its adapters. Nothing is loaded.
+pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
+    let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
+    let checked = if weights == Weights::MayBeElsewhere && !worker::check::has_weights(model) {
+        worker::check::degree(model, *degree).inspect(|()| {
+            tracing::warn!(model = %model.display(), "this host has no weights of the model: every worker's host must");
+        })
+    } else {
+        worker::check::model(model, *degree, options.quantization).and_then(|_| {
+            let none = lora.adapters.is_empty();
+            if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
+        })
+    };
+    checked.map_err(|error| CliError::Failed(error.to_string()))
+}
+
 /// The adapters named, by absolute paths: workers may run in another folder.
 pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
-    if args.enable_lora && args.lora_modules.is_empty() {
-        let message =
-            "--enable-lora needs --lora-modules NAME=DIR: adapters are served from the start";
-        return Err(CliError::Usage(message.to_owned()));
-    }
     let absolute = |adapter: &Adapter| {
         let path = Path::new(&adapter.path);
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         Adapter { path: path.to_string_lossy().into_owned(), ..adapter.clone() }
     };
-    let adapters = args.lora_modules.iter().map(absolute).collect();
+    let adapters = args.adapters().map(absolute).collect();
     Ok(Lora { adapters, max_rank: args.max_lora_rank })
 }
 

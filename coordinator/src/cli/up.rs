@@ -11,15 +11,28 @@ use tokio::sync::{mpsc, watch};
 
 use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
-use super::options::Workers;
+use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
-use super::serve::{BATCHED_TOKENS_GPU, coordinator_options, finish};
+use super::serve::{BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
-use super::{CliError, UpArgs, devices, logging};
+use super::{CliError, UpArgs, devices, logging, serve};
 
 /// How long a worker that was asked to stop may take before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Checks the numbers that were given against each other, before the host is asked for its own.
+pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
+    let degree = args.serving.tensor_parallel;
+    if let (Some(workers), Some(degree)) = (args.workers.and_then(Workers::number), degree)
+        && workers < degree
+    {
+        return Err(CliError::Usage(format!(
+            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+        )));
+    }
+    serve::check_least(&args.serving, degree.unwrap_or(TENSOR_PARALLEL))
+}
 
 pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
@@ -41,6 +54,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
     let mut options = coordinator_options(&args.common, &serving, any_port, log)?;
+    check_model(&options, Weights::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);

@@ -237,9 +237,13 @@ impl ClusterActor {
                     self.hub.observer().record().rank_slow(worker, slow);
                 }
                 Effect::Silent { worker, lasts } => {
-                    let node = self.connected.get(&worker).map_or("", |it| it.node.as_str());
-                    let seconds = lasts.as_secs();
-                    tracing::warn!(%worker, node, seconds, "the worker has not answered when it was formed");
+                    let (node, seconds) = (self.node_of(worker), lasts.as_secs());
+                    tracing::warn!(
+                        worker = node,
+                        slot = worker.0,
+                        seconds,
+                        "the worker has not answered when it was formed"
+                    );
                 }
                 Effect::Desire(desired) => {
                     if let Some(desires) = &self.desires {
@@ -266,7 +270,7 @@ impl ClusterActor {
         if let Some(connected) = self.connected.get(&worker)
             && let Err(error) = connected.addr.tell(epoch, message)
         {
-            tracing::warn!(%worker, %error, "message to the worker lost");
+            tracing::warn!(worker = connected.node, slot = worker.0, %error, "message to the worker lost");
         }
     }
 
@@ -387,7 +391,12 @@ impl Actor for ClusterActor {
         ctx.run_interval(TICK, |actor, ctx| {
             let (now, mut effects) = (actor.clock.now(), Vec::new());
             for worker in actor.absences.given_up(now) {
-                tracing::info!(%worker, "not expected back: its series end, its totals stay");
+                let node = actor.node_of(worker);
+                tracing::info!(
+                    worker = node,
+                    slot = worker.0,
+                    "not expected back: its series end, its totals stay"
+                );
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
                 actor.roster.given_up(worker);
@@ -434,11 +443,11 @@ impl Handler<RankPace> for ClusterActor {
 
     fn handle(&mut self, pace: RankPace, ctx: &mut Self::Context) {
         let RankPace { replica, epoch, worker, slow, times } = pace;
-        let node = self.connected.get(&worker).map_or("", |connected| connected.node.as_str());
+        let (node, slot) = (self.node_of(worker), worker.0);
         if slow {
-            tracing::warn!(%worker, node, %replica, "the worker computes {times:.1} times as long as the others");
+            tracing::warn!(worker = node, slot, %replica, "the worker computes {times:.1} times as long as the others");
         } else {
-            tracing::debug!(%worker, node, %replica, "the worker keeps pace");
+            tracing::debug!(worker = node, slot, %replica, "the worker keeps pace");
         }
         let mut effects = Vec::new();
         self.core.rank_pace(self.clock.now(), replica, epoch, worker, slow, &mut effects);

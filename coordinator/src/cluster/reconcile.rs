@@ -75,7 +75,7 @@ impl Cluster {
         }
         self.desired.drain(&node, incarnation.0);
         effects.push(Effect::Desire(self.desired.clone()));
-        self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
+        self.let_go(now, worker, &format!("{node} is drained"), effects);
         Ok(())
     }
 
@@ -201,7 +201,8 @@ impl Cluster {
             }
             // Last: the replica may be formed again by this, and no one is dismissed from it then.
             for worker in again {
-                let reason = format!("{worker} did not answer when it was formed, again");
+                let reason =
+                    format!("{} did not answer when it was formed, again", self.named(worker));
                 self.let_go(now, worker, &reason, effects);
             }
         }
@@ -216,7 +217,7 @@ impl Cluster {
             if self.free().first().is_none_or(|it| self.is_doubtful(it.worker)) {
                 return;
             }
-            let reason = format!("{worker} is slow and is replaced");
+            let reason = format!("{} is slow and is replaced", self.named(worker));
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             self.replicas.change(id, |replica| {
                 replica.dismiss(now, worker);

@@ -559,7 +559,7 @@ fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
     cluster.worker_joined(secs(50), member(5, 1, "a"), &mut effects);
     let planned = |effect: &Effect| {
         matches!(effect, Effect::ReplicaBroken { end: EpochEnd::Planned, reason, .. }
-            if reason.contains("worker-1 is slow"))
+            if reason.contains("node-1 is slow"))
     };
     assert!(effects.iter().any(planned), "{effects:?}");
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (5, 1, 2)], "at once, when there is one");

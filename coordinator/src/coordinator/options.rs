@@ -114,7 +114,7 @@ pub enum StartError {
     #[error(transparent)]
     Model(#[from] TextModelError),
     /// Sizes are in conflict.
-    #[error(transparent)]
+    #[error("{}", in_options(.0))]
     Config(#[from] ConfigError),
     /// Sizes do not fit the model.
     #[error("{0}")]
@@ -137,4 +137,18 @@ pub enum StartError {
         /// The operating system's words.
         error: io::Error,
     },
+}
+
+/// An error of sizes, by the names of their options.
+fn in_options(error: &ConfigError) -> String {
+    const NAMES: [&str; 5] = [
+        "block_size",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_queued_requests",
+    ];
+    NAMES.iter().fold(error.to_string(), |text, name| {
+        text.replace(name, &format!("--{}", name.replace('_', "-")))
+    })
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use shared::actor::exchange::PeerId;
-use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
 use shared::actor::link::{Connection, LinkEvent, SendError};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::{Encoded, PeerAddr};
@@ -288,7 +288,7 @@ impl Uplink {
         &mut self,
         mut to: Destination,
     ) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
-        let mut wait = REDIAL_MIN;
+        let (mut wait, mut unreached) = (REDIAL_MIN, Unreached::default());
         loop {
             self.dialled += 1;
             let pause = jittered(wait, self.options.run, self.dialled);
@@ -323,7 +323,12 @@ impl Uplink {
             match joined {
                 Ok((connection, welcome)) => return Ok((to, connection, welcome)),
                 Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
-                Err(JoinError::Retry(reason)) => tracing::debug!(%reason, "cannot join yet"),
+                Err(JoinError::Retry(reason)) => {
+                    if let Some(seconds) = unreached.failed(self.clock.now()) {
+                        let coordinator = to.address.as_str();
+                        tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
+                    }
+                }
             }
             wait = (wait * 2).min(REDIAL_MAX);
         }

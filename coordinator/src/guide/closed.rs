@@ -19,12 +19,15 @@ const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additiona
 /// Keywords with a list of schemas for the described value itself.
 const IN_PLACE: [&str; 3] = ["allOf", "anyOf", "oneOf"];
 
-/// Returns the schema with its objects closed.
+/// The formats that grammars know. Others are annotations, as JSON Schema has all of them by default:
+/// clients' libraries write `password`, `path` or `binary` of their own accord.
+const FORMATS: [&str; 10] =
+    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
+
+/// Returns the schema with its objects closed, and without formats that are annotations.
 #[must_use]
 pub(crate) fn closed(schema: &Value) -> Value {
-    let mut found = Found { root: schema, seen: HashSet::new(), open: HashSet::new() };
-    found.all();
-    let Found { seen, open, .. } = found;
+    let Found { seen, open, .. } = Found::of(schema);
     let closes = |map: &Map<String, Value>| {
         let (place, has) = (std::ptr::from_ref(map), |key: &str| map.contains_key(key));
         seen.contains(&place)
@@ -34,7 +37,31 @@ pub(crate) fn closed(schema: &Value) -> Value {
             && !has("unevaluatedProperties")
             && !requires_unnamed(map)
     };
-    copy(schema, &closes)
+    let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
+        if closes(map) {
+            copied.insert("additionalProperties".to_owned(), Value::Bool(false));
+        }
+        let format = map.get("format").and_then(Value::as_str);
+        if format.is_some_and(|it| !FORMATS.contains(&it))
+            && seen.contains(&std::ptr::from_ref(map))
+        {
+            copied.remove("format");
+        }
+    };
+    copy(schema, &change)
+}
+
+/// Returns the schema without `uniqueItems`, which no grammar can hold a model to: sets of the
+/// clients' types say it.
+#[must_use]
+pub(crate) fn without_unique_items(schema: &Value) -> Value {
+    let seen = Found::of(schema).seen;
+    let change = |map: &Map<String, Value>, copied: &mut Map<String, Value>| {
+        if seen.contains(&std::ptr::from_ref(map)) {
+            copied.remove("uniqueItems");
+        }
+    };
+    copy(schema, &change)
 }
 
 /// Whether it requires a property that it does not name, which must then be an additional one.
@@ -47,17 +74,15 @@ fn requires_unnamed(map: &Map<String, Value>) -> bool {
     required.is_some_and(|required| !required.iter().all(is_named))
 }
 
-fn copy(value: &Value, closes: &impl Fn(&Map<String, Value>) -> bool) -> Value {
+fn copy(value: &Value, change: &impl Fn(&Map<String, Value>, &mut Map<String, Value>)) -> Value {
     match value {
         Value::Object(map) => {
             let mut copied: Map<String, Value> =
-                map.iter().map(|(key, value)| (key.clone(), copy(value, closes))).collect();
-            if closes(map) {
-                copied.insert("additionalProperties".to_owned(), Value::Bool(false));
-            }
+                map.iter().map(|(key, value)| (key.clone(), copy(value, change))).collect();
+            change(map, &mut copied);
             Value::Object(copied)
         }
-        Value::Array(list) => list.iter().map(|it| copy(it, closes)).collect(),
+        Value::Array(list) => list.iter().map(|it| copy(it, change)).collect(),
         other => other.clone(),
     }
 }
@@ -72,6 +97,12 @@ struct Found<'a> {
 }
 
 impl<'a> Found<'a> {
+    fn of(root: &'a Value) -> Self {
+        let mut found = Self { root, seen: HashSet::new(), open: HashSet::new() };
+        found.all();
+        found
+    }
+
     /// Finds all schemas. Iterative, since references may form chains of thousands.
     fn all(&mut self) {
         let mut waiting = vec![(self.root, false)];
@@ -191,6 +222,20 @@ mod tests {
         ] {
             assert_eq!(closed(&stays), stays);
         }
+        // Formats that nobody knows say nothing; values and names that look like them stay.
+        let said = json!({"$defs": {"d": {"type": "string", "format": "password"}}, "items":
+            {"anyOf": [{"format": "path"}, {"format": "uuid"}, {"$ref": "#/$defs/d"},
+            {"const": {"format": "binary"}}, {"properties": {"format": {"format": "base64"}},
+            "additionalProperties": true}]}});
+        let kept = json!({"$defs": {"d": {"type": "string"}}, "items": {"anyOf": [{},
+            {"format": "uuid"}, {"$ref": "#/$defs/d"}, {"const": {"format": "binary"}},
+            {"properties": {"format": {}}, "additionalProperties": true}]}});
+        assert_eq!(closed(&said), kept);
+        let unique = json!({"items": {"uniqueItems": true, "const": {"uniqueItems": true}},
+            "properties": {"uniqueItems": {"uniqueItems": false}}});
+        let kept =
+            json!({"items": {"const": {"uniqueItems": true}}, "properties": {"uniqueItems": {}}});
+        assert_eq!(without_unique_items(&unique), kept);
         // Names are not keywords; references may form cycles.
         let named = json!({"properties": {"properties": {"const": base}, "allOf": {"$ref": "#"}}});
         let mut expected = named.clone();

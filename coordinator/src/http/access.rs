@@ -1,6 +1,7 @@
 //! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
 //! the response's `id` say it, and the access log, where that is wanted, with what the answer took
 //! and the trace that it belongs to.
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -33,6 +34,8 @@ pub struct Tally(Option<Arc<Counts>>);
 struct Counts {
     prompt: AtomicU64,
     output: AtomicU64,
+    /// Number of the API key; 0 for none.
+    key: AtomicU64,
 }
 
 impl Tally {
@@ -52,6 +55,18 @@ impl Tally {
         if let Some(counts) = &self.0 {
             counts.output.fetch_add(tokens, Ordering::Relaxed);
         }
+    }
+
+    /// The request is let in by the API key of this number.
+    pub fn key(&self, number: u64) {
+        if let Some(counts) = &self.0 {
+            counts.key.store(number, Ordering::Relaxed);
+        }
+    }
+
+    fn known_key(&self) -> Option<u64> {
+        let counts = self.0.as_ref()?;
+        Some(counts.key.load(Ordering::Relaxed)).filter(|number| *number > 0)
     }
 
     /// Tokens of the prompts and of what was generated, where prompts ran.
@@ -96,6 +111,7 @@ pub async fn identify<B: MessageBody + 'static>(
         id,
         method: request.method().clone(),
         path: request.path().to_owned(),
+        peer: request.peer_addr(),
         status: None,
         sent: false,
         tally: Tally::counting(),
@@ -139,6 +155,8 @@ struct Line {
     id: String,
     method: Method,
     path: String,
+    /// Who is at the other end of the connection: a client, or its proxy.
+    peer: Option<SocketAddr>,
     /// None where the client left before there was one.
     status: Option<u16>,
     /// To its end.
@@ -154,6 +172,8 @@ impl Drop for Line {
         let trace = self.trace.as_ref();
         tracing::info!(
             request = %self.id,
+            peer = self.peer.map(tracing::field::display),
+            key = self.tally.known_key(),
             method = %self.method,
             path = %self.path,
             status = self.status.unwrap_or(499),

@@ -92,6 +92,9 @@ const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
 const STORED_DEADLINE: Duration = Duration::from_secs(4);
 /// Most bytes of what an operator says.
 const BODY_MAX: usize = 64 << 10;
+/// Most nodes that an error names.
+const NODES_SAID: usize = 8;
+
 /// Most lines of one answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
@@ -248,11 +251,28 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
             Err(error) => tracing::debug!(%error, node = logs.node, "its fresh log"),
         }
     }
-    let logs = logs.ok_or_else(|| {
+    let Some(logs) = logs else {
         let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
-        ApiError::field("node", format!("nothing is known of a {what} `{}`", query.node))
-    })?;
+        let nodes = known_nodes(admin).await?;
+        let message = format!("nothing is known of a {what} `{}`; there are {nodes}", query.node);
+        return Err(ApiError::field("node", message));
+    };
     Ok(HttpResponse::Ok().json(logs))
+}
+
+/// The nodes whose logs can be had, in words.
+async fn known_nodes(admin: &Admin) -> Result<String, ApiError> {
+    let status = admin.cluster.send(GetStatus).await.map_err(gone)?;
+    let workers = status.nodes.iter().filter(|node| node.role == "worker").map(|it| &it.node);
+    let mut names: Vec<&str> =
+        workers.chain(status.dead.iter().map(|dead| &dead.node)).map(String::as_str).collect();
+    names.sort_unstable();
+    names.dedup();
+    let more = names.len().saturating_sub(NODES_SAID);
+    names.truncate(NODES_SAID);
+    names.insert(0, OWN_NODE);
+    let more = if more == 0 { String::new() } else { format!(" and {more} more (tutti status)") };
+    Ok(names.join(", ") + &more)
 }
 
 /// The coordinators that etcd knows: the one that leads and those that stand by.

@@ -39,8 +39,10 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
     let least = u32::from(!echo);
-    let max_tokens = fields.count("max_tokens", least, limits.max_model_len)?;
+    // More than the model's length is told by its own code, which clients act on.
+    let max_tokens = fields.count("max_tokens", least, u32::MAX)?;
     common.max_tokens = Some(max_tokens.unwrap_or(16));
+    common.check_least()?;
     common.sampling.logprobs = logprobs;
     common.sampling.prompt_logprobs = logprobs.filter(|_| echo);
     let prompts = prompts(&fields, limits, &state.text)?;
@@ -129,9 +131,9 @@ fn check_sizes(
 }
 
 fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Prompt>, ApiError> {
-    let max = limits.prompts;
+    let (max, vocab) = (limits.prompts, text.vocab_size);
     let wrong = || {
-        let ids = text.vocab_size - 1;
+        let ids = vocab - 1;
         ApiError::field(
             "prompt",
             format!(
@@ -140,9 +142,15 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
             ),
         )
     };
-    let tokens = |list: &Vec<Value>| {
-        let ids: Option<Vec<u32>> = list.iter().map(|id| token_id(id, text)).collect();
-        ids.filter(|ids| !ids.is_empty()).map(Prompt::Tokens).ok_or_else(wrong)
+    let id = |value: &Value| {
+        token_id(value, text).ok_or_else(|| {
+            let expected = format!("token ids from 0 to {}, of a vocabulary of {vocab}", vocab - 1);
+            Fields::wrong("prompt", value, &expected)
+        })
+    };
+    let tokens = |list: &Vec<Value>| match list.as_slice() {
+        [] => Err(wrong()),
+        list => list.iter().map(id).collect::<Result<_, _>>().map(Prompt::Tokens),
     };
     match fields.get("prompt") {
         None => Err(ApiError::field("prompt", "`prompt` is required")),
@@ -158,6 +166,10 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
                 _ => Err(wrong()),
             })
             .collect(),
+        Some(Value::Array(list)) if list.len() > max => {
+            let message = format!("`prompt` has {} prompts, the bound is {max}", list.len());
+            Err(ApiError::field("prompt", message))
+        }
         Some(_) => Err(wrong()),
     }
 }
@@ -173,9 +185,6 @@ fn encode(
     max_tokens: Option<u32>,
 ) -> Result<Encoded, ApiError> {
     let encode = |prompt| match prompt {
-        Prompt::Text(text) if text.is_empty() => {
-            Err(ApiError::field("prompt", "`prompt` is empty: it must have at least one token"))
-        }
         Prompt::Text(text) => {
             conversation::check_fits(model, "prompt", &text, max_tokens)?;
             let tokens = model.encode(&text, special).map_err(|e| ApiError::field("prompt", e))?;

@@ -55,9 +55,10 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
-    let max_tokens = fields.count("max_tokens", 1, limits.max_model_len)?;
-    common.max_tokens =
-        fields.count("max_completion_tokens", 1, limits.max_model_len)?.or(max_tokens);
+    // More than the model's length is told by its own code, which clients act on.
+    let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
+    common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
+    common.check_least()?;
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let tools = Tools::read(&fields, limits)?;
     let mut rules = tools.rules(state.tool_calls)?;

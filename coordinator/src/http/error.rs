@@ -133,7 +133,7 @@ impl ApiError {
     pub fn too_large(max: usize) -> Self {
         Self::new(
             StatusCode::PAYLOAD_TOO_LARGE,
-            format!("The body is over the bound of {max} bytes"),
+            format!("The body is over the bound of {max} bytes (--max-body-bytes)"),
         )
         .counted_as(RejectReason::TooLarge)
     }

@@ -12,6 +12,7 @@ use actix_web::{Error, ResponseError as _};
 use sha2::{Digest as _, Sha256};
 use shared::metrics::labels::RejectReason;
 
+use super::access;
 use super::error::ApiError;
 use super::state::AppState;
 
@@ -33,6 +34,37 @@ pub enum ApiKeyError {
     Unprintable,
 }
 
+/// The keys of a file's text: one per line; `#` at a line's beginning or behind white space begins a
+/// comment.
+///
+/// # Errors
+/// Names the line, and does not show the key.
+pub fn in_file(text: &str) -> Result<Vec<&str>, String> {
+    let mut keys = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let begins = |(at, _): &(usize, &str)| {
+            line[..*at].chars().next_back().is_none_or(char::is_whitespace)
+        };
+        let comment = line.match_indices('#').find(begins).map_or(line.len(), |(at, _)| at);
+        match line[..comment].trim() {
+            "" => {}
+            key => {
+                check(key).map_err(|error| format!("line {}: {error}", index + 1))?;
+                keys.push(key);
+            }
+        }
+    }
+    Ok(keys)
+}
+
+fn check(key: &str) -> Result<(), ApiKeyError> {
+    match key {
+        "" => Err(ApiKeyError::Empty),
+        key if key.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(()),
+        _ => Err(ApiKeyError::Unprintable),
+    }
+}
+
 impl fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ApiKeys").field("number", &self.hashes.len()).finish()
@@ -45,13 +77,7 @@ impl ApiKeys {
     /// # Errors
     /// [`ApiKeyError`], which does not show the key.
     pub fn new<'a>(keys: impl IntoIterator<Item = &'a str>) -> Result<Self, ApiKeyError> {
-        let hash = |key: &str| match key {
-            "" => Err(ApiKeyError::Empty),
-            key if !key.bytes().all(|byte| byte.is_ascii_graphic()) => {
-                Err(ApiKeyError::Unprintable)
-            }
-            key => Ok(Sha256::digest(key.as_bytes()).into()),
-        };
+        let hash = |key: &str| check(key).map(|()| Sha256::digest(key.as_bytes()).into());
         let hashes: Result<Vec<[u8; 32]>, _> = keys.into_iter().map(hash).collect();
         Ok(Self { hashes: hashes?.into() })
     }
@@ -62,22 +88,27 @@ impl ApiKeys {
         self.hashes.is_empty()
     }
 
-    /// Whether this is one of them. The time it takes tells nothing of the keys: hashes are
-    /// compared, whole, with all of them.
-    fn holds(&self, key: &str) -> bool {
+    /// Which of them this is, from 1; 0 for none. The time it takes tells nothing of the keys: hashes
+    /// are compared, whole, with all of them.
+    fn number(&self, key: &str) -> u64 {
         let given: [u8; 32] = Sha256::digest(key.as_bytes()).into();
-        self.hashes.iter().fold(false, |found, hash| {
+        self.hashes.iter().zip(1..).fold(0, |found, (hash, number)| {
             let differ = hash.iter().zip(&given).fold(0, |differ, (a, b)| differ | (a ^ b));
-            found | (std::hint::black_box(differ) == 0)
+            found.max(u64::from(std::hint::black_box(differ) == 0) * number)
         })
     }
 
-    /// Whether a request with these headers is let in.
+    /// The number of the key that lets a request with these headers in, from 1 in the order given; 0
+    /// where nobody is kept out, `None` for who is.
     #[must_use]
-    pub fn admit(&self, headers: &HeaderMap) -> bool {
+    pub fn admit(&self, headers: &HeaderMap) -> Option<u64> {
+        if self.is_empty() {
+            return Some(0);
+        }
         let header = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let (scheme, key) = header.and_then(|it| it.split_once(' ')).unwrap_or_default();
-        self.is_empty() || (scheme.eq_ignore_ascii_case("bearer") && self.holds(key.trim()))
+        let number = self.number(key.trim());
+        (scheme.eq_ignore_ascii_case("bearer") && number > 0).then_some(number)
     }
 }
 
@@ -102,12 +133,14 @@ pub async fn authenticate<B: MessageBody + 'static>(
     next: Next<B>,
 ) -> Result<ServiceResponse<EitherBody<B>>, Error> {
     let state = request.app_data::<Data<AppState>>();
-    let refused = state.filter(|state| {
-        is_guarded(request.path())
-            && request.method() != Method::OPTIONS
-            && !state.keys.admit(request.headers())
-    });
-    if let Some(state) = refused {
+    let guarded = is_guarded(request.path()) && request.method() != Method::OPTIONS;
+    if let Some(state) = state.filter(|_| guarded)
+        && state
+            .keys
+            .admit(request.headers())
+            .inspect(|key| access::tally(request.request()).key(*key))
+            .is_none()
+    {
         state.stats.rejected(RejectReason::Unauthorized);
         let answer = ApiError::unknown_key().error_response();
         return Ok(request.into_response(answer).map_into_right_body());
@@ -129,11 +162,16 @@ mod tests {
             headers.insert(AUTHORIZATION, HeaderValue::from_str(value).unwrap());
             keys.admit(&headers)
         };
-        assert!(admit("Bearer first-key") && admit("bearer second"));
+        assert_eq!((admit("Bearer first-key"), admit("bearer second")), (Some(1), Some(2)));
         for wrong in ["Bearer first", "Bearer first-keys", "Bearer ", "first-key", "Basic second"] {
-            assert!(!admit(wrong), "{wrong}");
+            assert_eq!(admit(wrong), None, "{wrong}");
         }
-        assert!(!keys.admit(&HeaderMap::new()) && ApiKeys::default().admit(&HeaderMap::new()));
+        assert_eq!(keys.admit(&HeaderMap::new()), None);
+        assert_eq!(ApiKeys::default().admit(&HeaderMap::new()), Some(0));
+        let file = "# all\n one \n\ntwo#x # Anna's\n\t# three\n";
+        assert_eq!(in_file(file), Ok(vec!["one", "two#x"]));
+        let error = in_file("one\ntwo words\n").unwrap_err();
+        assert!(error.starts_with("line 2: ") && !error.contains("words"), "{error}");
         assert!(!format!("{keys:?}").contains("first"));
         assert_eq!(ApiKeys::new([""]).unwrap_err(), ApiKeyError::Empty);
         assert_eq!(ApiKeys::new(["a b"]).unwrap_err(), ApiKeyError::Unprintable);

@@ -388,6 +388,21 @@ impl Common {
         self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
     }
 
+    /// Checks the least number of tokens against the greatest, which is known by now.
+    ///
+    /// # Errors
+    /// 400 naming both.
+    pub fn check_least(&self) -> Result<(), ApiError> {
+        let (least, Some(most)) = (self.sampling.min_tokens, self.max_tokens) else {
+            return Ok(());
+        };
+        if least <= most {
+            return Ok(());
+        }
+        let message = format!("`min_tokens` ({least}) is above `max_tokens` ({most})");
+        Err(ApiError::field("min_tokens", message))
+    }
+
     /// Whether fewer tokens will do where the KV cache has no room for all.
     #[must_use]
     pub fn is_open_ended(&self) -> bool {

@@ -26,6 +26,11 @@ enum Neutral {
 
 use Neutral::{Empty, False, Null, One, Only, True, Words};
 
+/// OpenAI's words for how soon and at what price an answer comes; here all come alike.
+const SERVICE_TIERS: [&str; 5] = ["auto", "default", "flex", "priority", "scale"];
+/// OpenAI's words for how much a model says: a hint, which models here are not told of.
+pub(super) const VERBOSITIES: [&str; 3] = ["low", "medium", "high"];
+
 /// Of all endpoints.
 const COMMON: &[(&str, Neutral)] = &[
     ("bad_words", Empty),
@@ -57,10 +62,8 @@ const CHAT: &[(&str, Neutral)] = &[
     ("functions", Empty),
     ("mm_processor_kwargs", Empty),
     ("modalities", Only("text")),
-    ("prediction", Null),
-    ("service_tier", Words(&["auto", "default"])),
-    ("store", False),
-    ("verbosity", Words(&["medium"])),
+    ("service_tier", Words(&SERVICE_TIERS)),
+    ("verbosity", Words(&VERBOSITIES)),
     ("web_search_options", Null),
 ];
 
@@ -82,7 +85,7 @@ const RESPONSES: &[(&str, Neutral)] = &[
     ("previous_response", Null),
     ("previous_response_id", Null),
     ("prompt", Null),
-    ("service_tier", Words(&["auto", "default"])),
+    ("service_tier", Words(&SERVICE_TIERS)),
 ];
 
 /// Of `/v1/embeddings` alone.

@@ -117,7 +117,7 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
         // Some clients say its schema here.
         Some("json_object") => match format.get("schema") {
             None | Some(Value::Null) => ANY_OBJECT.to_owned(),
-            Some(schema @ Value::Object(_)) => schema.to_string(),
+            Some(schema @ Value::Object(_)) => guide::without_unique_items(schema).to_string(),
             Some(_) => return Err(wrong(field, "has a `schema` that is no object")),
         },
         Some("json_schema") => {
@@ -151,8 +151,10 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     if !absent("strict") && !named["strict"].is_boolean() {
         return Err(wrong(field, "has a `json_schema.strict` that is neither true nor false"));
     }
+    let strict = named.get("strict").and_then(Value::as_bool).unwrap_or(false);
     match named.get("schema") {
-        Some(schema @ Value::Object(_)) => Ok(schema.to_string()),
+        Some(schema @ Value::Object(_)) if strict => Ok(schema.to_string()),
+        Some(schema @ Value::Object(_)) => Ok(guide::without_unique_items(schema).to_string()),
         _ => Err(wrong(field, "needs `json_schema.schema`, an object")),
     }
 }
@@ -172,8 +174,16 @@ impl Kind {
         let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a string"));
         Ok(match self {
             Self::Json => match value {
-                Value::Object(_) => json(value.to_string(), Whitespace::Usual),
-                Value::String(text) => json(text.clone(), Whitespace::Usual),
+                Value::Object(_) => {
+                    json(guide::without_unique_items(value).to_string(), Whitespace::Usual)
+                }
+                Value::String(text) => match serde_json::from_str::<Value>(text) {
+                    Ok(schema) => {
+                        json(guide::without_unique_items(&schema).to_string(), Whitespace::Usual)
+                    }
+                    // What is wrong with it is said where it is read as a schema.
+                    Err(_) => json(text.clone(), Whitespace::Usual),
+                },
                 _ => return Err(wrong("a JSON schema: an object, or one in a string")),
             },
             Self::Regex => GuideSpec::Regex(text()?),

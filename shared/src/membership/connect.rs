@@ -107,9 +107,32 @@ pub(super) fn is_full(reason: &str) -> bool {
 
 /// What etcd said, and how to mend it where that is known.
 pub(super) fn explained(error: &Error) -> String {
-    let text = error.to_string();
+    let text = plain(error);
     if is_full(&text) {
         return format!("etcd is full and takes no writes ({text}); to mend it: {FULL_REMEDY}");
+    }
+    text
+}
+
+/// An error without the client's own structures: what it says, and what is at the end of its chain of
+/// causes, where the system's and TLS' words are.
+fn plain(error: &Error) -> String {
+    let (mut text, mut source) = match error {
+        Error::GRpcStatus(status) if !status.message().is_empty() => {
+            (status.message().to_owned(), std::error::Error::source(status))
+        }
+        Error::GRpcStatus(status) => {
+            (status.code().description().to_owned(), std::error::Error::source(status))
+        }
+        Error::TransportError(error) => (error.to_string(), std::error::Error::source(error)),
+        other => (other.to_string(), None),
+    };
+    while let Some(cause) = source {
+        source = cause.source();
+        let cause = cause.to_string();
+        if source.is_none() && !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
     }
     text
 }
@@ -166,20 +189,11 @@ impl From<Error> for ProbeError {
         // InvalidArgument is a wrong password's code.
         const AUTH: [&str; 4] =
             ["InvalidArgument", "PermissionDenied", "Unauthenticated", "FailedPrecondition"];
-        let mut text = error.to_string();
+        let text = plain(&error);
         let code = match &error {
             Error::GRpcStatus(status) => format!("{:?}", status.code()),
             _ => String::new(),
         };
-        // What TLS says is at the end of the chain.
-        let mut source = std::error::Error::source(&error);
-        while let Some(cause) = source {
-            let cause_text = cause.to_string();
-            if !text.contains(&cause_text) {
-                text = format!("{text}: {cause_text}");
-            }
-            source = cause.source();
-        }
         if is_full(&text) {
             return Self::Full(text);
         }

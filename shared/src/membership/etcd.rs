@@ -22,6 +22,7 @@ use super::keeper::{
 };
 use super::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
 use super::{Desired, EtcdOptions, FatalError, Record, View};
+use crate::actor::link::join::Unreached;
 use crate::clock::jittered;
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
@@ -163,7 +164,7 @@ impl Member {
     ) {
         let mut wait = RETRY_MIN;
         let (seed, mut attempt) = (self.keeper.record().incarnation, 0);
-        let mut said = false;
+        let (mut said, mut unreached) = (false, Unreached::default());
         // One that is full answers questions and refuses what follows: said once, too.
         let mut full = false;
         loop {
@@ -201,11 +202,22 @@ impl Member {
                     }
                     said = true;
                 }
-                Ended::Broken(reason) if !said => {
-                    tracing::warn!(%reason, "etcd does not answer; going on without it");
-                    said = true;
+                Ended::Broken(reason) => {
+                    if !std::mem::replace(&mut said, true) {
+                        unreached.reached();
+                    }
+                    let etcd = self.options.endpoints.join(",");
+                    match (unreached.failed(self.now()), self.confirmed) {
+                        // Nothing is known of the cluster yet.
+                        (Some(seconds), 0) => {
+                            tracing::warn!(etcd, %reason, seconds, "etcd does not answer; waiting until it does");
+                        }
+                        (Some(seconds), _) => {
+                            tracing::warn!(etcd, %reason, seconds, "etcd does not answer; going on without it");
+                        }
+                        (None, _) => tracing::debug!(%reason, "etcd does not answer"),
+                    }
                 }
-                Ended::Broken(reason) => tracing::debug!(%reason, "etcd does not answer"),
             }
             tokio::select! {
                 () = tokio::time::sleep(jittered(wait, seed, attempt)) => {}

@@ -113,6 +113,15 @@ pub enum FrameError {
     /// The peer speaks another protocol.
     #[error("not a Tutti frame: it begins with {0:02x?}")]
     BadMagic([u8; 4]),
+    /// The peer answers as an HTTP or HTTPS server does.
+    #[error(
+        "that is an HTTP port: name the coordinator's cluster port (its --cluster-listen, 8001 \
+         unless told otherwise)"
+    )]
+    HttpServer,
+    /// The peer asks as an HTTP client does.
+    #[error("the peer speaks HTTP, and this is the cluster port: HTTP is at --listen")]
+    HttpClient,
     /// The peer speaks another version of it.
     #[error("the peer speaks protocol {theirs}, this side {ours}: run the same version on both")]
     VersionMismatch {
@@ -167,6 +176,19 @@ pub struct FrameEncoder {
     key: Option<MacKey>,
     /// The protocol version to write, if not our own.
     version: Option<u16>,
+}
+
+impl FrameError {
+    /// What is wrong with a peer whose first bytes are these and none of this protocol's.
+    #[must_use]
+    pub fn of_foreign(magic: [u8; 4]) -> Self {
+        match &magic {
+            // The second is a TLS alert: how an HTTPS port answers bytes that are no TLS.
+            b"HTTP" | [0x15, 0x03, _, 0] => Self::HttpServer,
+            b"GET " | b"HEAD" | b"POST" | b"PUT " | b"OPTI" | b"DELE" | b"PRI " => Self::HttpClient,
+            _ => Self::BadMagic(magic),
+        }
+    }
 }
 
 impl FrameEncoder {
@@ -259,7 +281,7 @@ impl FrameDecoder {
         if bytes[..seen] != MAGIC[..seen] {
             let mut magic = [0; 4];
             magic[..seen].copy_from_slice(&bytes[..seen]);
-            return Err(FrameError::BadMagic(magic));
+            return Err(FrameError::of_foreign(magic));
         }
         let Some((header, rest)) = bytes.split_first_chunk::<HEADER_LEN>() else {
             return Ok(None);

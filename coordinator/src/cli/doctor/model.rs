@@ -3,6 +3,7 @@ use std::path::{Path, PathBuf};
 
 use coordinator::text::model::TextModel;
 use shared::host::available_memory;
+use worker::model::ModelError;
 
 use super::super::serve::{demo_model, lora};
 use super::host::mib;
@@ -50,11 +51,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
             let weights = needs.weight_bytes / u64::from(args.tensor_parallel);
             findings.push(memory(weights + adapters, args, workers, available));
         }
-        Err(error) => findings.push(Finding::fail(
-            MODEL,
-            error.to_string(),
-            "copy the folder again from where it came, or name another with --model",
-        )),
+        Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error))),
     }
     findings.push(match TextModel::load(&folder) {
         Ok(text) => Finding::ok(
@@ -74,6 +71,20 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
     findings
 }
 
+/// What mends a model that cannot be served.
+fn remedy(error: &ModelError) -> &'static str {
+    match error {
+        ModelError::Degree { .. } => "--tensor-parallel N, one of the degrees that are possible",
+        ModelError::File { file, .. } if !file.exists() => {
+            "--model DIR, a folder in Hugging Face format with config.json and safetensors"
+        }
+        ModelError::File { file, .. } if file.ends_with("config.json") => {
+            "name another model with --model; the README lists those that are served"
+        }
+        _ => "copy the folder again from where it came, or name another with --model",
+    }
+}
+
 fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     match (&args.model, &args.coordinator) {
         (Some(model), _) => Ok(std::path::absolute(model).unwrap_or_else(|_| model.clone())),
@@ -90,7 +101,7 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
 
 /// The adapters of `--lora-modules`, where there are any, and what they take of each worker.
 fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Result<(u64, Finding), Finding>> {
-    let count = args.lora.lora_modules.len();
+    let count = args.lora.adapters().count();
     if count == 0 {
         return None;
     }

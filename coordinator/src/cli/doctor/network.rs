@@ -126,6 +126,9 @@ fn refusal(reason: CloseReason) -> Refusal {
         | CloseReason::Frame(FrameError::VersionMismatch { .. }) => {
             "install the same version on both"
         }
+        CloseReason::Frame(FrameError::HttpServer) => {
+            "--coordinator HOST:PORT, the port of the coordinator's --cluster-listen"
+        }
         CloseReason::Frame(FrameError::BadMagic(_)) => {
             "that is no cluster port: give the coordinator's --cluster-listen"
         }
@@ -163,7 +166,8 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     let mut answer = match answer {
         Ok(answer) => answer,
         Err(error) => {
-            let found = format!("not compared with the coordinator's: {url}: {error}");
+            let why = asking::said(&url, &error);
+            let found = format!("not compared with the coordinator's: {why}");
             return vec![Finding::warn(
                 CLOCK,
                 found,
@@ -245,6 +249,12 @@ fn health(url: &str) -> Option<Finding> {
     let body: Value = answer.body_mut().read_json().unwrap_or_default();
     if body["health"] == "true" {
         return None;
+    }
+    if body.get("health").is_none() {
+        let status = answer.status();
+        let found = format!("{url} answers {status}, and not as etcd does");
+        let fix = "--etcd with etcd's client address (http://HOST:2379): that is another server's";
+        return Some(Finding::fail(ETCD, found, fix));
     }
     let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
     let found = format!("{url} is not healthy: {reason}");

@@ -106,11 +106,16 @@ impl Drop for Place {
 }
 
 impl ClusterActor {
+    /// The name by which operators know a worker.
+    pub(super) fn node_of(&self, worker: WorkerId) -> &str {
+        self.roster.node_of(worker).unwrap_or("unknown")
+    }
+
     fn take(&mut self, ctx: &mut Context<Self>, worker: WorkerId, frame: &Frame) {
         let message = match codec::decode_message::<FromWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
-                tracing::error!(%worker, %error, "the worker sent what cannot be read");
+                tracing::error!(worker = self.node_of(worker), slot = worker.0, %error, "the worker sent what cannot be read");
                 if let Some(connected) = self.connected.get(&worker) {
                     connected.link.close();
                 }
@@ -137,7 +142,10 @@ impl ClusterActor {
                 self.core.worker_formed(now, worker, formed, &mut effects);
             }
             FromWorker::FormFailed(failure) => {
-                tracing::warn!(%worker, reason = %failure.message, "cannot be formed");
+                tracing::warn!(
+                    worker = self.node_of(worker), slot = worker.0, reason = %failure.message,
+                    "cannot be formed"
+                );
                 self.core.form_failed(now, worker, &failure, &mut effects);
             }
             FromWorker::Started(started) => {
@@ -146,13 +154,15 @@ impl ClusterActor {
             FromWorker::StepFailed(failed) => {
                 self.core.executor_heard(now, worker);
                 if let Some(replica) = self.replica_of(worker) {
-                    let reason = format!("{worker}, {}: {}", failed.step, failed.message);
+                    let reason =
+                        format!("{}, {}: {}", self.node_of(worker), failed.step, failed.message);
                     self.core.epoch_failed(now, replica, failed.epoch, &reason, &mut effects);
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
             FromWorker::Goodbye { reason, failed } => {
-                tracing::info!(%worker, %reason, "the worker says goodbye");
+                let node = self.node_of(worker);
+                tracing::info!(worker = node, slot = worker.0, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
                 if !failed {
                     self.core.worker_leaves(now, worker, &reason, &mut effects);
@@ -177,7 +187,9 @@ impl ClusterActor {
                 let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
                 self.hub.observer().record().worker_reported(worker, since_1970);
             }
-            Err(refused) => tracing::warn!(%worker, %refused, "stats report"),
+            Err(refused) => {
+                tracing::warn!(worker = connected.node, slot = worker.0, %refused, "stats report");
+            }
         }
     }
 
@@ -220,11 +232,11 @@ impl ClusterActor {
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
         if self.stopping {
-            tracing::debug!(%worker, node = connected.node, %reason, "the worker is gone");
+            tracing::debug!(worker = connected.node, slot = worker.0, %reason, "the worker is gone");
         } else if self.core.members().any(leaves) {
-            tracing::info!(%worker, node = connected.node, "the worker has left");
+            tracing::info!(worker = connected.node, slot = worker.0, "the worker has left");
         } else {
-            tracing::warn!(%worker, node = connected.node, %reason, "the worker is gone");
+            tracing::warn!(worker = connected.node, slot = worker.0, %reason, "the worker is gone");
         }
         self.records.left(worker, reason, since_1970());
         self.hub.lost(Source::Worker(worker), incarnation);
@@ -312,7 +324,7 @@ impl Handler<Joined> for ClusterActor {
                 event => to.put(event),
             }
         });
-        tracing::info!(%worker, node = hello.node, pid = hello.pid, "joined");
+        tracing::info!(worker = hello.node, slot = worker.0, pid = hello.pid, "joined");
         let node = hello.node.clone();
         let addr = PeerAddr::new(link.clone());
         let host = hello.host.clone();
@@ -343,8 +355,14 @@ impl Handler<Joined> for ClusterActor {
             offer: hello.offer,
         };
         if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
-            let node = &member.node;
-            tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
+            tracing::warn!(
+                worker = member.node,
+                slot = worker.0,
+                resource,
+                needed,
+                offered,
+                "too little to be a rank"
+            );
         }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
@@ -365,11 +383,16 @@ impl Handler<FromLink> for ClusterActor {
         match event {
             LinkEvent::Frame(frame) => self.take(ctx, worker, &frame),
             LinkEvent::Suspect => {
-                tracing::warn!(%worker, "the worker is silent");
+                tracing::warn!(
+                    worker = self.node_of(worker),
+                    slot = worker.0,
+                    "the worker is silent"
+                );
                 self.suspects.insert(worker);
             }
             LinkEvent::Alive => {
-                tracing::info!(%worker, "the worker is heard again");
+                let node = self.node_of(worker);
+                tracing::info!(worker = node, slot = worker.0, "the worker is heard again");
                 self.suspects.remove(&worker);
             }
             LinkEvent::Closed { reason } => {

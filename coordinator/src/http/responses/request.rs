@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-use super::super::refused::{self, Endpoint};
+use super::super::refused::{self, Endpoint, VERBOSITIES};
 use super::super::state::AppState;
 use super::input;
 
@@ -234,7 +234,7 @@ fn text(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiErro
     let name = "text.verbosity";
     match text.get("verbosity") {
         None | Some(Value::Null) => {}
-        Some(Value::String(word)) if word == "medium" => {}
+        Some(Value::String(word)) if VERBOSITIES.contains(&word.as_str()) => {}
         Some(_) => return Err(ApiError::field(name, format!("`{name}` is not supported"))),
     }
     let name = "text.format";

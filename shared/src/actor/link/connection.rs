@@ -17,7 +17,7 @@ use crate::wire::auth::{
     self, AUTH_MAGIC, AuthError, CHALLENGE_LEN, GREETING_LEN, NONCE_LEN, PROOF_LEN, Secret,
     SessionKeys,
 };
-use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameKind, MAGIC};
+use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameError, FrameKind, MAGIC};
 
 /// A connection used for the handshake, frame by frame, before it has an owner.
 pub struct Connection {
@@ -95,8 +95,16 @@ impl Connection {
             if challenge[..4] == MAGIC {
                 return Ok(None);
             }
-            self.stream.read_exact(&mut challenge[4..]).await?;
-            let (proof, keys) = auth::prove(secret, &greeting, &challenge)?;
+            let begun = [challenge[0], challenge[1], challenge[2], challenge[3]];
+            let read = self.stream.read_exact(&mut challenge[4..]).await;
+            let proven = read
+                .map_err(CloseReason::from)
+                .and_then(|_| Ok(auth::prove(secret, &greeting, &challenge)?));
+            // Only now: a nonce may begin like another protocol's answer.
+            let (proof, keys) = proven.map_err(|reason| match FrameError::of_foreign(begun) {
+                foreign @ FrameError::HttpServer => foreign.into(),
+                _ => reason,
+            })?;
             self.stream.write_all(&proof).await?;
             Ok(Some(keys))
         };
@@ -122,7 +130,12 @@ impl Connection {
             let mut greeting = [0; GREETING_LEN];
             self.stream.read_exact(&mut greeting[..4]).await?;
             if greeting[..4] != AUTH_MAGIC {
-                return Err(CloseReason::Auth(AuthError::NoGreeting));
+                let begun = [greeting[0], greeting[1], greeting[2], greeting[3]];
+                let foreign = FrameError::of_foreign(begun);
+                return Err(match foreign {
+                    FrameError::HttpClient => foreign.into(),
+                    _ => CloseReason::Auth(AuthError::NoGreeting),
+                });
             }
             self.stream.read_exact(&mut greeting[4..]).await?;
             let challenge = auth::challenge(secret, &greeting, &nonce)?;

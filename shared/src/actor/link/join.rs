@@ -37,6 +37,33 @@ impl From<CloseReason> for JoinError {
     }
 }
 
+/// While a peer is not reached, this often is said so.
+const SAY_EVERY: Duration = Duration::from_secs(60);
+
+/// PURE: when to say that a peer is not reached: at the first failure, then now and then.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Unreached {
+    began: Option<Duration>,
+    said: Option<Duration>,
+}
+
+impl Unreached {
+    /// An attempt failed. Where it is time to say so, for how many seconds none has succeeded.
+    pub fn failed(&mut self, now: Duration) -> Option<u64> {
+        let began = *self.began.get_or_insert(now);
+        let due = self.said.is_none_or(|said| now.saturating_sub(said) >= SAY_EVERY);
+        due.then(|| {
+            self.said = Some(now);
+            now.saturating_sub(began).as_secs()
+        })
+    }
+
+    /// One succeeded.
+    pub fn reached(&mut self) {
+        *self = Self::default();
+    }
+}
+
 /// Dials and shakes hands once; sends `hello` in a frame of kind `kind`.
 ///
 /// # Errors
@@ -68,5 +95,22 @@ pub async fn join<W: DeserializeOwned>(
         FrameKind::NotYet => Err(JoinError::Retry(reason())),
         FrameKind::Refused => Err(JoinError::Refused(reason())),
         kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_peer_that_is_not_reached_is_spoken_of_once_a_minute() {
+        let mut unreached = Unreached::default();
+        let at = Duration::from_secs;
+        assert_eq!(unreached.failed(at(100)), Some(0));
+        assert_eq!(unreached.failed(at(159)), None);
+        assert_eq!(unreached.failed(at(160)), Some(60));
+        assert_eq!(unreached.failed(at(161)), None);
+        unreached.reached();
+        assert_eq!(unreached.failed(at(162)), Some(0), "another outage");
     }
 }

@@ -1,0 +1,238 @@
+//! Options of vLLM that have another name here, or none: what operators bring along is understood or
+//! answered with what to say instead. docs/operations.md has the same in a table.
+use std::ffi::OsString;
+
+use clap::error::ErrorKind;
+
+use super::logging;
+
+/// What becomes of an option.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Here {
+    /// It asks for what is so anyway: left out.
+    Anyway,
+    /// The same, and this is said.
+    Needless(&'static str),
+    /// Not taken; this is said instead.
+    Instead(&'static str),
+}
+
+use Here::{Anyway, Instead, Needless};
+
+/// The options, without their dashes where they have two.
+pub(crate) const OPTIONS: &[(&str, Here)] = &[
+    ("enable-prefix-caching", Anyway),
+    ("enable-chunked-prefill", Anyway),
+    ("enable-auto-tool-choice", Anyway),
+    ("enable-lora", Anyway),
+    ("enable-prompt-tokens-details", Anyway),
+    ("disable-log-requests", Anyway),
+    ("no-enable-log-requests", Anyway),
+    ("enable-reasoning", Needless("`--reasoning-parser` says it")),
+    ("trust-remote-code", Needless("it is never needed: no code of a model's folder is run")),
+    ("host", Instead("`--listen IP:PORT`")),
+    ("port", Instead("`--listen IP:PORT`")),
+    ("enforce-eager", Instead("`--no-cuda-graphs`; `--cuda-warmup 0` starts sooner")),
+    ("enable-log-requests", Instead("`--access-log`")),
+    ("disable-log-stats", Instead("`--log-stats-interval 0`")),
+    ("-tp", Instead("`--tensor-parallel N`")),
+    ("-dp", Instead("`--workers` M times the tensor-parallel degree")),
+    ("data-parallel-size", Instead("`--workers` M times the tensor-parallel degree")),
+    ("-pp", Instead("layers are not divided among ranks: `--tensor-parallel N`")),
+    (
+        "pipeline-parallel-size",
+        Instead("layers are not divided among ranks: `--tensor-parallel N`"),
+    ),
+    (
+        "enable-expert-parallel",
+        Instead("each rank has a part of every expert: `--tensor-parallel N`"),
+    ),
+    (
+        "distributed-executor-backend",
+        Instead("`tutti coordinator`, `tutti worker`, `tutti frontend`"),
+    ),
+    ("disable-custom-all-reduce", Instead("`--cuda-exchange nccl`")),
+    ("hf-overrides", Instead("edit the folder's `config.json`")),
+    ("rope-scaling", Instead("edit the folder's `config.json`")),
+    ("rope-theta", Instead("edit the folder's `config.json`")),
+    ("generation-config", Instead("edit the folder's `generation_config.json`")),
+    ("override-generation-config", Instead("edit the folder's `generation_config.json`")),
+    ("tokenizer", Instead("the folder's `tokenizer.json` is taken")),
+    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is taken")),
+    ("load-format", Instead("safetensors are read, nothing else")),
+    ("revision", Instead("nothing is downloaded: `--model DIR` names a folder")),
+    ("download-dir", Instead("nothing is downloaded: `--model DIR` names a folder")),
+    ("hf-token", Instead("nothing is downloaded: `--model DIR` names a folder")),
+    ("seed", Instead("requests name a `seed`")),
+    ("task", Instead("completions and embeddings are served alike")),
+    ("runner", Instead("completions and embeddings are served alike")),
+    ("max-loras", Instead("all of `--lora-modules` may be in one step")),
+    ("max-cpu-loras", Instead("all of `--lora-modules` may be in one step")),
+    ("cpu-offload-gb", Instead("weights are where they are computed with")),
+    ("kv-cache-dtype", Instead("`--dtype` says it")),
+    ("num-gpu-blocks-override", Instead("`--kv-cache-memory BYTES`")),
+    ("api-server-count", Instead("`tutti frontend`, any number of them")),
+    ("guided-decoding-backend", Instead("llguidance is the only backend")),
+    ("structured-outputs-config", Instead("llguidance is the only backend")),
+    ("compilation-config", Instead("nothing is compiled; `--no-cuda-graphs`")),
+    ("uvicorn-log-level", Instead("`--log-level`, `--access-log`")),
+    ("root-path", Instead("paths are as they are: a proxy may add to them")),
+];
+
+/// What becomes of an option, given as `--name`, `--name=value` or `-tp`.
+fn find(argument: &str) -> Option<(&str, Here)> {
+    let name = argument.split('=').next().unwrap_or(argument);
+    let bare = name.strip_prefix("--").unwrap_or(name).replace('_', "-");
+    OPTIONS.iter().find(|(known, _)| *known == bare).map(|(_, here)| (name, *here))
+}
+
+/// What to say of a configuration file's key.
+pub(crate) fn hint(key: &str) -> Option<String> {
+    let (_, here) = find(&format!("--{key}"))?;
+    Some(match here {
+        Anyway => "it is so anyway: leave it out".to_owned(),
+        Needless(why) => format!("leave it out: {why}"),
+        Instead(what) => format!("it is vLLM's; here: {what}"),
+    })
+}
+
+/// The command line without what asks for nothing, of the roles that stand for `vllm serve`.
+///
+/// # Errors
+/// Names what to say instead.
+pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error> {
+    let role = args.get(1).and_then(|role| role.to_str());
+    if role == Some("serve") {
+        let model = args.get(2).and_then(|it| it.to_str()).filter(|it| !it.starts_with('-'));
+        let model = model.unwrap_or("DIR");
+        return Err(refused(&format!(
+            "`serve` is vLLM's: `tutti up --model {model}`, where the model is a folder"
+        )));
+    }
+    if !matches!(role, Some("up" | "coordinator" | "doctor")) {
+        return Ok(args.to_vec());
+    }
+    let mut kept = Vec::with_capacity(args.len());
+    for argument in args {
+        match argument.to_str().filter(|it| it.starts_with('-')).and_then(find) {
+            None => kept.push(argument.clone()),
+            Some((_, Anyway)) => {}
+            Some((name, Needless(why))) => {
+                logging::pass_on(format!("note: `{name}` is left out: {why}\n").as_bytes());
+            }
+            Some((name, Instead(what))) => {
+                return Err(refused(&format!("`{name}` is vLLM's; here: {what}")));
+            }
+        }
+    }
+    Ok(kept)
+}
+
+fn refused(message: &str) -> clap::Error {
+    clap::Error::raw(ErrorKind::UnknownArgument, format!("{message}\n"))
+}
+
+/// A number of tokens as vLLM takes it: `4096`, `4k` (4,000), `4K` (4,096), `1.5k`, `1m`, `1M`.
+///
+/// # Errors
+/// Says what is expected.
+pub(crate) fn parse_length(text: &str) -> Result<u32, String> {
+    let expected =
+        || "expected 2 or more tokens, such as 4096, 4K (4,096) or 4k (4,000)".to_owned();
+    let text = text.trim();
+    let (number, factor) = match text.char_indices().next_back() {
+        Some((at, 'k')) => (&text[..at], 1_000),
+        Some((at, 'K')) => (&text[..at], 1 << 10),
+        Some((at, 'm')) => (&text[..at], 1_000_000),
+        Some((at, 'M')) => (&text[..at], 1 << 20),
+        _ => (text, 1),
+    };
+    // As vLLM, fractions of powers of ten alone.
+    let decimal = factor % 10 == 0 && number.bytes().all(|b| b.is_ascii_digit() || b == b'.');
+    let tokens = match number.parse::<u64>() {
+        Ok(number) => number.checked_mul(factor),
+        Err(_) if decimal => number.parse::<f64>().ok().map(|it| (it * factor as f64) as u64),
+        Err(_) => None,
+    };
+    let tokens = tokens.and_then(|it| u32::try_from(it).ok()).filter(|it| *it >= 2);
+    tokens.ok_or_else(expected)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<OsString> {
+        text.split(' ').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn what_asks_for_nothing_is_left_out_and_the_rest_is_told() {
+        let given =
+            "tutti up --enable-prefix-caching --model a --enable_chunked_prefill --enable-lora";
+        assert_eq!(understood(&words(given)).unwrap(), words("tutti up --model a"));
+        let other = words("tutti worker --port 1");
+        assert_eq!(understood(&other).unwrap(), other, "another role");
+        for (line, told) in [
+            ("tutti up --port 8000", "--listen IP:PORT"),
+            ("tutti up --host=0.0.0.0", "`--host` is vLLM's; here: `--listen"),
+            ("tutti coordinator -tp 2", "--tensor-parallel N"),
+            ("tutti serve org/model --port 1", "`tutti up --model org/model`"),
+            ("tutti serve", "`tutti up --model DIR`"),
+        ] {
+            let error = understood(&words(line)).unwrap_err().to_string();
+            assert!(error.contains(told) && !error.contains("tip:"), "{line}: {error}");
+        }
+        assert!(hint("hf-overrides").unwrap().contains("config.json"));
+        assert!(hint("model").is_none());
+    }
+
+    #[test]
+    fn no_option_of_ours_is_taken_for_one_of_theirs() {
+        let command = super::super::options::command();
+        let ours = command.get_subcommands().flat_map(|it| it.get_arguments().collect::<Vec<_>>());
+        for argument in ours {
+            let names = argument.get_long_and_visible_aliases().unwrap_or_default();
+            let known = names.iter().find(|name| OPTIONS.iter().any(|(theirs, _)| theirs == *name));
+            assert_eq!(known, None);
+        }
+    }
+
+    #[test]
+    fn the_documentation_says_the_same() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations.md");
+        let text = std::fs::read_to_string(path).unwrap();
+        let (_, section) = text.split_once("## Coming from vLLM").unwrap();
+        let section = section.split("\n## ").next().unwrap();
+        for (name, here) in OPTIONS {
+            let name = if name.starts_with('-') { (*name).to_owned() } else { format!("--{name}") };
+            let mut rows = section.lines().filter(|row| {
+                let names = row.split('`').skip(1).step_by(2);
+                names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
+            });
+            match here {
+                Anyway => assert!(rows.any(|row| row.contains("so anyway")), "{name}"),
+                Needless(what) | Instead(what) => {
+                    assert!(rows.any(|row| row.contains(what)), "{name}: {what}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn lengths_have_suffixes() {
+        for (text, tokens) in [
+            ("4096", 4096),
+            ("1k", 1000),
+            ("1K", 1024),
+            ("25.6k", 25_600),
+            ("1M", 1 << 20),
+            ("2m", 2_000_000),
+        ] {
+            assert_eq!(parse_length(text), Ok(tokens), "{text}");
+        }
+        for bad in ["1", "", "k", "1.5K", "1.5", "-1", "1g", "99999M", "1 parsec"] {
+            assert!(parse_length(bad).unwrap_err().contains("4K (4,096)"), "{bad}");
+        }
+    }
+}
