@@ -5,7 +5,7 @@ use std::time::Duration;
 use coordinator::engine::{EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::{Hub, Observer};
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
-use coordinator::replica::operation::{Operation, Outside};
+use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, StepId, WorkerId};
 use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
@@ -50,6 +50,11 @@ impl Sent {
 pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
 
 pub(crate) fn operation(observer: &Observer) -> Operation {
+    operation_that_tells(observer, Arc::default())
+}
+
+/// As [`operation`]; `load` is what others know of it.
+pub(crate) fn operation_that_tells(observer: &Observer, load: Arc<ReplicaLoad>) -> Operation {
     let config = SchedulerConfig {
         block_size: 16,
         max_model_len: 64,
@@ -68,7 +73,7 @@ pub(crate) fn operation(observer: &Observer) -> Operation {
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);
     let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);
-    Operation::new(driver, Arc::default())
+    Operation::new(driver, load)
 }
 
 pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {

@@ -1,15 +1,11 @@
 //! What others may see of the cluster, without asking its actor: for `/ready` and for displays.
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use shared::ids::WorkerId;
 
 use super::{ReplicaPhase, ReplicaStatus};
 use crate::replica::actor::ReplicaLoad;
-
-/// A replica is ready only if all its ranks finished a step, real or canary, this recently.
-const FRESH: Duration = Duration::from_secs(5);
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default)]
@@ -50,12 +46,9 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
 }
 
 impl ClusterView {
-    /// Whether all ranks of some replica finished a step, real or canary, lately.
+    /// Whether some replica can serve: its steps are answered.
     #[must_use]
     pub fn is_ready(&self, now: Duration) -> bool {
-        self.serving.iter().any(|load| {
-            let last = Duration::from_millis(load.last_step_ms.load(Ordering::Relaxed));
-            !last.is_zero() && now.saturating_sub(last) <= FRESH
-        })
+        self.serving.iter().any(|load| load.is_ready(now))
     }
 }

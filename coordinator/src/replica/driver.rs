@@ -135,6 +135,12 @@ impl ReplicaDriver {
         !self.in_flight.is_empty()
     }
 
+    /// Until when the oldest step in flight may take.
+    #[must_use]
+    pub fn steps_until(&self) -> Option<Duration> {
+        self.in_flight.front().map(|since| since.saturating_add(self.limits.step_timeout))
+    }
+
     /// The last step planned in this epoch.
     #[must_use]
     pub fn last_step(&self) -> StepId {

@@ -204,6 +204,14 @@ impl ClusterActor {
         }
     }
 
+    /// Lets whoever asks whether replicas are ready know of which a rank is silent.
+    pub(super) fn tell_doubts(&self) {
+        for running in self.replicas.values() {
+            let doubtful = running.is_doubtful(&self.suspects);
+            running.load.doubtful.store(doubtful, Ordering::Relaxed);
+        }
+    }
+
     pub(super) fn worker_gone(
         &mut self,
         ctx: &mut Context<Self>,
@@ -216,6 +224,7 @@ impl ClusterActor {
         }
         self.roster.left(worker);
         self.suspects.remove(&worker);
+        self.tell_doubts();
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -367,10 +376,12 @@ impl Handler<FromLink> for ClusterActor {
             LinkEvent::Suspect => {
                 tracing::warn!(%worker, "the worker is silent");
                 self.suspects.insert(worker);
+                self.tell_doubts();
             }
             LinkEvent::Alive => {
                 tracing::info!(%worker, "the worker is heard again");
                 self.suspects.remove(&worker);
+                self.tell_doubts();
             }
             LinkEvent::Closed { reason } => {
                 self.hub.observer().record().link_ended(link_end(&reason));
