@@ -49,12 +49,24 @@ impl Sent {
 
 pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
 
-pub(crate) fn operation(observer: &Observer) -> Operation {
-    operation_that_tells(observer, Arc::default())
+pub(crate) fn limits() -> DriverLimits {
+    DriverLimits {
+        step_timeout: Duration::from_secs(9),
+        unavailable_timeout: Duration::from_secs(9),
+        max_queue_wait: None,
+    }
 }
 
-/// As [`operation`]; `load` is what others know of it.
-pub(crate) fn operation_that_tells(observer: &Observer, load: Arc<ReplicaLoad>) -> Operation {
+pub(crate) fn operation(observer: &Observer) -> Operation {
+    operation_of(observer, limits(), Arc::default())
+}
+
+/// One that waits for so long; `load` is what others know of it.
+pub(crate) fn operation_of(
+    observer: &Observer,
+    limits: DriverLimits,
+    load: Arc<ReplicaLoad>,
+) -> Operation {
     let config = SchedulerConfig {
         block_size: 16,
         max_model_len: 64,
@@ -65,10 +77,6 @@ pub(crate) fn operation_that_tells(observer: &Observer, load: Arc<ReplicaLoad>) 
         prefix_caching: true,
         hidden_size: 2,
         speculation: None,
-    };
-    let limits = DriverLimits {
-        step_timeout: Duration::from_secs(9),
-        unavailable_timeout: Duration::from_secs(9),
     };
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);

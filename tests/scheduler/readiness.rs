@@ -10,7 +10,7 @@ use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation};
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation_that_tells, request, result};
+use crate::agreement::{Sent, WORKERS, limits, operation_of, request, result};
 
 /// In milliseconds: the canary is answered at 1,100, a prompt begins at 1,200; steps may take 9 s.
 #[test]
@@ -18,7 +18,7 @@ fn a_replica_is_ready_while_a_step_takes_long_and_no_longer_than_steps_may() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let load = Arc::new(ReplicaLoad::default());
     let is_ready = |ms: u64| load.is_ready(Duration::from_millis(ms));
-    let mut operation = operation_that_tells(hub.observer(), load.clone());
+    let mut operation = operation_of(hub.observer(), limits(), load.clone());
     let mut sent = Sent::default();
     let at = Duration::from_millis;
 

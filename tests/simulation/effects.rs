@@ -8,7 +8,7 @@ use std::time::Duration;
 use coordinator::cluster::Effect;
 use coordinator::engine::{EngineError, EngineEvent};
 use coordinator::metrics::observe::ReplicaConfig;
-use coordinator::replica::driver::{ReplicaDriver, reject_reason};
+use coordinator::replica::driver::ReplicaDriver;
 use coordinator::replica::operation::{Operation, ReplicaLoad};
 use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
@@ -152,7 +152,7 @@ impl World {
         }
         let Some(replica) = self.coordinator.route(&request) else {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
-            self.coordinator.hub.observer().record().rejected(reject_reason(&error));
+            self.coordinator.hub.observer().record().rejected((&error).into());
             let _ = events.send(EngineEvent::Failed(error));
             drop(events);
             return self.hear_refused(index);

@@ -503,10 +503,15 @@ pub(crate) struct ServingArgs {
     /// Fail requests when no replica has been ready for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) unavailable_timeout: u64,
+    /// Fail requests with 503 that have waited for so many seconds and not begun; 0: they wait as long as
+    /// it takes
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86_400))]
+    pub(crate) max_queue_wait: u64,
     /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) drain_timeout: u64,
-    /// Serve /metrics on an address of its own too, for scrapers that may not reach the API
+    /// Serve /metrics, /live and /ready on an address of their own too, for scrapers that may not reach
+    /// the API, and for probes that find a place whatever clients do
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics_listen: Option<SocketAddr>,
     /// Also publish the names of other servers, comma separated: their dashboards and autoscaling

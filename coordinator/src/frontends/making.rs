@@ -71,13 +71,14 @@ impl Making {
     }
 }
 
-/// What is no fault of the request is answered so that clients try again.
+/// What is no fault of the request is answered as none.
 fn engine_error(error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
-        GrammarError::Busy | GrammarError::Broke => {
-            EngineError::Unavailable { message: error.to_string() }
+        GrammarError::Busy => {
+            EngineError::Overloaded { message: error.to_string(), retry_after_s: 1 }
         }
+        GrammarError::Broke => EngineError::Broke { message: error.to_string() },
     }
 }
 

@@ -1,17 +1,20 @@
 //! A running request as a sequence of text pieces: one prompt, its `n` choices.
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use serde::Serialize;
+use shared::metrics::labels::ExpiryReason;
 use shared::protocol::TokenLogprobs;
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::access::Tally;
 use super::error::ApiError;
 use super::params::Common;
 use super::state::AppState;
 use crate::engine::{EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck};
-use crate::replica::driver::reject_reason;
+use crate::metrics::FrontendStats;
 use crate::text::stream::{StopRules, TextStream};
 
 /// What one event gave one choice.
@@ -56,6 +59,9 @@ pub enum Next {
 #[derive(Debug)]
 pub struct RunningPrompt {
     generation: Generation,
+    /// When its client does not want it any more.
+    deadline: Option<Pin<Box<Sleep>>>,
+    stats: FrontendStats,
     /// What came with a token and was no end of its choice.
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
@@ -83,6 +89,10 @@ impl RunningPrompt {
         arrived: std::time::Duration,
         response_id: &Arc<str>,
     ) -> Result<Self, ApiError> {
+        if common.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            state.stats.expired(ExpiryReason::Deadline);
+            return Err(ApiError::expired());
+        }
         let id = state.next_request();
         let rules = Arc::new(StopRules {
             stops: common.stops.clone(),
@@ -127,12 +137,14 @@ impl RunningPrompt {
             response_id: response_id.clone(),
         };
         let generation = state.engine.submit(request).inspect_err(|error| {
-            state.stats.rejected(reject_reason(error));
+            state.stats.rejected(error.into());
         })?;
         let choices = vec![stream; common.n as usize];
         common.tally.prompt(prompt_tokens);
         Ok(Self {
             generation,
+            deadline: common.deadline.map(|deadline| Box::pin(sleep_until(deadline))),
+            stats: state.stats.clone(),
             next: None,
             choices,
             tally: common.tally.clone(),
@@ -153,6 +165,13 @@ impl RunningPrompt {
 
     /// As [`RunningPrompt::next`], for callers that wait for several at once.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Next, ApiError>>> {
+        if self.is_over(context) {
+            // Whatever waits of it: nothing more is computed.
+            self.generation.cancel();
+            self.next = None;
+            self.stats.expired(ExpiryReason::Deadline);
+            return Poll::Ready(Some(Err(ApiError::expired())));
+        }
         let event = match self.next.take() {
             Some(event) => Some(event),
             None => ready!(self.generation.poll_next(context)),
@@ -165,6 +184,12 @@ impl RunningPrompt {
             self.end_with(piece, context);
         }
         Poll::Ready(Some(next))
+    }
+
+    /// Whether its time is over before it is.
+    fn is_over(&mut self, context: &mut Context<'_>) -> bool {
+        let Some(deadline) = &mut self.deadline else { return false };
+        self.generation.is_running() && deadline.as_mut().poll(context).is_ready()
     }
 
     /// A choice's end is said with its last token, if it is there already: an event of its own would

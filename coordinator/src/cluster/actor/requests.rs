@@ -6,7 +6,7 @@ use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Submit};
-use crate::replica::driver::{Moved, reject_reason};
+use crate::replica::driver::Moved;
 
 /// A request or cancellation from the front end.
 #[derive(Debug, Message)]
@@ -72,7 +72,7 @@ impl ClusterActor {
                 } else {
                     EngineError::Unavailable { message: self.not_ready() }
                 };
-                self.hub.observer().record().rejected(reject_reason(&error));
+                self.hub.observer().record().rejected((&error).into());
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
