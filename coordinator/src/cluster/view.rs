@@ -24,11 +24,12 @@ pub struct ClusterView {
     pub frozen: Option<(String, u32)>,
 }
 
-/// Why nothing can be served, in one sentence.
+/// Why nothing can be served, in one sentence for clients: what went wrong where is for the log and
+/// `tutti status`, not for whoever asks.
 #[must_use]
 pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
-    if let Some(reason) = &view.unservable {
-        return reason.clone();
+    if view.unservable.is_some() {
+        return "the model cannot be served: the server's log says why".to_owned();
     }
     let Some(replica) = view.replicas.first() else {
         return format!(
@@ -37,7 +38,9 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
         );
     };
     match (replica.phase, &replica.last_failure) {
-        (ReplicaPhase::Waiting, Some(failure)) => format!("waiting for workers after: {failure}"),
+        (ReplicaPhase::Waiting, Some(_)) => {
+            "waiting for workers after a failure, which the server's log has".to_owned()
+        }
         (ReplicaPhase::Forming, _) => {
             format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
         }
