@@ -111,6 +111,6 @@ mod tests {
         let status = |error| ApiError::from(engine_error(error)).status_code().as_u16();
         assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
-        assert_eq!(status(GrammarError::Broke), 503);
+        assert_eq!(status(GrammarError::Broke), 500);
     }
 }
