@@ -130,6 +130,7 @@ fn step(on: bool, batch: u32, steps: u32) {
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(60),
         unavailable_timeout: Duration::from_secs(60),
+        max_queue_wait: None,
     };
     let mut now = Duration::ZERO;
     let mut driver = ReplicaDriver::new(now, ReplicaId(0), scheduler, observer, limits);

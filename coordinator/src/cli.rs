@@ -10,6 +10,7 @@ mod bench;
 mod children;
 mod claims;
 mod config_file;
+mod core_dumps;
 mod devices;
 mod doctor;
 mod elected;
@@ -88,6 +89,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         }
     };
     open_files::raise();
+    core_dumps::forbid();
     let result = match command {
         Command::Up(args) => up::run(&args),
         Command::Coordinator(args) => serve::run(&args),

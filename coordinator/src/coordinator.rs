@@ -19,7 +19,7 @@ use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{Desires, Role, View};
-use shared::protocol::Serving;
+use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
 
 use crate::checkpoint::Publication;
@@ -129,28 +129,12 @@ impl Coordinator {
         hub.observer().record().adapters(adapters);
         hub.observer().record().cache(options.dtype.name(), options.prefix_caching);
 
-        let host = HostThread::start("coordinator", options.nvml, hub.process().clone());
+        let host = HostThread::start("coordinator", options.nvml.clone(), hub.process().clone());
         if let Some(leadership) = &leadership {
             let view = leadership.view.clone();
             actix::spawn(membership::observe(hub.membership().clone(), view));
         }
-        let config = ClusterConfig {
-            tensor_parallel: options.tensor_parallel,
-            degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
-            reshard_after: RESHARD_AFTER,
-            max_replicas: options.max_replicas,
-            placement: options.placement,
-            model: options.model.to_string_lossy().into_owned(),
-            dtype: options.dtype,
-            quantization: options.quantization,
-            lora: options.lora.clone(),
-            engine,
-            collective_timeout: COLLECTIVE_TIMEOUT,
-            form_timeout: options.form_timeout,
-            worker_stats: options.metrics,
-            collective_key: options.collective_key,
-            run: options.run,
-        };
+        let config = cluster_config(&options, engine);
         let factory = replica_factory(scheduling, options.limits, clock.clone(), hub.clone());
         let (view_sender, view) = watch::channel(ClusterView::default());
         let actors = ActorRuntime::hub("coordinator", options.run, clock.clone());
@@ -175,15 +159,7 @@ impl Coordinator {
         let gate = Gate::default();
         let readiness =
             readiness(view.clone(), clock.clone(), gate.clone(), options.tensor_parallel);
-        let serving = Serving {
-            model: options.model.to_string_lossy().into_owned(),
-            served_model_name: options.served_model_name.clone(),
-            model_aliases: options.model_aliases.clone(),
-            adapters: options.lora.adapters.clone(),
-            max_model_len,
-            text_fingerprint: text.fingerprint,
-            priorities: options.priorities,
-        };
+        let serving = serving(&options, max_model_len, text.fingerprint);
         let frontends = Arc::new(Frontends::new(
             hub.clone(),
             clock.clone(),
@@ -200,19 +176,8 @@ impl Coordinator {
             frontends.clone(),
             options.secret.clone(),
         ));
-        let page_options = PageOptions {
-            model_name: options.served_model_name.clone(),
-            compat: options.metrics_compat,
-            clock_start,
-            frontend: false,
-        };
-        let page = MetricsPage::new(hub.clone(), clock.clone(), page_options);
-        let page = Arc::new(match &leadership {
-            Some(Leadership { view, publication, .. }) => {
-                page.of_leader(publication.clone(), view.clone(), Incarnation(options.run))
-            }
-            None => page,
-        });
+        let page = page(&options, &hub, &clock, clock_start, leadership.as_ref());
+        let readiness_alone = readiness.clone();
         let state = AppState::new(
             text,
             handle,
@@ -223,6 +188,7 @@ impl Coordinator {
             options.run,
         )
         .with_models(Models::of(&serving))
+        .of_cluster(options.secret.as_ref())
         .with_api(&options.api);
         let state = if options.metrics { state.with_metrics(page.clone()) } else { state };
         let state = state.with_gate(gate.clone());
@@ -240,7 +206,9 @@ impl Coordinator {
         let server = server::start(http.listener, state, options.http_threads).map_err(failed)?;
         let http = server.handle();
         actix::spawn(server);
-        let metrics = metrics.map(|bound| start_metrics(bound, page, tls.as_ref())).transpose()?;
+        let metrics = metrics
+            .map(|bound| start_metrics(bound, page, readiness_alone, tls.as_ref()))
+            .transpose()?;
         let (loggers, interval) =
             stats::loggers(&options.log_stats, &hub, clock.now(), clock_start)?;
         actix::spawn(stats::run(hub, clock.clone(), loggers, interval));
@@ -372,6 +340,61 @@ impl Coordinator {
     }
 }
 
+fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> ClusterConfig {
+    ClusterConfig {
+        tensor_parallel: options.tensor_parallel,
+        degrees: degrees(options.tensor_parallel, options.min_tensor_parallel),
+        reshard_after: RESHARD_AFTER,
+        max_replicas: options.max_replicas,
+        placement: options.placement.clone(),
+        model: options.model.to_string_lossy().into_owned(),
+        dtype: options.dtype,
+        quantization: options.quantization,
+        lora: options.lora.clone(),
+        engine,
+        collective_timeout: COLLECTIVE_TIMEOUT,
+        form_timeout: options.form_timeout,
+        worker_stats: options.metrics,
+        collective_key: options.collective_key.clone(),
+        run: options.run,
+    }
+}
+
+fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
+    Serving {
+        model: options.model.to_string_lossy().into_owned(),
+        served_model_name: options.served_model_name.clone(),
+        model_aliases: options.model_aliases.clone(),
+        adapters: options.lora.adapters.clone(),
+        max_model_len,
+        text_fingerprint,
+        priorities: options.priorities,
+    }
+}
+
+/// What `/metrics` shows.
+fn page(
+    options: &CoordinatorOptions,
+    hub: &Arc<Hub>,
+    clock: &Arc<dyn Clock>,
+    clock_start: Duration,
+    leadership: Option<&Leadership>,
+) -> Arc<MetricsPage> {
+    let page_options = PageOptions {
+        model_name: options.served_model_name.clone(),
+        compat: options.metrics_compat.clone(),
+        clock_start,
+        frontend: false,
+    };
+    let page = MetricsPage::new(hub.clone(), clock.clone(), page_options);
+    Arc::new(match leadership {
+        Some(Leadership { view, publication, .. }) => {
+            page.of_leader(publication.clone(), view.clone(), Incarnation(options.run))
+        }
+        None => page,
+    })
+}
+
 /// The cluster's actor, which goes on where the last leader ended, if there was one.
 fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     let Some(leadership) = leadership else { return cluster };
@@ -404,15 +427,16 @@ fn readiness(
     })
 }
 
-/// Serves `/metrics` on an address of its own.
+/// Serves `/metrics` and probes on an address of their own.
 fn start_metrics(
     bound: Bound,
     page: Arc<MetricsPage>,
+    readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, ServerHandle), StartError> {
     let Bound { listener, address } = bound;
     let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
-    let server = metrics_page::start(listener, page, tls).map_err(failed)?;
+    let server = metrics_page::start(listener, page, readiness, tls).map_err(failed)?;
     let handle = server.handle();
     actix::spawn(server);
     Ok((address, handle))

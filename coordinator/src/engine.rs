@@ -16,6 +16,7 @@ use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
 use crate::frontends::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
+use crate::scheduler::mix;
 
 /// Decides whether a sequence ends for a reason that only text can tell (a stop string).
 ///
@@ -23,6 +24,24 @@ use crate::frontends::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
 pub trait StopCheck: Send + fmt::Debug {
     /// Takes the next accepted token; returns true when it completes a stop string.
     fn push(&mut self, token: u32) -> bool;
+}
+
+/// Why a guide cannot go on, in one sentence.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GuideEnd {
+    /// What was asked for is at fault: following it takes more than is given to it.
+    Refused(String),
+    /// The server is, by a defect.
+    Broke(String),
+}
+
+impl From<GuideEnd> for EngineError {
+    fn from(end: GuideEnd) -> Self {
+        match end {
+            GuideEnd::Refused(message) => Self::Guide { message },
+            GuideEnd::Broke(message) => Self::Broke { message },
+        }
+    }
 }
 
 /// Decides which tokens a sequence may get, so that its text has the structure that was asked for.
@@ -33,8 +52,8 @@ pub trait TokenGuide: Send + fmt::Debug {
     /// Ready once it is known which tokens may come next. Asked only while the guide goes on.
     ///
     /// # Errors
-    /// One sentence when it cannot go on; it is not asked again then.
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>>;
+    /// When it cannot go on; it is not asked again then.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), GuideEnd>>;
 
     /// The tokens that may come next, at least one; none while that is not known.
     fn allowed(&self) -> Option<&TokenMask>;
@@ -45,8 +64,8 @@ pub trait TokenGuide: Send + fmt::Debug {
     /// Takes the next accepted token, which is an allowed one and no end token.
     ///
     /// # Errors
-    /// One sentence when it cannot go on; it is not asked again then.
-    fn accept(&mut self, token: u32) -> Result<Guided, String>;
+    /// When it cannot go on; it is not asked again then.
+    fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd>;
 }
 
 /// Whether a guided sequence goes on.
@@ -301,7 +320,7 @@ impl EngineHandle {
             mpsc::error::TrySendError::Full(_) => EngineError::QueueFull {
                 queued: COMMAND_QUEUE_MAX as u32,
                 max: COMMAND_QUEUE_MAX as u32,
-                retry_after_s: 1,
+                retry_after_s: soon(id),
             },
             mpsc::error::TrySendError::Closed(_) => EngineError::ShuttingDown,
         })?;
@@ -333,13 +352,34 @@ impl Generation {
     }
 }
 
-impl Drop for Generation {
-    fn drop(&mut self) {
-        if self.choices_left > 0 {
+impl Generation {
+    /// Whether more events will come.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        self.choices_left > 0
+    }
+
+    /// Ends it: no event comes any more.
+    pub fn cancel(&mut self) {
+        if std::mem::take(&mut self.choices_left) > 0 {
+            self.events.close();
             // A full channel is no loss: the engine also notices the closed event receiver.
             let _ = self.commands.try_send(EngineCommand::Cancel { id: self.id });
         }
     }
+}
+
+impl Drop for Generation {
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}
+
+/// When a request may come again, in seconds, that finds full what empties within moments: each its
+/// own time, so that those that were refused together do not come again together.
+#[must_use]
+pub fn soon(request: RequestId) -> u32 {
+    1 + (mix(request.0, &[0]) % 3) as u32
 }
 
 #[cfg(test)]

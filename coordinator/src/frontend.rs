@@ -148,7 +148,7 @@ impl Frontend {
         let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
-        let api = options.api.clone();
+        let (api, secret) = (options.api.clone(), options.secret.clone());
         let gate = Gate::default();
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
@@ -171,6 +171,7 @@ impl Frontend {
             run,
         )
         .with_models(Models::of(&serving))
+        .of_cluster(secret.as_ref())
         .with_api(&api)
         .with_gate(gate.clone())
         .with_metrics(page);

@@ -39,7 +39,7 @@ pub use self::events::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
 use self::link::Receiver;
 use self::slots::{Admitted, Before, Slots};
 use crate::cluster::actor::Refusal;
-use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest};
+use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, soon};
 use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;
@@ -264,12 +264,13 @@ impl Frontends {
 
     /// Passes a request to the engine.
     fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+        let retry_after_s = soon(request.id);
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
             && let EngineCommand::Submit { events, .. } = command
         {
             let max = crate::engine::COMMAND_QUEUE_MAX as u32;
-            self.refuse(&events, EngineError::QueueFull { queued: max, max, retry_after_s: 1 });
+            self.refuse(&events, EngineError::QueueFull { queued: max, max, retry_after_s });
         }
     }
 

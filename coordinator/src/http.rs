@@ -3,7 +3,9 @@
 //! - [`server`]: routes, connection limits, start and stop
 //! - [`state`]: what handlers share
 //! - [`fields`]: a request body's fields, read one by one
-//! - [`params`]: what completions and chat have in common, and every bound
+//! - [`limits`]: every bound of a request
+//! - [`params`]: what completions and chat have in common
+//! - [`terms`]: what holds of a request besides what its body says: its time, whose it is
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
@@ -22,6 +24,8 @@
 //! - [`options`]: what an operator may choose of it
 //! - [`pool`]: work on text, off the threads that serve connections
 //! - [`room`]: how much memory the bodies of requests may take together
+//! - `connections`: how many connections each address may have
+//! - `watch`: files that are read again when they change
 //! - `body`: what lives as long as an answer's body
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
 //! - [`error`]: every error a client can see, in one mapping
@@ -30,6 +34,7 @@ pub mod admin;
 mod body;
 pub mod chat;
 pub mod completions;
+mod connections;
 pub mod conversation;
 pub mod dialogue;
 pub mod embeddings;
@@ -39,6 +44,7 @@ pub mod fields;
 pub mod gate;
 pub mod generation;
 pub mod keys;
+pub mod limits;
 pub mod logprobs;
 pub mod message;
 pub mod metrics;
@@ -53,7 +59,9 @@ pub mod server;
 pub mod sse;
 pub mod state;
 pub mod structured;
+pub mod terms;
 pub mod tls;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;
+pub mod watch;

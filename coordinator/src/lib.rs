@@ -5,6 +5,7 @@
 //! - [`scheduler`]: PURE: one replica's queue, batch, blocks, preemption
 //! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
 //! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
+//! - `addresses`: how many connections each party has
 //! - [`links`]: connections of workers and front ends, accepted and shaken hands with
 //! - [`frontends`]: front ends of their own processes, as the coordinator sees them
 //! - [`frontend`]: such a process itself
@@ -18,6 +19,7 @@
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
 
+mod addresses;
 pub mod checkpoint;
 pub mod cluster;
 pub mod coordinator;

@@ -2,8 +2,7 @@
 //!
 //! Unauthenticated peers are kept cheap: few half-open connections, a deadline, small frames; and
 //! with a cluster secret, nothing is decoded before the peer has proved that it knows the secret.
-use std::collections::HashMap;
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,6 +20,7 @@ use shared::wire::frame::{Frame, FrameError, FrameKind};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
+use crate::addresses::Addresses;
 use crate::cluster::actor::{Admit, ClusterActor, Joined, NotJoined, Refusal};
 use crate::frontends::Frontends;
 
@@ -46,7 +46,7 @@ pub async fn accept(
     secret: Option<Secret>,
 ) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
-    let addresses = Arc::new(Mutex::new(Addresses::default()));
+    let addresses = Addresses::default();
     let complaints = Arc::new(Mutex::new(Complaints::default()));
     loop {
         // When all places are taken, new connections wait in the kernel's backlog instead of being
@@ -60,7 +60,7 @@ pub async fn accept(
                 continue;
             }
         };
-        let Some(place) = Addresses::enter(&addresses, peer.ip()) else {
+        let Some(place) = addresses.enter(peer.ip(), HALF_OPEN_PER_ADDRESS) else {
             frontends.hub().observer().record().handshake_refused(HandshakeRefusal::Crowded);
             complain(
                 &complaints,
@@ -79,52 +79,6 @@ pub async fn accept(
             }
             drop((permit, place));
         });
-    }
-}
-
-/// How many connections of each address are half open; no zeros.
-#[derive(Debug, Default)]
-struct Addresses(HashMap<IpAddr, usize>);
-
-impl Addresses {
-    fn enter(addresses: &Arc<Mutex<Self>>, address: IpAddr) -> Option<Place> {
-        let address = network(address);
-        let mut taken = addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        let count = taken.0.entry(address).or_default();
-        if *count >= HALF_OPEN_PER_ADDRESS {
-            return None;
-        }
-        *count += 1;
-        Some(Place { addresses: addresses.clone(), address })
-    }
-}
-
-/// What one party has for itself: of IPv6 a network of 2^64 addresses.
-fn network(address: IpAddr) -> IpAddr {
-    match address.to_canonical() {
-        IpAddr::V6(address) => {
-            let [a, b, c, d, ..] = address.segments();
-            Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0).into()
-        }
-        address => address,
-    }
-}
-
-/// A half-open connection's place among those of its address.
-struct Place {
-    addresses: Arc<Mutex<Addresses>>,
-    address: IpAddr,
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut taken = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(count) = taken.0.get_mut(&self.address) {
-            *count -= 1;
-            if *count == 0 {
-                taken.0.remove(&self.address);
-            }
-        }
     }
 }
 
@@ -349,28 +303,6 @@ mod tests {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
     use super::*;
-
-    #[test]
-    fn an_address_has_its_share_of_places_and_no_more() {
-        let addresses = Arc::new(Mutex::new(Addresses::default()));
-        let enter = |address: &str| Addresses::enter(&addresses, address.parse().unwrap());
-        let mut places: Vec<Place> = Vec::new();
-        for _ in 0..HALF_OPEN_PER_ADDRESS {
-            places.push(enter("10.0.0.1").unwrap());
-        }
-        assert!(enter("10.0.0.1").is_none() && enter("::ffff:10.0.0.1").is_none());
-        let other = enter("10.0.0.2").unwrap();
-        places.pop();
-        let again = enter("10.0.0.1").unwrap();
-        assert!(enter("10.0.0.1").is_none());
-        // A whole IPv6 network counts as one party.
-        let six: Vec<Place> = (0..HALF_OPEN_PER_ADDRESS)
-            .map(|host| enter(&format!("2001:db8:1:2::{host:x}")).unwrap())
-            .collect();
-        assert!(enter("2001:db8:1:2:ffff::").is_none() && enter("2001:db8:1:3::").is_some());
-        drop((places, other, again, six));
-        assert!(addresses.lock().unwrap().0.is_empty());
-    }
 
     #[test]
     fn strangers_are_complained_about_once_in_a_while() {

@@ -354,15 +354,17 @@ impl Scheduler {
 
     fn hand_over_slots(&mut self, slots: VecDeque<usize>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
+        // Where each request is among them: looking for it there takes minutes for a long queue.
+        let mut places: HashMap<RequestId, usize> = HashMap::new();
         for slot in slots {
             let Some(sequence) = self.sequences[slot].take() else { continue };
             self.free_slots.push(slot);
             let id = sequence.request;
-            // Those of one request mostly wait one behind the other.
-            match handed.iter_mut().rev().find(|held| held.id == id) {
+            match places.get(&id).and_then(|place| handed.get_mut(*place)) {
                 Some(held) => held.sequences.push(sequence),
                 None => {
                     let Some(owner) = self.forget_request(id) else { continue };
+                    places.insert(id, handed.len());
                     handed.push(HandedOver { id, owner, sequences: vec![sequence] });
                 }
             }

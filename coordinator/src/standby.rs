@@ -18,7 +18,7 @@ use tokio::task::JoinHandle;
 
 use crate::coordinator::{Bound, Prepared, StartError};
 use crate::http::error::ApiError;
-use crate::http::server::get_version;
+use crate::http::server::{get, get_version};
 use crate::http::tls::{self, Tls};
 use crate::metrics::exposition::Format;
 use crate::metrics::membership;
@@ -106,15 +106,13 @@ fn serve(
     let server = HttpServer::new(move || {
         App::new()
             .app_data(Data::new(view.clone()))
-            .route("/live", web::get().to(HttpResponse::Ok))
-            .route("/live", web::head().to(HttpResponse::Ok))
-            .route("/health", web::get().to(HttpResponse::Ok))
-            .route("/health", web::head().to(HttpResponse::Ok))
-            .route("/ping", web::get().to(HttpResponse::Ok))
+            .route("/live", get().to(HttpResponse::Ok))
+            .route("/health", get().to(HttpResponse::Ok))
+            .route("/ping", get().to(HttpResponse::Ok))
             .route("/ping", web::post().to(HttpResponse::Ok))
-            .route("/version", web::get().to(get_version))
-            .route("/ready", web::get().to(ready))
-            .route("/metrics", web::get().to(metrics))
+            .route("/version", get().to(get_version))
+            .route("/ready", get().to(ready))
+            .route("/metrics", get().to(metrics))
             .default_service(web::to(refuse))
     });
     let server = server

@@ -60,9 +60,12 @@ async fn a_scraper_gets_the_format_it_asks_for() {
         assert!(scrape.has("vllm:num_requests_waiting", &[("engine", "0")]));
         assert!(scrape.sum("process_resident_memory_bytes", &[]) > 1e6);
     }
-    // The listener for scrapers serves nothing else.
+    // The listener for scrapers serves nothing else but probes.
     let status = |path: &str| curl(&[], &format!("http://{listen}{path}")).0;
     assert!(status("/v1/models").contains("404"));
+    for probe in ["/live", "/health", "/ready"] {
+        assert!(status(probe).starts_with("http/1.1 200"), "{probe}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

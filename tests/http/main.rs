@@ -10,6 +10,7 @@
 //! - [`harmony`]: gpt-oss' format, in which replies are messages
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, operators' limits
+//! - [`overload`]: limits of keys and addresses, the time that requests are given
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`
@@ -23,6 +24,7 @@ mod embeddings;
 mod fields;
 mod harmony;
 mod options;
+mod overload;
 mod responses;
 mod rig;
 mod shapes;

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coordinator::http::options::ApiOptions;
+use coordinator::http::options::{ApiOptions, ConnectionBound};
 use coordinator::http::tls::{Tls, TlsFiles};
 use testkit::certificates::{Certificates, openssl};
 
@@ -44,8 +44,12 @@ impl Authority {
 }
 
 fn serve(files: TlsFiles) -> Rig {
+    serve_with(files, ApiOptions::default())
+}
+
+fn serve_with(files: TlsFiles, api: ApiOptions) -> Rig {
     let tls = Tls::start(files, Duration::from_millis(50)).unwrap();
-    Rig::with_api(&ApiOptions { tls: Some(tls), ..ApiOptions::default() })
+    Rig::with_api(&ApiOptions { tls: Some(tls), ..api })
 }
 
 /// Runs `curl ARGS https://SERVER PATH` with `authority`: its exit code, and what it printed.
@@ -106,6 +110,33 @@ fn completions_are_streamed_over_tls() {
     assert!(output.unwrap().success());
     let old = ["--tls-max", "1.1", "--ciphers", "DEFAULT@SECLEVEL=0"];
     assert_ne!(curl(&rig, &ca, "/health", &old).0, OK);
+}
+
+#[test]
+fn connections_of_an_address_are_counted_under_tls_too() {
+    let Some(authority) = Authority::new() else { return };
+    let connections = ConnectionBound::Of(1);
+    let api = ApiOptions { connections, ..ApiOptions::default() };
+    let rig = serve_with(authority.files(), api);
+    rig.script(|script| script.hang = true);
+    let ca = authority.made.authority();
+    let mut client = Command::new("curl")
+        .args(["--silent", "--no-buffer", "--noproxy", "*", "--cacert"])
+        .arg(&ca)
+        .args(POST)
+        .arg(format!("https://{}/v1/completions", rig.address))
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let began = Instant::now();
+    while rig.seen.lock().unwrap().requests.is_empty() {
+        assert!(began.elapsed() < PATIENCE, "the request arrives");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_ne!(curl(&rig, &ca, "/health", &[]).0, OK, "the second connection is closed");
+    client.kill().unwrap();
+    client.wait().unwrap();
+    until(&rig, &ca, &[], OK);
 }
 
 #[tokio::test]

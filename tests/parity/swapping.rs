@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use coordinator::engine::{GenerateRequest, Guided, TokenGuide};
+use coordinator::engine::{GenerateRequest, GuideEnd, Guided, TokenGuide};
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, Speculation};
 use kernels::collective::{Collective, local_group};
 use kernels::cpu::Precision;
@@ -109,7 +109,7 @@ impl Rule {
 }
 
 impl TokenGuide for Rule {
-    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         Poll::Ready(Ok(()))
     }
 
@@ -121,9 +121,9 @@ impl TokenGuide for Rule {
         100
     }
 
-    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+    fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.mask.allows(token) {
-            return Err(format!("token {token} is not one of those allowed"));
+            return Err(GuideEnd::Broke(format!("token {token} is not one of those allowed")));
         }
         self.tokens.push(token);
         self.mask = masks::of(self.rule, &self.tokens);

@@ -338,6 +338,8 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
         EngineEvent::Failed(EngineError::Guide { message: "m".to_owned() }),
         EngineEvent::Failed(EngineError::QueueFull { queued: 1, max: 2, retry_after_s: 3 }),
         EngineEvent::Failed(EngineError::Unavailable { message: "m".to_owned() }),
+        EngineEvent::Failed(EngineError::Overloaded { message: "m".to_owned(), retry_after_s: 9 }),
+        EngineEvent::Failed(EngineError::Broke { message: "m".to_owned() }),
     ];
     round_trip(&ToFrontend::Events(events.into_iter().map(|event| (id, event)).collect()));
     round_trip(&ToFrontend::Readiness { ready: true, message: "serving".to_owned() });

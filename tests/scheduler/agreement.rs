@@ -5,7 +5,7 @@ use std::time::Duration;
 use coordinator::engine::{EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::{Hub, Observer};
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
-use coordinator::replica::operation::{Operation, Outside};
+use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::{EpochEnd, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId, StepId, WorkerId};
 use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
@@ -49,7 +49,24 @@ impl Sent {
 
 pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
 
+pub(crate) fn limits() -> DriverLimits {
+    DriverLimits {
+        step_timeout: Duration::from_secs(9),
+        unavailable_timeout: Duration::from_secs(9),
+        max_queue_wait: None,
+    }
+}
+
 pub(crate) fn operation(observer: &Observer) -> Operation {
+    operation_of(observer, limits(), Arc::default())
+}
+
+/// One that waits for so long; `load` is what others know of it.
+pub(crate) fn operation_of(
+    observer: &Observer,
+    limits: DriverLimits,
+    load: Arc<ReplicaLoad>,
+) -> Operation {
     let config = SchedulerConfig {
         block_size: 16,
         max_model_len: 64,
@@ -61,14 +78,10 @@ pub(crate) fn operation(observer: &Observer) -> Operation {
         hidden_size: 2,
         speculation: None,
     };
-    let limits = DriverLimits {
-        step_timeout: Duration::from_secs(9),
-        unavailable_timeout: Duration::from_secs(9),
-    };
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);
     let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);
-    Operation::new(driver, Arc::default())
+    Operation::new(driver, load)
 }
 
 pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {

@@ -3,7 +3,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 
-use coordinator::engine::{EngineError, FinishReason, Guided, TokenGuide};
+use coordinator::engine::{EngineError, FinishReason, GuideEnd, Guided, TokenGuide};
 use coordinator::scheduler::SchedulerConfig;
 use shared::protocol::TokenMask;
 
@@ -75,19 +75,23 @@ impl TestGuide {
     }
 }
 
+fn told() -> GuideEnd {
+    GuideEnd::Refused("as it was told".to_owned())
+}
+
 fn allowed(state: u64) -> TokenMask {
     let bits = [state as u32 | 1 << (state % 32), (state >> 32) as u32];
     TokenMask::from_bits(VOCABULARY, &bits)
 }
 
 impl TokenGuide for TestGuide {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         if std::mem::take(&mut self.waits) {
             context.waker().wake_by_ref();
             return Poll::Pending;
         }
         match self.guidance.fails_behind {
-            Some(taken) if taken == self.taken => Poll::Ready(Err("as it was told".to_owned())),
+            Some(taken) if taken == self.taken => Poll::Ready(Err(told())),
             _ => Poll::Ready(Ok(())),
         }
     }
@@ -100,12 +104,12 @@ impl TokenGuide for TestGuide {
         self.guidance.mask_bytes
     }
 
-    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+    fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         assert!(self.allowed().unwrap().allows(token), "tokens_obey_masks: {token}");
         self.taken += 1;
         self.waits = self.guidance.slow;
         if self.guidance.fails_behind == Some(self.taken) && !self.guidance.slow {
-            return Err("as it was told".to_owned());
+            return Err(told());
         }
         self.state = (self.state ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.state = self.state.rotate_left(29);

@@ -4,15 +4,17 @@ use std::time::{Duration, Instant};
 
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
 use coordinator::metrics::Hub;
+use coordinator::replica::driver::DriverLimits;
+use coordinator::replica::operation::Operation;
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, RequestId};
-use shared::metrics::catalogue::REQUEST_SUCCESS;
-use shared::metrics::labels::FinishedReason;
+use shared::metrics::catalogue::{REQUEST_SUCCESS, REQUESTS_EXPIRED};
+use shared::metrics::labels::{FinishedReason, LabelValue as _};
 use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation, request, result};
+use crate::agreement::{self, Sent, WORKERS, operation, operation_of, request, result};
 
 const REQUESTS: u64 = 1024;
 const CHOICES: u32 = 128;
@@ -101,4 +103,111 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     assert!((TAKEN_WITHIN..TAKEN_WITHIN + ms(10_000)).contains(&cancelled), "{cancelled:?}");
     assert!(stopped_events.is_closed());
     assert!(!slow_events.is_closed() && sent.ends.is_empty(), "{:?}", sent.ends);
+}
+
+/// Looking for each among those handed over before takes minutes.
+#[test]
+fn a_long_queue_is_handed_over_in_a_moment() {
+    const WAITING: u64 = 60_000;
+    let config = SchedulerConfig {
+        hidden_size: 64,
+        block_size: 16,
+        max_model_len: 1024,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 64,
+        max_queued_requests: 1 << 16,
+        max_steps_in_flight: 2,
+        prefix_caching: false,
+        speculation: None,
+    };
+    let mut scheduler = Scheduler::new(config).unwrap();
+    for id in 0..WAITING {
+        let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
+        // Every tenth has two choices.
+        let sampling = (0..1 + u32::from(id % 10 == 0)).map(sampling).collect();
+        scheduler.submit(GenerateRequest { id: RequestId(id), sampling, ..request() }).unwrap();
+    }
+    let began = Instant::now();
+    let handed = scheduler.hand_over();
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(3), "{took:?}");
+    assert!(handed.iter().map(|it| it.id().0).eq(0..WAITING), "oldest first, each once");
+    let choices = handed.iter().map(|it| it.sequences().count() as u64).sum::<u64>();
+    assert_eq!(choices, WAITING + WAITING / 10);
+    assert_eq!(scheduler.gauges().in_flight, 0);
+}
+
+fn failure(events: &mut mpsc::Receiver<EngineEvent>) -> Option<EngineError> {
+    std::iter::from_fn(|| events.try_recv().ok()).find_map(|event| match event {
+        EngineEvent::Failed(error) => Some(error),
+        _ => None,
+    })
+}
+
+#[test]
+fn who_waits_too_long_for_a_first_step_is_told_and_who_runs_goes_on() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let wait = Some(Duration::from_secs(3));
+    let limits = DriverLimits { max_queue_wait: wait, ..agreement::limits() };
+    let mut operation = operation_of(hub.observer(), limits, Arc::default());
+    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    operation.ready(secs(1), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+    // Four run, the fifth waits.
+    let mut events: Vec<_> = (0..5)
+        .map(|id| {
+            let (sender, events) = mpsc::channel(64);
+            let request = GenerateRequest { id: RequestId(id), arrived: secs(1), ..request() };
+            let at = secs(2);
+            operation.submit(at, request, EventSender::Local(sender), &mut sent);
+            events
+        })
+        .collect();
+    for worker in WORKERS {
+        operation.step_done(secs(2), worker, result(&sent.plans[0], 0), &mut sent);
+    }
+    operation.tick(Duration::from_millis(3_900), &mut sent);
+    assert!(events.iter_mut().all(|events| failure(events).is_none()));
+    operation.tick(secs(4), &mut sent);
+    let told: Vec<_> = events.iter_mut().map(failure).collect();
+    let (ran, waited) = told.split_at(4);
+    assert!(ran.iter().all(Option::is_none), "{told:?}");
+    for error in waited {
+        let Some(EngineError::Overloaded { message, retry_after_s }) = error else {
+            panic!("{told:?}")
+        };
+        assert!(message.contains("over 3 s") && (1..=60).contains(retry_after_s), "{error:?}");
+    }
+    let merged = hub.merged();
+    assert_eq!(merged.counter(REQUESTS_EXPIRED, ["queue_wait"]), Some(1));
+    let failed = merged.counter(REQUEST_SUCCESS, [FinishedReason::Error.as_str()]);
+    assert_eq!(failed, Some(1));
+}
+
+#[test]
+fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let mut operation = operation(hub.observer());
+    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    let told = |operation: &mut Operation, sent: &mut Sent, at: u64, ids: std::ops::Range<u64>| {
+        ids.filter_map(|id| {
+            let (sender, mut events) = mpsc::channel(64);
+            let request = GenerateRequest { id: RequestId(id), ..request() };
+            operation.submit(secs(at), request, EventSender::Local(sender), sent);
+            match failure(&mut events) {
+                Some(EngineError::QueueFull { retry_after_s, .. }) => Some(retry_after_s),
+                _ => None,
+            }
+        })
+        .collect::<Vec<u32>>()
+    };
+    // Four may wait; nobody gets done with anything.
+    let full = told(&mut operation, &mut sent, 1, 0..40);
+    assert_eq!(full.len(), 36);
+    assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
+    let apart: std::collections::BTreeSet<_> = full.iter().collect();
+    assert!(apart.len() > 4, "they do not come again together: {full:?}");
+    // Those that waited leave, all in one second: so would four others.
+    (0..4).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
+    let full = told(&mut operation, &mut sent, 2, 40..80);
+    assert!(full.len() == 36 && full.iter().all(|wait| (1..=2).contains(wait)), "{full:?}");
 }

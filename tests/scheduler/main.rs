@@ -11,6 +11,7 @@
 //! - [`placement`]: what a large cluster costs
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
+//! - [`readiness`]: when a replica counts as ready
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
@@ -30,6 +31,7 @@ mod masks;
 mod placement;
 mod priorities;
 mod random;
+mod readiness;
 mod rig;
 mod scenarios;
 mod speculation;

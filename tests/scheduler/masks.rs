@@ -3,7 +3,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use coordinator::engine::{
-    EngineError, EngineEvent, EventSender, GenerateRequest, Guided, TokenGuide,
+    EngineError, EngineEvent, EventSender, GenerateRequest, GuideEnd, Guided, TokenGuide,
 };
 use coordinator::metrics::Hub;
 use shared::ids::{Epoch, Incarnation, RequestId};
@@ -21,7 +21,7 @@ struct Stuck {
 }
 
 impl TokenGuide for Stuck {
-    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         if self.behind < self.knows { Poll::Ready(Ok(())) } else { Poll::Pending }
     }
 
@@ -33,7 +33,7 @@ impl TokenGuide for Stuck {
         60
     }
 
-    fn accept(&mut self, _: u32) -> Result<Guided, String> {
+    fn accept(&mut self, _: u32) -> Result<Guided, GuideEnd> {
         self.behind += 1;
         Ok(Guided::GoesOn)
     }
@@ -65,7 +65,7 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
             }
             while let Ok(event) = stuck_events.try_recv() {
                 if let EngineEvent::Failed(error) = event {
-                    assert!(matches!(error, EngineError::Guide { .. }), "{error}");
+                    assert!(matches!(error, EngineError::Overloaded { .. }), "{error}");
                     ended = ended.or(Some(at));
                 }
             }
@@ -88,7 +88,7 @@ struct Slow {
 }
 
 impl TokenGuide for Slow {
-    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         self.asked += 1;
         if self.asked > 4 { Poll::Ready(Ok(())) } else { Poll::Pending }
     }
@@ -101,7 +101,7 @@ impl TokenGuide for Slow {
         60
     }
 
-    fn accept(&mut self, _: u32) -> Result<Guided, String> {
+    fn accept(&mut self, _: u32) -> Result<Guided, GuideEnd> {
         self.asked = 0;
         Ok(Guided::GoesOn)
     }

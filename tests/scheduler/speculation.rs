@@ -445,6 +445,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(9),
         unavailable_timeout: Duration::from_secs(9),
+        max_queue_wait: None,
     };
     let scheduler = Scheduler::new(config()).unwrap();
     let observer = hub.observer();

@@ -12,7 +12,6 @@ use shared::metrics::labels::FinishedReason;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc::{Receiver, channel, error::TryRecvError};
 
-use coordinator::replica::driver::reject_reason;
 use coordinator::scheduler::SUSPICION_MAX;
 
 use crate::coordinator::Life;
@@ -390,7 +389,7 @@ impl World {
                         EngineError::QueueFull { .. } | EngineError::Unavailable { .. }
                     );
                     open.state = State::Rejected;
-                    *tally.rejected.entry(reject_reason(&error)).or_default() += 1;
+                    *tally.rejected.entry((&error).into()).or_default() += 1;
                     return if allowed { Ok(false) } else { Err(format!("refused: {error}")) };
                 }
                 // Its client closed the channel: how it was refused cannot be heard.

@@ -2,7 +2,7 @@
 //! that a lost, repeated or swapped token, or a stale cache, changes the text.
 use std::task::{Context, Poll};
 
-use coordinator::engine::{FinishReason, Guided, TokenGuide};
+use coordinator::engine::{FinishReason, GuideEnd, Guided, TokenGuide};
 use shared::protocol::{Adapter, Lora, TokenMask};
 
 use crate::random::mix;
@@ -82,7 +82,7 @@ impl Guide {
 }
 
 impl TokenGuide for Guide {
-    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, _: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         match self.waits.checked_sub(1) {
             Some(left) => {
                 self.waits = left;
@@ -100,9 +100,9 @@ impl TokenGuide for Guide {
         64
     }
 
-    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+    fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.allowed.allows(token) {
-            return Err(format!("token {token} is not one of those allowed"));
+            return Err(GuideEnd::Broke(format!("token {token} is not one of those allowed")));
         }
         self.state = extend(self.state, token);
         self.allowed = Self::after(self.state);

@@ -196,6 +196,7 @@ impl Scenario {
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
             unavailable_timeout: Duration::from_secs(30),
+            max_queue_wait: None,
         };
         let fewest = random.range(17, 24);
         let mut scenario = Self {

@@ -2,7 +2,7 @@
 //! foreign crate.
 use std::collections::BTreeSet;
 
-use crate::rust_code::{crate_mentions, split};
+use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 const CRATES: [&str; 5] = ["coordinator", "worker", "shared", "kernels", "tests"];
@@ -106,6 +106,32 @@ fn bincode_is_hidden(files: &[File]) -> Vec<String> {
     findings
 }
 
+/// What lies below the seam between the HTTP front end and the engine.
+const BELOW_THE_SEAM: [&str; 3] = ["crate::cluster", "crate::replica", "crate::scheduler"];
+
+/// Sources of the HTTP front end that reach below the seam: front ends of their own processes have
+/// nothing there. The operator's side, which is the coordinator's alone, may.
+fn seam_is_kept(sources: &[File]) -> Vec<String> {
+    let mut findings = Vec::new();
+    let of_http = |file: &&File| {
+        file.in_module("coordinator/src/http") && !file.in_module("coordinator/src/http/admin")
+    };
+    for file in sources.iter().filter(of_http) {
+        let (paths, rest) = imports(&split(&file.text).code);
+        for module in BELOW_THE_SEAM {
+            let within = |path: &str| {
+                path.strip_prefix(module).is_some_and(|it| it.is_empty() || it.starts_with("::"))
+            };
+            let imported = paths.iter().filter(|(_, path)| within(path)).map(|(line, _)| *line);
+            let named = word_offsets(&rest, module).into_iter().map(|at| line_of(&rest, at));
+            findings.extend(imported.chain(named).map(|line| {
+                format!("{}:{line}: the front end knows {module} by crate::engine alone", file.path)
+            }));
+        }
+    }
+    findings
+}
+
 fn manifests() -> Vec<File> {
     CRATES.iter().map(|name| tree::read(&format!("{name}/Cargo.toml")).unwrap()).collect()
 }
@@ -114,6 +140,18 @@ fn manifests() -> Vec<File> {
 fn crates_depend_in_one_direction() {
     crate::assert_kept("manifest direction", &manifest_direction(&manifests()));
     crate::assert_kept("source direction", &source_direction(&tree::rust_files()));
+}
+
+#[test]
+fn the_http_front_end_reaches_no_deeper_than_the_engine_seam() {
+    crate::assert_kept("the engine seam", &seam_is_kept(&tree::rust_files()));
+    let rule = |path, text| seam_is_kept(&[File::sample(path, text)]).len();
+    let http = "coordinator/src/http/chat.rs";
+    assert_eq!(rule(http, "use crate::{engine::EngineError, replica::driver::Moved};"), 1);
+    assert_eq!(rule(http, "fn f() { crate::scheduler::mix(0, &[]); }"), 1);
+    assert_eq!(rule(http, "use crate::engine::EngineError; // not crate::cluster"), 0);
+    assert_eq!(rule("coordinator/src/http/admin.rs", "use crate::cluster::status::Node;"), 0);
+    assert_eq!(rule("coordinator/src/engine.rs", "use crate::scheduler::mix;"), 0);
 }
 
 #[test]

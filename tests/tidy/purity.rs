@@ -4,9 +4,10 @@ use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 /// Modules that are pure.
-const PURE: [&str; 5] = [
+const PURE: [&str; 6] = [
     "coordinator/src/scheduler",
     "coordinator/src/cluster",
+    "coordinator/src/replica/completions",
     "coordinator/src/replica/operation",
     "shared/src/wire/frame",
     "shared/src/metrics",

@@ -4,11 +4,12 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::Args;
-use coordinator::http::keys::{ApiKeys, in_file};
-use coordinator::http::options::{ApiOptions, MAX_LOGPROBS};
-use coordinator::http::tls::{LOOK_EVERY, Tls, TlsFiles};
-use coordinator::private_file;
+use coordinator::http::keys::{ApiKey, ApiKeyError, ApiKeys, KeyFile, KeyLimits};
+use coordinator::http::options::{ApiOptions, ConnectionBound, MAX_LOGPROBS};
+use coordinator::http::tls::{Tls, TlsFiles};
+use coordinator::http::watch::LOOK_EVERY;
 use coordinator::text::reply::{CallFormat, Reasoning};
+use zeroize::Zeroizing;
 
 use super::CliError;
 use super::options::parse_bytes;
@@ -23,11 +24,30 @@ const LOGPROBS_BOUND: i64 = 128;
 pub(crate) struct ApiArgs {
     /// Answer /v1, /tokenize and /detokenize only with `Authorization: Bearer KEY`, of any of these
     /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
-    #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(key.to_owned())))]
+    #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line, # begins a comment; only its owner may read it
+    /// The same with the keys of this file, one per line, # begins a comment; each with limits of its own
+    /// behind it if need be: KEY requests=N requests-per-minute=N. Only its owner may read it. Read again
+    /// when it changes
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
+    /// Most requests of one API key under way at a time; beyond it its clients get 429. The same at each
+    /// front end, which counts for itself; 0 for no bound
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub(crate) max_requests_per_key: u32,
+    /// Most requests that one API key may begin in a minute, so many at once after a rest, in the same
+    /// way; 0 for no bound
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
+    pub(crate) requests_per_minute_per_key: u32,
+    /// Share what is cached of prompts among API keys: who has one can then tell by the time of an answer
+    /// what others ask
+    #[arg(long)]
+    pub(crate) share_prefix_cache: bool,
+    /// Most connections of one address (of IPv6, one /64 network) at a time; 0 for no bound [default: 256
+    /// of each address of the internet, any number of private networks' and this host's own, which may be
+    /// proxies]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=20_000))]
+    pub(crate) max_connections_per_address: Option<u32>,
     /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
     /// and all front ends
     #[arg(long, value_name = "FILE")]
@@ -69,7 +89,7 @@ pub(crate) struct ApiArgs {
 
 /// A key, which is never shown.
 #[derive(Clone)]
-pub(crate) struct Key(String);
+pub(crate) struct Key(Zeroizing<String>);
 
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -128,6 +148,10 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         tls: tls(args)?,
         tool_calls: args.tool_call_parser,
         reasoning,
+        share_prefix_cache: args.share_prefix_cache,
+        connections: args
+            .max_connections_per_address
+            .map_or_else(ConnectionBound::default, ConnectionBound::Of),
     })
 }
 
@@ -189,30 +213,35 @@ pub(crate) fn tls_files(
 }
 
 fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
-    let mut keys: Vec<String> = args.api_key.iter().map(|key| key.0.clone()).collect();
-    if let Some(file) = &args.api_key_file {
-        let at = |problem: String| {
-            CliError::Usage(format!("--api-key-file {}: {problem}", file.display()))
-        };
-        private_file::check(file).map_err(at)?;
-        let text = std::fs::read_to_string(file).map_err(|error| at(error.to_string()))?;
-        let before = keys.len();
-        keys.extend(in_file(&text).map_err(at)?.into_iter().map(str::to_owned));
-        // Nobody means to open the API by an empty file.
-        if keys.len() == before {
-            return Err(at("there is no key in it".to_owned()));
-        }
+    let bound = |number: u32| (number > 0).then_some(number);
+    let limits = KeyLimits {
+        requests: bound(args.max_requests_per_key),
+        per_minute: bound(args.requests_per_minute_per_key),
+    };
+    let bad = |error: ApiKeyError| {
+        CliError::Usage(format!("--api-key, --api-key-file or {VARIABLE}: {error}"))
+    };
+    let given = args.api_key.iter().map(|key| ApiKey::new(&key.0, limits));
+    let mut given: Vec<ApiKey> = given.collect::<Result<_, _>>().map_err(bad)?;
+    if let Some(path) = args.api_key_file.clone() {
+        let at = format!("--api-key-file {}", path.display());
+        let started = KeyFile { path, others: given, limits }.start(LOOK_EVERY);
+        return started.map_err(|error| CliError::Usage(format!("{at}: {error}")));
     }
-    if keys.is_empty()
+    if given.is_empty()
         && let Some(key) = std::env::var_os(VARIABLE)
     {
         // One that cannot be read must not open the API.
         let key = key.into_string();
-        keys.push(key.map_err(|_| CliError::Usage(format!("{VARIABLE} is not UTF-8")))?);
+        let key = key.map_err(|_| CliError::Usage(format!("{VARIABLE} is not UTF-8")))?;
+        given.push(ApiKey::new(&Zeroizing::new(key), limits).map_err(bad)?);
     }
-    ApiKeys::new(keys.iter().map(String::as_str)).map_err(|error| {
-        CliError::Usage(format!("--api-key, --api-key-file or {VARIABLE}: {error}"))
-    })
+    if given.is_empty() && limits != KeyLimits::default() {
+        let message = "--max-requests-per-key and --requests-per-minute-per-key need API keys: give \
+                       --api-key-file";
+        return Err(CliError::Usage(message.to_owned()));
+    }
+    Ok(ApiKeys::of(given))
 }
 
 #[cfg(test)]
@@ -278,6 +307,11 @@ mod tests {
             });
             assert_ne!(refused, private);
         }
+        std::fs::write(&file, "hidden-a requests=2\nhidden-b hidden\n").unwrap();
+        let error = parse(&["--api-key-file", path]).unwrap_err();
+        assert!(error.contains("line 2") && !error.contains("hidden"), "{error}");
+        assert!(parse(&["--max-requests-per-key", "2"]).unwrap_err().contains("--api-key-file"));
+        assert!(parse(&["--max-requests-per-key", "2", "--api-key", "hidden"]).is_ok());
         assert!(parse(&["--api-key-file", "/no/such"]).unwrap_err().contains("/no/such"));
         let error = parse(&["--api-key", "hidden key"]).unwrap_err();
         assert!(error.contains("--api-key") && !error.contains("hidden"), "{error}");
@@ -301,6 +335,14 @@ mod tests {
         assert!(open(all, &[]) && open(IpAddr::V6(Ipv6Addr::UNSPECIFIED), &[]));
         assert!(!open(all, &["--api-key", "a"]) && !open(all, &["--tls-client-ca", "ca.pem"]));
         assert!(!open(LOOPBACK.ip(), &[]) && !open("::ffff:127.0.0.1".parse().unwrap(), &[]));
+    }
+
+    #[test]
+    fn connections_of_an_address_are_bounded_as_asked_for() {
+        let of = |words: &[&str]| parse(words).unwrap().connections;
+        assert_eq!(of(&[]), ConnectionBound::OfInternet);
+        assert_eq!(of(&["--max-connections-per-address", "0"]), ConnectionBound::Of(0));
+        assert_eq!(of(&["--max-connections-per-address", "40"]), ConnectionBound::Of(40));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use coordinator::private_file;
 use shared::wire::auth::Secret;
+use zeroize::Zeroizing;
 
 use super::CliError;
 use super::options::CommonArgs;
@@ -22,7 +23,7 @@ pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError>
     let Some(file) = file else {
         return std::env::var_os(VARIABLE)
             .map(|secret| {
-                Secret::new(secret.as_encoded_bytes())
+                Secret::new(&Zeroizing::new(secret.into_encoded_bytes()))
                     .map_err(|error| CliError::Usage(format!("{VARIABLE}: {error}")))
             })
             .transpose();
@@ -31,7 +32,7 @@ pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError>
         CliError::Usage(format!("--cluster-secret-file {}: {problem}", file.display()))
     };
     private_file::check(file).map_err(at)?;
-    let bytes = fs::read(file).map_err(|error| at(error.to_string()))?;
+    let bytes = fs::read(file).map(Zeroizing::new).map_err(|error| at(error.to_string()))?;
     Secret::new(&bytes).map(Some).map_err(|error| at(error.to_string()))
 }
 

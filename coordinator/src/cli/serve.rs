@@ -122,6 +122,8 @@ pub(crate) fn coordinator_options(
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),
             unavailable_timeout: Duration::from_secs(args.unavailable_timeout),
+            max_queue_wait: (args.max_queue_wait > 0)
+                .then(|| Duration::from_secs(args.max_queue_wait)),
         },
         form_timeout: Duration::from_secs(args.form_timeout),
         log_stats: LogStats {

@@ -317,6 +317,7 @@ impl ClusterActor {
             workers: ranks.clone(),
         });
         running.serving = Some((epoch, ranks));
+        running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // What waits at replicas that cannot go on can go on here.
         for running in self.replicas.values().filter(|running| running.serving.is_none()) {

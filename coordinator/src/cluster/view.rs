@@ -1,15 +1,11 @@
 //! What others may see of the cluster, without asking its actor: for `/ready` and for displays.
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use shared::ids::WorkerId;
 
 use super::{ReplicaPhase, ReplicaStatus};
 use crate::replica::actor::ReplicaLoad;
-
-/// A replica is ready only if all its ranks finished a step, real or canary, this recently.
-const FRESH: Duration = Duration::from_secs(5);
 
 /// The cluster at one moment.
 #[derive(Clone, Debug, Default)]
@@ -28,11 +24,12 @@ pub struct ClusterView {
     pub frozen: Option<(String, u32)>,
 }
 
-/// Why nothing can be served, in one sentence.
+/// Why nothing can be served, in one sentence for clients: what went wrong where is for the log and
+/// `tutti status`, not for whoever asks.
 #[must_use]
 pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
-    if let Some(reason) = &view.unservable {
-        return reason.clone();
+    if view.unservable.is_some() {
+        return "the model cannot be served: the server's log says why".to_owned();
     }
     let Some(replica) = view.replicas.first() else {
         return format!(
@@ -41,7 +38,9 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
         );
     };
     match (replica.phase, &replica.last_failure) {
-        (ReplicaPhase::Waiting, Some(failure)) => format!("waiting for workers after: {failure}"),
+        (ReplicaPhase::Waiting, Some(_)) => {
+            "waiting for workers after a failure, which the server's log has".to_owned()
+        }
         (ReplicaPhase::Forming, _) => {
             format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
         }
@@ -50,12 +49,9 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
 }
 
 impl ClusterView {
-    /// Whether all ranks of some replica finished a step, real or canary, lately.
+    /// Whether some replica can serve: its steps are answered.
     #[must_use]
     pub fn is_ready(&self, now: Duration) -> bool {
-        self.serving.iter().any(|load| {
-            let last = Duration::from_millis(load.last_step_ms.load(Ordering::Relaxed));
-            !last.is_zero() && now.saturating_sub(last) <= FRESH
-        })
+        self.serving.iter().any(|load| load.is_ready(now))
     }
 }

@@ -1,5 +1,6 @@
 //! Calls the loggers of stats as often as was asked for.
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,17 +25,42 @@ pub(super) fn loggers(
     }
     loggers.push(Box::new(LogLine::new(now, options.fields.clone())));
     if let Some(file) = &options.json {
-        let out: Box<dyn io::Write + Send> = if file.as_os_str() == "-" {
-            // Whoever reads it may stall.
-            let queue = LineQueue::start("stats", io::stdout());
-            Box::new(queue.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)
-        } else {
-            let open = std::fs::OpenOptions::new().create(true).append(true).open(file);
-            Box::new(open.map_err(|error| StartError::StatsFile { file: file.clone(), error })?)
-        };
-        loggers.push(Box::new(JsonLines::new(now, clock_start, out)));
+        let queue = queue(file);
+        let queue = queue.map_err(|error| StartError::StatsFile { file: file.clone(), error })?;
+        loggers.push(Box::new(JsonLines::new(now, clock_start, Box::new(queue))));
     }
     Ok((loggers, options.interval))
+}
+
+/// A way to a file, or to stdout, on which nobody waits: a disk, or whoever reads, may stall.
+fn queue(file: &Path) -> io::Result<LineQueue> {
+    if file.as_os_str() == "-" {
+        return LineQueue::start("stats", io::stdout());
+    }
+    let file = std::fs::OpenOptions::new().create(true).append(true).open(file)?;
+    LineQueue::start("stats", SaysOnce { out: file, failed: false })
+}
+
+/// Says in the log that something cannot be written, once: a full disk would otherwise fill that too.
+struct SaysOnce<W> {
+    out: W,
+    failed: bool,
+}
+
+impl<W: io::Write> io::Write for SaysOnce<W> {
+    fn write(&mut self, text: &[u8]) -> io::Result<usize> {
+        self.out.write(text).inspect_err(|error| {
+            let passes =
+                matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock);
+            if !passes && !std::mem::replace(&mut self.failed, true) {
+                tracing::error!(%error, "stats cannot be written as JSON");
+            }
+        })
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush()
+    }
 }
 
 /// Calls them for ever.

@@ -75,9 +75,10 @@ impl Making {
 fn engine_error(error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
-        GrammarError::Busy | GrammarError::Broke => {
-            EngineError::Unavailable { message: error.to_string() }
+        GrammarError::Busy => {
+            EngineError::Overloaded { message: error.to_string(), retry_after_s: 1 }
         }
+        GrammarError::Broke => EngineError::Broke { message: error.to_string() },
     }
 }
 
@@ -110,6 +111,6 @@ mod tests {
         let status = |error| ApiError::from(engine_error(error)).status_code().as_u16();
         assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
-        assert_eq!(status(GrammarError::Broke), 503);
+        assert_eq!(status(GrammarError::Broke), 500);
     }
 }

@@ -14,7 +14,7 @@ use shared::protocol::{GuideSpec, TokenMask, Whitespace};
 use super::bounds;
 use super::closed::closed;
 use super::masks::Masks;
-use crate::engine::{Guided, TokenGuide};
+use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::reply::grammar;
 
 /// The pattern of [`Whitespace::Usual`].
@@ -238,7 +238,7 @@ type Copied = Arc<Mutex<Option<Box<Matcher>>>>;
 enum Work {
     /// Who waits for it.
     UnderWay(Option<Waker>),
-    Done(Box<Matcher>, Result<TokenMask, String>),
+    Done(Box<Matcher>, Result<TokenMask, GuideEnd>),
     /// It was taken.
     Taken,
 }
@@ -278,8 +278,11 @@ impl Guide {
         let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
         masks.run(Box::new(move || {
             // Whoever waits has to hear of a panic as well: a whole batch waits with it.
-            let allowed = guarded(|| matcher.compute_mask().map_err(|it| short(&it.to_string())));
-            let done = Work::Done(matcher, allowed.and_then(|allowed| mask(vocab, &allowed)));
+            let allowed = guarded(|| {
+                let allowed = matcher.compute_mask().map_err(|it| short(&it.to_string()));
+                allowed.and_then(|allowed| mask(vocab, &allowed))
+            });
+            let done = Work::Done(matcher, allowed);
             let mut work = work.lock().unwrap_or_else(PoisonError::into_inner);
             let before = std::mem::replace(&mut *work, done);
             drop(work);
@@ -290,18 +293,27 @@ impl Guide {
     }
 }
 
-fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, String> {
+fn unknown() -> GuideEnd {
+    GuideEnd::Broke("what may come next is not known".to_owned())
+}
+
+fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, GuideEnd> {
     guarded(|| Ok(Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())))
 }
 
-/// What the library panics at is an error of this request alone.
-fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    let defect = |_| Err("what may come next could not be computed: a defect".to_owned());
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(defect)
+/// What the library panics at is an error of this request alone, and none that it made.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, GuideEnd> {
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(done) => done.map_err(GuideEnd::Refused),
+        Err(_) => {
+            let message = "what may come next could not be computed: a defect";
+            Err(GuideEnd::Broke(message.to_owned()))
+        }
+    }
 }
 
 impl TokenGuide for Guide {
-    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), String>> {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), GuideEnd>> {
         self.copy_ahead();
         self.compute();
         let Place::Computed(work) = &self.place else { return Poll::Ready(Ok(())) };
@@ -321,7 +333,7 @@ impl TokenGuide for Guide {
                 self.place = Place::Ended;
                 Poll::Ready(Err(error))
             }
-            Work::Taken => Poll::Ready(Err("what may come next is not known".to_owned())),
+            Work::Taken => Poll::Ready(Err(unknown())),
         }
     }
 
@@ -340,9 +352,10 @@ impl TokenGuide for Guide {
         }
     }
 
-    fn accept(&mut self, token: u32) -> Result<Guided, String> {
+    fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
-            return Err(format!("token {token} is not one of those allowed"));
+            let message = format!("token {token} is not one of those allowed");
+            return Err(GuideEnd::Broke(message));
         }
         let Way::Matched { matcher, is_json, .. } = &self.grammar.way else {
             return Ok(Guided::GoesOn);
@@ -354,9 +367,10 @@ impl TokenGuide for Guide {
                     .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
                 copy.map_or_else(|| copy_of(matcher), Ok)?
             }
-            _ => return Err("what may come next is not known".to_owned()),
+            _ => return Err(unknown()),
         };
-        if take(&mut matcher, token, *is_json)? == Guided::IsOver {
+        let taken = take(&mut matcher, token, *is_json).map_err(GuideEnd::Refused)?;
+        if taken == Guided::IsOver {
             return Ok(Guided::IsOver);
         }
         self.place = Place::Behind(matcher);
@@ -387,17 +401,16 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
 
 #[cfg(test)]
 mod tests {
-    use super::{guarded, short};
+    use super::{GuideEnd, guarded, short};
 
     #[test]
     fn a_panic_is_an_error_for_whoever_waits() {
         assert_eq!(guarded(|| Ok(7)), Ok(7));
-        assert_eq!(
-            guarded(|| Err::<u8, _>("it is not so".to_owned())).unwrap_err(),
-            "it is not so"
-        );
+        let refused = guarded(|| Err::<u8, _>("it is not so".to_owned()));
+        assert_eq!(refused, Err(GuideEnd::Refused("it is not so".to_owned())));
         let defect = guarded(|| -> Result<u8, String> { panic!("as a defect would") });
-        assert!(defect.unwrap_err().contains("could not be computed"));
+        let Err(GuideEnd::Broke(why)) = defect else { panic!("{defect:?}") };
+        assert!(why.contains("could not be computed"), "{why}");
     }
 
     #[test]

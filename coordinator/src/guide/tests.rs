@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use shared::protocol::{TokenMask, Whitespace};
 
 use super::*;
-use crate::engine::{Guided, TokenGuide};
+use crate::engine::{GuideEnd, Guided, TokenGuide};
 use crate::text::samples::{folder, numbered, sentencepiece_bpe, sentencepiece_that_keeps_spaces};
 
 mod harmony;
@@ -21,7 +21,7 @@ fn json_spec(schema: &Value) -> GuideSpec {
 }
 
 /// Waits for the mask of the next tokens.
-fn wait(guide: &mut Guide) -> Result<&TokenMask, String> {
+fn wait(guide: &mut Guide) -> Result<&TokenMask, GuideEnd> {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
         fn wake(self: Arc<Self>) {
@@ -213,7 +213,8 @@ fn tokens_alone_are_a_mask_that_stays() {
         assert_eq!(known(&mut guide), &TokenMask::Only(vec![9, 300]));
         assert_eq!(guide.accept(token), Ok(Guided::GoesOn));
     }
-    assert!(guide.accept(10).unwrap_err().contains("not one of those allowed"));
+    let Err(GuideEnd::Broke(why)) = guide.accept(10) else { panic!("ranks obey masks") };
+    assert!(why.contains("not one of those allowed"), "{why}");
 }
 
 #[test]
@@ -463,7 +464,8 @@ fn hostile_grammars_cost_what_is_bounded() {
             match went {
                 Ok(Guided::GoesOn) => {}
                 Ok(Guided::IsOver) => break,
-                Err(error) => {
+                Err(GuideEnd::Broke(error)) => panic!("{name}: {error}"),
+                Err(GuideEnd::Refused(error)) => {
                     assert!(error.len() < 2000 && !error.contains('\n'), "{error}");
                     break;
                 }

@@ -1,13 +1,22 @@
 //! Every error a client can see, in OpenAI's shape.
 use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use actix_web::http::StatusCode;
 use actix_web::http::header::{ALLOW, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use actix_web::{HttpResponse, ResponseError};
 use serde_json::{Value, json};
+use shared::ids::RequestId;
 use shared::metrics::labels::RejectReason;
 
-use crate::engine::EngineError;
+use crate::engine::{self, EngineError};
+
+/// When to come again, in seconds, where nothing tells: not all at the same time.
+fn soon() -> u32 {
+    static REFUSED: AtomicU64 = AtomicU64::new(0);
+    engine::soon(RequestId(REFUSED.fetch_add(1, Ordering::Relaxed)))
+}
 
 /// An error reply.
 #[derive(Clone, Debug)]
@@ -147,6 +156,24 @@ impl ApiError {
         )
     }
 
+    /// The owner of an API key has what it may have: 429, to be tried again after so long.
+    #[must_use]
+    pub fn key_limit(message: impl Into<String>, wait: Duration) -> Self {
+        let seconds = wait.as_secs_f64().ceil().max(1.0) as u32;
+        Self {
+            retry_after_s: Some(seconds),
+            code: Some("rate_limit_exceeded"),
+            ..Self::new(StatusCode::TOO_MANY_REQUESTS, message)
+        }
+    }
+
+    /// The time that the client gave its request is over: 504.
+    #[must_use]
+    pub fn expired() -> Self {
+        let message = "The time that X-Request-Timeout gives this request is over";
+        Self { code: Some("request_timeout"), ..Self::new(StatusCode::GATEWAY_TIMEOUT, message) }
+    }
+
     /// The server's own fault: 500.
     #[must_use]
     pub fn internal(message: impl Into<String>) -> Self {
@@ -156,7 +183,7 @@ impl ApiError {
     /// The server is at its bound: 503.
     #[must_use]
     pub fn overloaded(message: impl Into<String>) -> Self {
-        Self { retry_after_s: Some(1), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
+        Self { retry_after_s: Some(soon()), ..Self::new(StatusCode::SERVICE_UNAVAILABLE, message) }
             .counted_as(RejectReason::Overloaded)
     }
 
@@ -171,6 +198,15 @@ impl ApiError {
     #[must_use]
     pub fn counted_as(self, reason: RejectReason) -> Self {
         Self { reason: Some(reason), ..self }
+    }
+
+    /// Says to which request an error of the server belongs, for whoever looks for it in its log.
+    #[must_use]
+    pub fn of_request(self, id: &str) -> Self {
+        if !self.status.is_server_error() {
+            return self;
+        }
+        Self { message: format!("{} (request {id})", self.message), ..self }
     }
 
     /// The same of a request that says a field by another name; `names` are pairs of the name here
@@ -234,9 +270,12 @@ impl From<EngineError> for ApiError {
                 Self::overloaded(message)
             }
             EngineError::Guide { .. } => Self::new(StatusCode::BAD_REQUEST, message),
-            EngineError::Corrupted | EngineError::Quarantined { .. } => {
-                Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
+            EngineError::Overloaded { retry_after_s, .. } => {
+                Self { retry_after_s: Some(retry_after_s), ..Self::overloaded(message) }
             }
+            EngineError::Corrupted
+            | EngineError::Quarantined { .. }
+            | EngineError::Broke { .. } => Self::internal(message),
         };
         Self { reason: None, ..error }
     }

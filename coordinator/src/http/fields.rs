@@ -8,6 +8,7 @@ use super::access::Tally;
 use super::error::ApiError;
 use super::params::Limits;
 use super::room::Share;
+use super::terms::Terms;
 
 /// A body's fields.
 #[derive(Clone, Debug)]
@@ -19,6 +20,8 @@ pub struct Fields {
     bytes: usize,
     /// What counts the request's tokens.
     tally: Tally,
+    /// What holds of it besides.
+    terms: Terms,
     /// What they take of the room that bodies have.
     share: Share,
 }
@@ -46,6 +49,7 @@ impl Fields {
                 request_id: String::new(),
                 bytes: body.len(),
                 tally: Tally::default(),
+                terms: Terms::default(),
                 share: Share::default(),
             }),
             Ok(_) => Err(ApiError::body("The body must be a JSON object")),
@@ -80,15 +84,27 @@ impl Fields {
     /// The same request, said in other fields.
     #[must_use]
     pub fn said_as(&self, map: Map<String, Value>) -> Self {
-        let Self { map: _, request_id, bytes, tally, share } = self;
+        let Self { map: _, request_id, bytes, tally, terms, share } = self;
         let (request_id, tally, share) = (request_id.clone(), tally.clone(), share.clone());
-        Self { map, request_id, bytes: *bytes, tally, share }
+        Self { map, request_id, bytes: *bytes, tally, terms: terms.clone(), share }
     }
 
     /// What counts the request's tokens.
     #[must_use]
     pub fn tally(&self) -> &Tally {
         &self.tally
+    }
+
+    /// With what holds of the request besides.
+    #[must_use]
+    pub fn on_terms(self, terms: Terms) -> Self {
+        Self { terms, ..self }
+    }
+
+    /// What holds of the request besides what these say.
+    #[must_use]
+    pub fn terms(&self) -> &Terms {
+        &self.terms
     }
 
     /// The id of the response: the request's, behind a prefix that says what kind of object it is.

@@ -1,11 +1,13 @@
 //! A running request as a sequence of text pieces: one prompt, its `n` choices.
 use std::future::poll_fn;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use serde::Serialize;
-use shared::metrics::labels::RejectReason;
+use shared::metrics::labels::{ExpiryReason, RejectReason};
 use shared::protocol::TokenLogprobs;
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use super::access::Tally;
 use super::error::ApiError;
@@ -15,7 +17,6 @@ use crate::engine::{
     EngineError, EngineEvent, FinishReason, GenerateRequest, Generation, StopCheck,
 };
 use crate::metrics::FrontendStats;
-use crate::replica::driver::reject_reason;
 use crate::text::stream::{StopRules, TextStream};
 
 /// What one event gave one choice.
@@ -62,6 +63,9 @@ pub struct RunningPrompt {
     generation: Generation,
     /// Where it is counted that the queue was full.
     counts: Option<FrontendStats>,
+    /// When its client does not want it any more.
+    deadline: Option<Pin<Box<Sleep>>>,
+    stats: FrontendStats,
     /// What came with a token and was no end of its choice.
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
@@ -89,6 +93,10 @@ impl RunningPrompt {
         arrived: std::time::Duration,
         response_id: &Arc<str>,
     ) -> Result<Self, ApiError> {
+        if common.deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+            state.stats.expired(ExpiryReason::Deadline);
+            return Err(ApiError::expired());
+        }
         let id = state.next_request();
         let rules = Arc::new(StopRules {
             stops: common.stops.clone(),
@@ -136,13 +144,15 @@ impl RunningPrompt {
         let counts = common.sampling.pooling.is_none().then(|| state.stats.clone());
         let generation = state.engine.submit(request).inspect_err(|error| match error {
             EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
-            _ => state.stats.rejected(reject_reason(error)),
+            _ => state.stats.rejected(error.into()),
         })?;
         let choices = vec![stream; common.n as usize];
         common.tally.prompt(prompt_tokens);
         Ok(Self {
             generation,
             counts,
+            deadline: common.deadline.map(|deadline| Box::pin(sleep_until(deadline))),
+            stats: state.stats.clone(),
             next: None,
             choices,
             tally: common.tally.clone(),
@@ -163,6 +173,13 @@ impl RunningPrompt {
 
     /// As [`RunningPrompt::next`], for callers that wait for several at once.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Next, ApiError>>> {
+        if self.is_over(context) {
+            // Whatever waits of it: nothing more is computed.
+            self.generation.cancel();
+            self.next = None;
+            self.stats.expired(ExpiryReason::Deadline);
+            return Poll::Ready(Some(Err(ApiError::expired())));
+        }
         let event = match self.next.take() {
             Some(event) => Some(event),
             None => ready!(self.generation.poll_next(context)),
@@ -175,6 +192,12 @@ impl RunningPrompt {
             self.end_with(piece, context);
         }
         Poll::Ready(Some(next))
+    }
+
+    /// Whether its time is over before it is.
+    fn is_over(&mut self, context: &mut Context<'_>) -> bool {
+        let Some(deadline) = &mut self.deadline else { return false };
+        self.generation.is_running() && deadline.as_mut().poll(context).is_ready()
     }
 
     /// A choice's end is said with its last token, if it is there already: an event of its own would

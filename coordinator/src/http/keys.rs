@@ -1,6 +1,12 @@
-//! API keys: who may use `/v1`, where that is restricted.
+//! API keys: who may use `/v1`, where that is restricted, and how much of it at a time.
+//!
+//! - `file`: the file of keys, read again when it changes
+//! - `account`: what the owner of a key has under way, and may begin
+mod account;
+mod file;
+
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
@@ -8,19 +14,35 @@ use actix_web::http::Method;
 use actix_web::http::header::{AUTHORIZATION, HeaderMap};
 use actix_web::middleware::Next;
 use actix_web::web::Data;
-use actix_web::{Error, ResponseError as _};
+use actix_web::{Error, HttpMessage as _, HttpRequest, ResponseError as _};
 use sha2::{Digest as _, Sha256};
 use shared::metrics::labels::RejectReason;
 
+use self::account::Account;
+pub use self::account::{KeyLimits, Refusal, Turn};
+pub use self::file::{KeyFile, KeyFileError};
 use super::access;
 use super::error::ApiError;
 use super::state::AppState;
+use crate::metrics::FrontendStats;
 
 /// The keys that are let in; none lets everybody in. Only their hashes are kept, and nothing of
-/// them is ever shown.
+/// them is ever shown. Clones are the same.
 #[derive(Clone, Default)]
-pub struct ApiKeys {
-    hashes: Arc<[[u8; 32]]>,
+pub struct ApiKeys(Arc<Keys>);
+
+#[derive(Default)]
+struct Keys {
+    accounts: RwLock<Vec<Arc<Account>>>,
+    /// Where it is counted that the file is read again.
+    stats: OnceLock<FrontendStats>,
+}
+
+/// A key, and what its owner may take.
+#[derive(Clone, Copy)]
+pub struct ApiKey {
+    hash: [u8; 32],
+    limits: KeyLimits,
 }
 
 /// A key cannot be used.
@@ -34,83 +56,111 @@ pub enum ApiKeyError {
     Unprintable,
 }
 
-/// The keys of a file's text: one per line; `#` at a line's beginning or behind white space begins a
-/// comment.
-///
-/// # Errors
-/// Names the line, and does not show the key.
-pub fn in_file(text: &str) -> Result<Vec<&str>, String> {
-    let mut keys = Vec::new();
-    for (index, line) in text.lines().enumerate() {
-        let begins = |(at, _): &(usize, &str)| {
-            line[..*at].chars().next_back().is_none_or(char::is_whitespace)
-        };
-        let comment = line.match_indices('#').find(begins).map_or(line.len(), |(at, _)| at);
-        match line[..comment].trim() {
-            "" => {}
-            key => {
-                check(key).map_err(|error| format!("line {}: {error}", index + 1))?;
-                keys.push(key);
-            }
-        }
-    }
-    Ok(keys)
-}
-
-fn check(key: &str) -> Result<(), ApiKeyError> {
-    match key {
-        "" => Err(ApiKeyError::Empty),
-        key if key.bytes().all(|byte| byte.is_ascii_graphic()) => Ok(()),
-        _ => Err(ApiKeyError::Unprintable),
+impl fmt::Debug for ApiKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ApiKey").field("limits", &self.limits).finish_non_exhaustive()
     }
 }
 
 impl fmt::Debug for ApiKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ApiKeys").field("number", &self.hashes.len()).finish()
+        f.debug_struct("ApiKeys").field("number", &self.accounts().len()).finish()
+    }
+}
+
+impl ApiKey {
+    /// A key whose owner may take so much.
+    ///
+    /// # Errors
+    /// [`ApiKeyError`], which does not show the key.
+    pub fn new(key: &str, limits: KeyLimits) -> Result<Self, ApiKeyError> {
+        match key {
+            "" => Err(ApiKeyError::Empty),
+            key if !key.bytes().all(|byte| byte.is_ascii_graphic()) => {
+                Err(ApiKeyError::Unprintable)
+            }
+            key => Ok(Self { hash: Sha256::digest(key.as_bytes()).into(), limits }),
+        }
     }
 }
 
 impl ApiKeys {
-    /// Takes these keys.
+    /// Takes these keys, whose owners may take what they like.
     ///
     /// # Errors
     /// [`ApiKeyError`], which does not show the key.
     pub fn new<'a>(keys: impl IntoIterator<Item = &'a str>) -> Result<Self, ApiKeyError> {
-        let hash = |key: &str| check(key).map(|()| Sha256::digest(key.as_bytes()).into());
-        let hashes: Result<Vec<[u8; 32]>, _> = keys.into_iter().map(hash).collect();
-        Ok(Self { hashes: hashes?.into() })
+        let keys = keys.into_iter().map(|key| ApiKey::new(key, KeyLimits::default()));
+        keys.collect::<Result<Vec<_>, _>>().map(Self::of)
+    }
+
+    /// Takes these keys; of one that is given twice the last limits hold.
+    #[must_use]
+    pub fn of(keys: impl IntoIterator<Item = ApiKey>) -> Self {
+        let found = Self::default();
+        found.replace(keys);
+        found
+    }
+
+    /// Takes these keys instead. Who has requests under way and keeps the key has them still.
+    fn replace(&self, keys: impl IntoIterator<Item = ApiKey>) {
+        let before = self.accounts();
+        let mut accounts: Vec<Arc<Account>> = Vec::new();
+        for ApiKey { hash, limits } in keys {
+            let known = before.iter().find(|it| it.hash == hash);
+            let account = Account::like(hash, limits, known.map(AsRef::as_ref));
+            accounts.retain(|it| it.hash != hash);
+            accounts.push(Arc::new(account));
+        }
+        *self.0.accounts.write().unwrap_or_else(PoisonError::into_inner) = accounts;
+    }
+
+    fn accounts(&self) -> Vec<Arc<Account>> {
+        self.0.accounts.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Has it counted there that the file of keys is read again.
+    pub(super) fn count_in(&self, stats: &FrontendStats) {
+        let _ = self.0.stats.set(stats.clone());
     }
 
     /// Whether nobody is kept out.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.hashes.is_empty()
+        self.0.accounts.read().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Which of them this is, from 1; 0 for none. The time it takes tells nothing of the keys: hashes
-    /// are compared, whole, with all of them.
-    fn number(&self, key: &str) -> u64 {
+    /// Whose key this is, and its number, from 1 in the order given. The time it takes tells nothing of the keys: hashes are compared, whole,
+    /// with all of them.
+    fn owner(&self, key: &str) -> Option<(u64, Arc<Account>)> {
         let given: [u8; 32] = Sha256::digest(key.as_bytes()).into();
-        self.hashes.iter().zip(1..).fold(0, |found, (hash, number)| {
-            let differ = hash.iter().zip(&given).fold(0, |differ, (a, b)| differ | (a ^ b));
-            found.max(u64::from(std::hint::black_box(differ) == 0) * number)
-        })
+        let accounts = self.0.accounts.read().unwrap_or_else(PoisonError::into_inner);
+        let place = accounts.iter().enumerate().fold(usize::MAX, |found, (place, account)| {
+            let both = account.hash.iter().zip(&given);
+            let differ = both.fold(0, |differ, (a, b)| differ | (a ^ b));
+            if std::hint::black_box(differ) == 0 { place } else { found }
+        });
+        accounts.get(place).map(|account| (place as u64 + 1, account.clone()))
     }
 
-    /// The number of the key that lets a request with these headers in, from 1 in the order given; 0
-    /// where nobody is kept out, `None` for who is.
-    #[must_use]
-    pub fn admit(&self, headers: &HeaderMap) -> Option<u64> {
+    /// Whose a request with these headers is, where keys are asked for.
+    ///
+    /// # Errors
+    /// [`Unknown`] when it has no key that is known.
+    fn admit(&self, headers: &HeaderMap) -> Result<Option<(u64, Arc<Account>)>, Unknown> {
         if self.is_empty() {
-            return Some(0);
+            return Ok(None);
         }
         let header = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
         let (scheme, key) = header.and_then(|it| it.split_once(' ')).unwrap_or_default();
-        let number = self.number(key.trim());
-        (scheme.eq_ignore_ascii_case("bearer") && number > 0).then_some(number)
+        let key = scheme.eq_ignore_ascii_case("bearer").then_some(key.trim());
+        key.and_then(|key| self.owner(key)).map(Some).ok_or(Unknown)
     }
 }
+
+/// A request without a key that is known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Unknown;
 
 /// What everybody may ask: probes and `/metrics`, as at vLLM.
 const OPEN: [&str; 8] =
@@ -123,8 +173,8 @@ fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/")
 }
 
-/// Refuses requests without a key where one is needed. Browsers ask by OPTIONS, without one, whether
-/// they may.
+/// Refuses requests without a key where one is needed, and notes whose the others are. Browsers ask
+/// by OPTIONS, without one, whether they may.
 ///
 /// # Errors
 /// The handler's own.
@@ -133,19 +183,42 @@ pub async fn authenticate<B: MessageBody + 'static>(
     next: Next<B>,
 ) -> Result<ServiceResponse<EitherBody<B>>, Error> {
     let state = request.app_data::<Data<AppState>>();
-    let guarded = is_guarded(request.path()) && request.method() != Method::OPTIONS;
-    if let Some(state) = state.filter(|_| guarded)
-        && state
-            .keys
-            .admit(request.headers())
-            .inspect(|key| access::tally(request.request()).key(*key))
-            .is_none()
-    {
-        state.stats.rejected(RejectReason::Unauthorized);
-        let answer = ApiError::unknown_key().error_response();
-        return Ok(request.into_response(answer).map_into_right_body());
+    let asked = state.filter(|_| is_guarded(request.path()) && request.method() != Method::OPTIONS);
+    match asked.map(|state| (state, state.keys.admit(request.headers()))) {
+        Some((state, Err(Unknown))) => {
+            state.stats.rejected(RejectReason::Unauthorized);
+            let answer = ApiError::unknown_key().error_response();
+            return Ok(request.into_response(answer).map_into_right_body());
+        }
+        Some((_, Ok(Some((number, account))))) => {
+            access::tally(request.request()).key(number);
+            request.extensions_mut().insert(Owner(account));
+        }
+        Some((_, Ok(None))) | None => {}
     }
     Ok(next.call(request).await?.map_into_left_body())
+}
+
+/// Whose a request is, among its extensions.
+struct Owner(Arc<Account>);
+
+/// What tells the requests of one key from others': its hash.
+#[must_use]
+pub(super) fn owner(request: &HttpRequest) -> Option<[u8; 32]> {
+    request.extensions().get::<Owner>().map(|owner| owner.0.hash)
+}
+
+/// Lets the owner of a request's key begin one more, where there are keys.
+///
+/// # Errors
+/// 429 with the time to come again, which is counted.
+pub(super) fn enter(state: &AppState, request: &HttpRequest) -> Result<Option<Turn>, ApiError> {
+    let account = request.extensions().get::<Owner>().map(|owner| owner.0.clone());
+    let Some(account) = account else { return Ok(None) };
+    account.enter(state.clock.now()).map(Some).map_err(|refusal| {
+        state.stats.rejected(RejectReason::KeyLimit);
+        refusal.into()
+    })
 }
 
 #[cfg(test)]
@@ -154,26 +227,44 @@ mod tests {
 
     use super::*;
 
+    fn key(key: &str) -> ApiKey {
+        ApiKey::new(key, KeyLimits::default()).unwrap()
+    }
+
+    fn admit(keys: &ApiKeys, value: &str) -> bool {
+        let mut headers = HeaderMap::new();
+        headers.insert(AUTHORIZATION, HeaderValue::from_str(value).unwrap());
+        keys.admit(&headers).is_ok()
+    }
+
     #[test]
     fn only_whole_keys_are_let_in_and_no_key_is_shown() {
-        let keys = ApiKeys::new(["first-key", "second"]).unwrap();
-        let admit = |value: &str| {
-            let mut headers = HeaderMap::new();
-            headers.insert(AUTHORIZATION, HeaderValue::from_str(value).unwrap());
-            keys.admit(&headers)
-        };
-        assert_eq!((admit("Bearer first-key"), admit("bearer second")), (Some(1), Some(2)));
+        let keys = ApiKeys::of([key("first-key"), key("second")]);
+        assert!(admit(&keys, "Bearer first-key") && admit(&keys, "bearer second"));
+        assert_eq!(keys.owner("second").map(|(number, _)| number), Some(2));
         for wrong in ["Bearer first", "Bearer first-keys", "Bearer ", "first-key", "Basic second"] {
-            assert_eq!(admit(wrong), None, "{wrong}");
+            assert!(!admit(&keys, wrong), "{wrong}");
         }
-        assert_eq!(keys.admit(&HeaderMap::new()), None);
-        assert_eq!(ApiKeys::default().admit(&HeaderMap::new()), Some(0));
-        let file = "# all\n one \n\ntwo#x # Anna's\n\t# three\n";
-        assert_eq!(in_file(file), Ok(vec!["one", "two#x"]));
-        let error = in_file("one\ntwo words\n").unwrap_err();
-        assert!(error.starts_with("line 2: ") && !error.contains("words"), "{error}");
-        assert!(!format!("{keys:?}").contains("first"));
-        assert_eq!(ApiKeys::new([""]).unwrap_err(), ApiKeyError::Empty);
-        assert_eq!(ApiKeys::new(["a b"]).unwrap_err(), ApiKeyError::Unprintable);
+        assert!(keys.admit(&HeaderMap::new()).is_err());
+        assert!(ApiKeys::default().admit(&HeaderMap::new()).is_ok_and(|it| it.is_none()));
+        let shown = format!("{keys:?} {:?}", key("first-key"));
+        assert!(!shown.contains("first"), "{shown}");
+        let none = KeyLimits::default();
+        assert_eq!(ApiKey::new("", none).unwrap_err(), ApiKeyError::Empty);
+        assert_eq!(ApiKey::new("a b", none).unwrap_err(), ApiKeyError::Unprintable);
+    }
+
+    #[test]
+    fn keys_that_are_replaced_keep_what_their_owners_have_under_way() {
+        let limits = KeyLimits { requests: Some(1), per_minute: None };
+        let of = |name: &str| ApiKey::new(name, limits).unwrap();
+        let keys = ApiKeys::of([of("old"), of("kept")]);
+        let now = std::time::Duration::ZERO;
+        let turn = keys.owner("kept").unwrap().1.enter(now).unwrap();
+        keys.replace([of("kept"), of("new")]);
+        assert!(!admit(&keys, "Bearer old") && admit(&keys, "Bearer new"));
+        assert!(keys.owner("kept").unwrap().1.enter(now).is_err(), "one is under way");
+        drop(turn);
+        assert!(keys.owner("kept").unwrap().1.enter(now).is_ok());
     }
 }

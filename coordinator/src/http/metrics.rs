@@ -16,12 +16,16 @@ use shared::protocol::FrontendId;
 use tokio::sync::watch;
 
 use super::error::ApiError;
-use super::state::AppState;
+use super::server::{self, HEAD_DEADLINE, get};
+use super::state::{AppState, ReadinessCheck};
 use super::tls::{self, Tls};
 use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
 use crate::metrics::{FrontendStats, Hub, membership};
+
+/// Connections at a time where nothing else is served.
+const CONNECTIONS_MAX: usize = 1024;
 
 /// What a scrape is made of.
 #[derive(Debug)]
@@ -116,21 +120,33 @@ impl MetricsPage {
     }
 }
 
-/// Serves nothing but the page, on a listener of its own: for scrapers that may not reach the API.
+/// Serves the page and the probes, on a listener of its own: for scrapers that may not reach the
+/// API, and so that who asks whether this process lives finds a place whatever clients do.
 ///
 /// # Errors
 /// When the listener cannot be used.
 pub fn start(
     listener: TcpListener,
     page: Arc<MetricsPage>,
+    readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
     let server = HttpServer::new(move || {
-        let page = page.clone();
-        let scrape = web::get().to(move |request: HttpRequest| answer(page.clone(), request));
-        App::new().service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
+        let (page, readiness) = (page.clone(), readiness.clone());
+        let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
+        let probe = get().to(move || std::future::ready(server::ready(readiness())));
+        App::new()
+            .service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
+            .service(web::resource("/ready").route(probe))
+            .service(web::resource(["/live", "/health"]).route(get().to(HttpResponse::Ok)))
     });
-    let server = server.workers(1).shutdown_timeout(1).disable_signals();
+    let server = server
+        .workers(1)
+        .max_connections(CONNECTIONS_MAX)
+        .max_connection_rate(CONNECTIONS_MAX)
+        .client_request_timeout(HEAD_DEADLINE)
+        .shutdown_timeout(1)
+        .disable_signals();
     let server = server.tls_handshake_timeout(tls::HANDSHAKE_DEADLINE);
     Ok(match tls {
         Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,

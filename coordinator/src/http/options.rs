@@ -26,7 +26,25 @@ pub struct ApiOptions {
     pub reasoning: Option<Reasoning>,
     /// How HTTPS is served, where it is instead of HTTP.
     pub tls: Option<Tls>,
+    /// Whether what is cached of prompts is shared among API keys.
+    pub share_prefix_cache: bool,
+    /// How many connections one address may have.
+    pub connections: ConnectionBound,
 }
+
+/// How many connections one address may have at a time.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ConnectionBound {
+    /// [`CONNECTIONS_PER_ADDRESS`] of an address of the internet; of one of a private network, which
+    /// may be a proxy that stands for many clients, any number.
+    #[default]
+    OfInternet,
+    /// So many of each, private or not; 0 for any number.
+    Of(u32),
+}
+
+/// Connections of one address of the internet: what many people behind one router have open.
+pub const CONNECTIONS_PER_ADDRESS: u32 = 256;
 
 /// As at vLLM.
 pub const MAX_LOGPROBS: u32 = 20;
@@ -43,6 +61,8 @@ impl Default for ApiOptions {
             tool_calls: None,
             reasoning: None,
             tls: None,
+            share_prefix_cache: false,
+            connections: ConnectionBound::default(),
         }
     }
 }

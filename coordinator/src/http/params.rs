@@ -1,162 +1,23 @@
-//! Request bodies to validated requests: the bounds, and what completions and chat have in common.
+//! Request bodies to validated requests: what completions and chat have in common.
 //!
 //! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]); fields
 //! that nobody knows are ignored, as OpenAI's own servers and vLLM do.
-use std::hash::Hasher as _;
 use std::sync::Arc;
 
 use serde_json::Value;
 use shared::protocol::GuideSpec;
 use shared::sampling::SamplingParams;
+use tokio::time::Instant;
 
 use super::access::Tally;
 use super::error::ApiError;
 pub use super::fields::Fields;
+pub use super::limits::Limits;
 use super::models::Models;
-use super::options::{ApiOptions, MAX_LOGPROBS};
 use super::structured::{self, Asked};
 use crate::engine::TokenGuide;
 use crate::guide::Grammar;
 use crate::text::model::TextModel;
-
-/// Every bound of a request.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Bytes of a body.
-    pub body_bytes: usize,
-    /// Nesting of its JSON.
-    pub json_depth: usize,
-    /// Values of the request's JSON: what it is parsed to takes some 72 bytes for each.
-    pub json_values: usize,
-    /// Prompts of one completions request.
-    pub prompts: usize,
-    /// Inputs of one embeddings request.
-    pub inputs: usize,
-    /// Numbers in one embeddings answer.
-    pub embedding_numbers: usize,
-    /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
-    pub choices: usize,
-    /// Messages of one conversation, and documents beside it.
-    pub messages: usize,
-    /// Tools that a model is told of.
-    pub tools: usize,
-    /// Bytes of a request's id.
-    pub request_id_bytes: usize,
-    /// Choices of one prompt.
-    pub n: u32,
-    /// Stop strings.
-    pub stops: usize,
-    /// Bytes of one stop string.
-    pub stop_bytes: usize,
-    /// Stop token ids.
-    pub stop_token_ids: usize,
-    /// Entries of `logit_bias`.
-    pub logit_bias: usize,
-    /// Alternatives reported by completions.
-    pub logprobs: u32,
-    /// Alternatives reported by chat.
-    pub top_logprobs: u32,
-    /// Bytes of `user`.
-    pub user_bytes: usize,
-    /// Tokens of prompt and output.
-    pub max_model_len: u32,
-    /// Tokens of the prompts of all choices.
-    pub prompt_tokens: usize,
-    /// Bytes of prompts that are echoed, of all choices.
-    pub echoed_bytes: usize,
-    /// Log-probabilities of prompts that are echoed, alternatives included, of all choices.
-    pub prompt_alternatives: usize,
-    /// Whether requests may have a priority other than 0.
-    pub priorities: bool,
-    /// Replies are in harmony: its marks end them, too.
-    pub harmony: bool,
-}
-
-/// Bodies of so many bytes are taken whatever the model: many prompts of a short model, or a
-/// conversation whose messages carry much that the template leaves out. All of them together have a
-/// bound of their own, see [`super::room`].
-const BODY_BYTES_MIN: usize = 16 << 20;
-/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
-const BODY_BYTES_PER_TOKEN: usize = 16;
-
-impl Limits {
-    /// With what the operator chose.
-    #[must_use]
-    pub fn chosen(self, options: &ApiOptions) -> Self {
-        let body_bytes = options.max_body_bytes.and_then(|bytes| usize::try_from(bytes).ok());
-        Self {
-            body_bytes: body_bytes.unwrap_or(self.body_bytes),
-            logprobs: options.max_logprobs,
-            top_logprobs: options.max_logprobs,
-            ..self
-        }
-    }
-
-    /// Whether requests may have a priority other than 0.
-    #[must_use]
-    pub fn with_priorities(self, priorities: bool) -> Self {
-        Self { priorities, ..self }
-    }
-
-    /// The default bounds, for sequences of `max_model_len` tokens.
-    #[must_use]
-    pub fn new(max_model_len: u32) -> Self {
-        Self {
-            body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
-            // Schemas of tools nest deeper than anything else.
-            json_depth: 64,
-            // Token ids, and as many others.
-            json_values: (16 * max_model_len as usize).max(2 << 20),
-            prompts: 512,
-            // OpenAI's.
-            inputs: 2048,
-            // 2,048 vectors of 4,096: 32 MiB while they are made, 100 MB as JSON numbers.
-            embedding_numbers: 8 << 20,
-            choices: 512,
-            messages: 1024,
-            tools: 128,
-            // OpenMetrics allows an exemplar 128 characters, with its label's name.
-            request_id_bytes: 100,
-            n: 128,
-            stops: 16,
-            stop_bytes: 256,
-            stop_token_ids: 64,
-            logit_bias: 1024,
-            logprobs: MAX_LOGPROBS,
-            top_logprobs: MAX_LOGPROBS,
-            user_bytes: 256,
-            priorities: false,
-            harmony: false,
-            max_model_len,
-            prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
-            echoed_bytes: 64 << 20,
-            prompt_alternatives: 1 << 20,
-        }
-    }
-
-    /// Tokens that are kept for the output of a prompt that is cut to what fits, where the request
-    /// does not say how many it wants.
-    #[must_use]
-    pub fn reserved_output(&self) -> u32 {
-        (self.max_model_len / 4).clamp(1, 1024)
-    }
-
-    /// Checks what a request's prompts take, which every choice has a copy of: `tokens` of all
-    /// choices' prompts together.
-    ///
-    /// # Errors
-    /// Names `n`.
-    pub fn check_prompts(&self, tokens: usize) -> Result<(), ApiError> {
-        if tokens <= self.prompt_tokens {
-            return Ok(());
-        }
-        let max = self.prompt_tokens;
-        let message = format!(
-            "`n`: the prompts of all choices have {tokens} tokens together, the bound is {max}"
-        );
-        Err(ApiError::field("n", message))
-    }
-}
 
 /// What completions and chat have in common.
 #[derive(Clone, Debug)]
@@ -203,6 +64,8 @@ pub struct Common {
     pub goes_on: bool,
     /// What counts the request's tokens.
     pub tally: Tally,
+    /// When its time is over.
+    pub deadline: Option<Instant>,
 }
 
 /// What the output must be, ready to be followed.
@@ -332,6 +195,7 @@ impl Common {
             guide: None,
             goes_on: false,
             tally: fields.tally().clone(),
+            deadline: fields.terms().deadline,
         })
     }
 
@@ -491,17 +355,16 @@ fn stops(fields: &Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
 }
 
 /// vLLM's `cache_salt`: who gives one shares no cached prompt with those who give another, or none,
-/// and so cannot learn from the time of an answer what they ask. 0 is none.
+/// and so cannot learn from the time of an answer what they ask. So it is with those of another API
+/// key. 0 is neither.
 fn cache_salt(fields: &Fields, limits: &Limits) -> Result<u64, ApiError> {
     let name = "cache_salt";
-    let Some(value) = fields.get(name) else { return Ok(0) };
+    let Some(value) = fields.get(name) else { return Ok(fields.terms().salts.number(None)) };
     let salt = value.as_str().filter(|salt| (1..=limits.user_bytes).contains(&salt.len()));
     let salt = salt.ok_or_else(|| {
         Fields::wrong(name, value, &format!("a string of 1 to {} bytes", limits.user_bytes))
     })?;
-    let mut hasher = std::hash::DefaultHasher::new();
-    hasher.write(salt.as_bytes());
-    Ok(hasher.finish().max(1))
+    Ok(fields.terms().salts.number(Some(salt)))
 }
 
 fn token_ids(

@@ -13,6 +13,7 @@ use actix_web::{App, HttpRequest, HttpResponse, HttpServer, Route, guard, http};
 use futures_util::StreamExt as _;
 use serde_json::json;
 use shared::metrics::labels::{Method, RejectReason};
+use tokio::time::Instant;
 
 use super::body::{Companion, accompanied};
 use super::error::ApiError;
@@ -20,15 +21,16 @@ use super::gate::{self, Visit};
 use super::params::Fields;
 use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
+use super::terms::Terms;
 use super::{
-    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, tls,
-    tokenize,
+    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, terms,
+    tls, tokenize,
 };
 #[cfg(target_os = "linux")]
 use crate::engine::TAKEN_WITHIN;
 
 /// How long a request's head may take.
-const HEAD_DEADLINE: Duration = Duration::from_secs(5);
+pub(super) const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
@@ -65,6 +67,7 @@ const ROUTES: [(&str, &str); 16] = [
 /// When the listener cannot be used.
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let tls = state.tls.clone();
+    let (counted, stats) = (state.connections.clone(), state.stats.clone());
     let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
     // Connections inherit it from their listener.
     #[cfg(target_os = "linux")]
@@ -90,6 +93,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
         // Nor do handshakes that do not end keep others out: each is a connection, for so long.
         .max_connection_rate(connections)
         .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
+        .on_connect(move |stream, data| counted.take(stream, data, &stats))
         .client_request_timeout(HEAD_DEADLINE)
         .keep_alive(Duration::from_secs(75))
         // A client that closes its side is gone: its request is cancelled, streaming or not.
@@ -148,7 +152,7 @@ fn any<const N: usize>(methods: [http::Method; N]) -> Route {
 }
 
 /// Takes GET, and HEAD, by which gateways ask.
-fn get() -> Route {
+pub(crate) fn get() -> Route {
     any([http::Method::GET, http::Method::HEAD])
 }
 
@@ -212,11 +216,28 @@ async fn answer(
     respond: impl AsyncFnOnce(&AppState, Fields) -> Result<HttpResponse, ApiError>,
 ) -> Result<HttpResponse, ApiError> {
     let visit = enter(state)?;
-    let answer = match read(state, request, body).await {
-        Ok(fields) => respond(state, fields).await,
+    let turn = keys::enter(state, request)?;
+    let answer = match terms(state, request) {
+        Ok(terms) => match read(state, request, body).await {
+            Ok(fields) => respond(state, fields.on_terms(terms)).await,
+            Err(error) => Err(error),
+        },
         Err(error) => Err(error),
     };
-    answer.map(|it| visit.until_sent(it)).inspect_err(|error| count(state, error))
+    let answer = answer.map(|it| visit.until_sent(it)).map(|it| match turn {
+        Some(turn) => turn.until_sent(it),
+        None => it,
+    });
+    let answer = answer.inspect_err(|error| count(state, error));
+    answer.map_err(|error| error.of_request(&access::request_id(request)))
+}
+
+/// What holds of a request by its headers and its key.
+fn terms(state: &AppState, request: &HttpRequest) -> Result<Terms, ApiError> {
+    let timeout = terms::timeout(request.headers())?;
+    let owner = keys::owner(request).filter(|_| !state.share_prefix_cache);
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    Ok(Terms { deadline, salts: state.salts.of(owner) })
 }
 
 async fn post_tokenize(
@@ -317,6 +338,11 @@ async fn get_health() -> HttpResponse {
 
 async fn get_ready(state: Data<AppState>) -> HttpResponse {
     let readiness = if state.gate.is_closed() { Readiness::ending() } else { (state.readiness)() };
+    ready(readiness)
+}
+
+/// The answer of `/ready`.
+pub(super) fn ready(readiness: Readiness) -> HttpResponse {
     let body = json!({"ready": readiness.ready, "message": readiness.message});
     if readiness.ready {
         HttpResponse::Ok().json(body)

@@ -6,8 +6,10 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use shared::clock::Clock;
 use shared::ids::RequestId;
+use shared::wire::auth::Secret;
 
 use super::admin::Admin;
+use super::connections::Connections;
 use super::error::ApiError;
 use super::fields::Fields;
 use super::gate::Gate;
@@ -19,6 +21,7 @@ use super::params::{Common, Guidance, Limits, adapter};
 use super::pool::TextPool;
 use super::room::Room;
 use super::structured::Asked;
+use super::terms::Salts;
 use super::tls::Tls;
 use crate::engine::EngineHandle;
 use crate::guide::GrammarError;
@@ -89,6 +92,12 @@ pub struct AppState {
     pub reasoning: Reasoning,
     /// How HTTPS is served, where it is.
     pub tls: Option<Tls>,
+    /// Keeps what is cached of prompts apart.
+    pub salts: Salts,
+    /// Whether what is cached of prompts is shared among API keys.
+    pub share_prefix_cache: bool,
+    /// How many connections one address may have.
+    pub connections: Connections,
     /// How much the bodies of requests may take together.
     pub room: Room,
     /// Where work on text is done.
@@ -135,6 +144,9 @@ impl AppState {
             tool_calls: None,
             reasoning: Reasoning::default(),
             tls: None,
+            salts: Salts::default(),
+            share_prefix_cache: false,
+            connections: Connections::default(),
             texts: TextPool::default(),
         }
     }
@@ -146,6 +158,10 @@ impl AppState {
         let told = self.text.template.as_ref().and_then(ChatTemplate::calls);
         let (tool_calls, reasoning) = forms(options, told);
         limits.harmony = reasoning == Reasoning::Harmony;
+        options.keys.count_in(&self.stats);
+        if let Some(tls) = &options.tls {
+            tls.count_in(&self.stats);
+        }
         Self {
             room: Room::new(limits.body_bytes),
             limits: Arc::new(limits),
@@ -155,6 +171,8 @@ impl AppState {
             tool_calls,
             reasoning,
             tls: options.tls.clone(),
+            share_prefix_cache: options.share_prefix_cache,
+            connections: Connections::new(options.connections),
             ..self
         }
     }
@@ -183,6 +201,12 @@ impl AppState {
     #[must_use]
     pub fn with_admin(self, admin: Admin) -> Self {
         Self { admin: Some(admin), ..self }
+    }
+
+    /// Of a cluster with this secret, if it has one.
+    #[must_use]
+    pub fn of_cluster(self, secret: Option<&Secret>) -> Self {
+        Self { salts: Salts::new(secret), ..self }
     }
 
     /// With the cluster's metrics at `/metrics`.

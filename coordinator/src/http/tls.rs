@@ -6,16 +6,12 @@
 //! events gains nothing by it.
 //!
 //! - `files`: reading and checking
-//! - `watch`: when files are read again
 mod files;
-mod watch;
 
 use std::fmt;
-use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use rustls::client::danger::HandshakeSignatureValid;
@@ -29,12 +25,13 @@ use rustls::sign::CertifiedKey;
 use rustls::{DigitallySignedStruct, DistinguishedName, ServerConfig, SignatureScheme};
 
 pub use self::files::{TlsFileError, read_authorities, read_certificates, read_pair};
-use self::watch::{Stamp, Stamps, Watch};
+use shared::metrics::labels::SecretFile;
+
+use super::watch::{self, Watch};
+use crate::metrics::FrontendStats;
 
 /// How long a handshake may take.
 pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
-/// Between two looks at the files.
-pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// The files that a server's TLS is made of, all of them PEM.
 #[derive(Clone, Debug)]
@@ -52,6 +49,7 @@ pub struct TlsFiles {
 pub struct Tls {
     config: Arc<ServerConfig>,
     files: Arc<TlsFiles>,
+    current: Arc<Current>,
 }
 
 impl fmt::Debug for Tls {
@@ -81,7 +79,11 @@ struct Loaded {
 }
 
 /// What handshakes use now.
-struct Current(RwLock<Loaded>);
+struct Current {
+    loaded: RwLock<Loaded>,
+    /// Where it is counted that files are read again.
+    stats: OnceLock<FrontendStats>,
+}
 
 impl TlsFiles {
     /// Reads and checks the files, and keeps nothing.
@@ -99,9 +101,9 @@ impl TlsFiles {
         Ok(Loaded { key: Arc::new(key), clients })
     }
 
-    fn stamps(&self) -> Stamps {
+    fn paths(&self) -> Vec<PathBuf> {
         let files = [Some(&self.certificate), Some(&self.key), self.client_authority.as_ref()];
-        Stamps(files.into_iter().flatten().map(|file| stamp(file)).collect())
+        files.into_iter().flatten().cloned().collect()
     }
 }
 
@@ -112,8 +114,10 @@ impl Tls {
     /// [`TlsError`].
     pub fn start(files: TlsFiles, every: Duration) -> Result<Self, TlsError> {
         // Before they are read: what changes meanwhile is read again.
-        let watch = Watch::new(files.stamps());
-        let current = Arc::new(Current(RwLock::new(files.load()?)));
+        let paths = files.paths();
+        let watch = Watch::new(watch::stamps(&paths));
+        let (loaded, stats) = (RwLock::new(files.load()?), OnceLock::new());
+        let current = Arc::new(Current { loaded, stats });
         let builder = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()?;
         let builder = match files.client_authority {
@@ -130,9 +134,15 @@ impl Tls {
         let files = Arc::new(files);
         let (watched, seen) = (files.clone(), Arc::downgrade(&current));
         let thread = std::thread::Builder::new().name("tls-files".to_owned());
-        let thread = thread.spawn(move || keep_current(&watched, watch, every, &seen));
-        thread.map_err(TlsError::Thread)?;
-        Ok(Self { config: Arc::new(config), files })
+        let read = move |current: &Arc<Current>| current.read_again(&watched);
+        let work = move || watch::keep_current("files of TLS", &paths, watch, every, &seen, read);
+        thread.spawn(work).map_err(TlsError::Thread)?;
+        Ok(Self { config: Arc::new(config), files, current })
+    }
+
+    /// Has it counted there that files are read again.
+    pub(super) fn count_in(&self, stats: &FrontendStats) {
+        let _ = self.current.stats.set(stats.clone());
     }
 
     /// What a listener is given.
@@ -160,56 +170,22 @@ fn clients_of(file: &Path) -> Result<Arc<dyn ClientCertVerifier>, TlsFileError> 
     })
 }
 
-fn stamp(file: &Path) -> Option<Stamp> {
-    let metadata = fs::metadata(file).ok()?;
-    Some(Stamp {
-        device: metadata.dev(),
-        inode: metadata.ino(),
-        changed: (metadata.ctime(), metadata.ctime_nsec()),
-        bytes: metadata.size(),
-    })
-}
-
-/// Reads the files again when they have changed, until nobody uses what was read.
-fn keep_current(files: &TlsFiles, mut watch: Watch, every: Duration, current: &Weak<Current>) {
-    let mut said = String::new();
-    loop {
-        std::thread::sleep(every);
-        let Some(current) = current.upgrade() else { return };
-        if !watch.look(files.stamps()) {
-            continue;
-        }
-        let loaded = files.load();
-        watch.has_read(loaded.is_err());
-        match loaded {
-            Ok(loaded) => {
-                said.clear();
-                *current.0.write().unwrap_or_else(PoisonError::into_inner) = loaded;
-                tracing::info!(
-                    certificate = %files.certificate.display(),
-                    "files of TLS have changed and are in use from now on"
-                );
-            }
-            // Once, however often it is tried.
-            Err(error) if error.to_string() == said => {}
-            Err(error) => {
-                tracing::error!(
-                    %error,
-                    "files of TLS have changed and cannot be used: those read before stay in use"
-                );
-                said = error.to_string();
-            }
-        }
-    }
-}
-
 impl Current {
+    fn read_again(&self, files: &TlsFiles) -> Result<(), String> {
+        let loaded = files.load().map_err(|error| error.to_string());
+        if let Some(stats) = self.stats.get() {
+            stats.reloaded(SecretFile::Tls, loaded.is_ok());
+        }
+        *self.loaded.write().unwrap_or_else(PoisonError::into_inner) = loaded?;
+        Ok(())
+    }
+
     fn key(&self) -> Arc<CertifiedKey> {
-        self.0.read().unwrap_or_else(PoisonError::into_inner).key.clone()
+        self.loaded.read().unwrap_or_else(PoisonError::into_inner).key.clone()
     }
 
     fn clients(&self) -> Result<Arc<dyn ClientCertVerifier>, rustls::Error> {
-        let clients = self.0.read().unwrap_or_else(PoisonError::into_inner).clients.clone();
+        let clients = self.loaded.read().unwrap_or_else(PoisonError::into_inner).clients.clone();
         clients.ok_or_else(|| rustls::Error::General("no authority of clients".to_owned()))
     }
 }

@@ -7,7 +7,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use shared::metrics::labels::{LabelValue, Method, RejectReason};
+use shared::metrics::labels::{
+    ExpiryReason, LabelValue, Method, RejectReason, ReloadOutcome, SecretFile,
+};
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue};
 
@@ -31,11 +33,25 @@ struct Cells {
     /// Reports taken of it.
     reports: u64,
     rejected: PerValue<Counter>,
+    expired: PerValue<Counter>,
+    connections_refused: Counter,
+    reloads: BTreeMap<(SecretFile, ReloadOutcome), Counter>,
     in_flight: Level,
     /// The route is the pattern from our own route table, never the requested path, so that a
     /// client cannot make series.
     requests: BTreeMap<(&'static str, Method, u16), Counter>,
     durations: BTreeMap<(&'static str, Method), Histogram>,
+}
+
+fn reloads(stats: &mut LocalStats) -> BTreeMap<(SecretFile, ReloadOutcome), Counter> {
+    let all = SecretFile::ALL
+        .iter()
+        .flat_map(|file| ReloadOutcome::ALL.iter().map(|outcome| (*file, *outcome)));
+    all.map(|(file, outcome)| {
+        let labels = [file.as_str(), outcome.as_str()];
+        ((file, outcome), stats.counter(catalogue::FILE_RELOADS, labels))
+    })
+    .collect()
 }
 
 impl FrontendStats {
@@ -61,6 +77,11 @@ impl FrontendStats {
             rejected: PerValue::new::<RejectReason>(|reason| {
                 stats.counter(catalogue::REQUESTS_REJECTED, [reason])
             }),
+            expired: PerValue::new::<ExpiryReason>(|reason| {
+                stats.counter(catalogue::REQUESTS_EXPIRED, [reason])
+            }),
+            connections_refused: stats.counter(catalogue::HTTP_CONNECTIONS_REFUSED, []),
+            reloads: reloads(&mut stats),
             in_flight: Level::permanent(&mut stats, in_flight),
             requests,
             durations,
@@ -101,6 +122,27 @@ impl FrontendStats {
         let Cells { stats, rejected, .. } = &mut *self.cells();
         let counter = rejected.get(reason);
         stats.add(counter, 1);
+    }
+
+    /// An accepted request was given up because its time is over.
+    pub fn expired(&self, reason: ExpiryReason) {
+        let Cells { stats, expired, .. } = &mut *self.cells();
+        stats.add(expired.get(reason), 1);
+    }
+
+    /// A connection was closed at once: its address has its share of them.
+    pub fn connection_refused(&self) {
+        let Cells { stats, connections_refused, .. } = &mut *self.cells();
+        stats.add(*connections_refused, 1);
+    }
+
+    /// A file that has changed was read again; what it has can be used or not.
+    pub fn reloaded(&self, file: SecretFile, usable: bool) {
+        let outcome = if usable { ReloadOutcome::Ok } else { ReloadOutcome::Failed };
+        let Cells { stats, reloads, .. } = &mut *self.cells();
+        if let Some(counter) = reloads.get(&(file, outcome)) {
+            stats.add(*counter, 1);
+        }
     }
 
     /// Records with the cells, for what else the process measures.

@@ -20,8 +20,8 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::catalogue;
 use shared::metrics::labels::{
-    ActorState, FinishedReason, GuideKind, HandshakeRefusal, LabelValue, LinkEnd, NO_REPLICA,
-    PromptSource, RejectReason, WaitingReason,
+    ActorState, ExpiryReason, FinishedReason, GuideKind, HandshakeRefusal, LabelValue, LinkEnd,
+    NO_REPLICA, PromptSource, RejectReason, WaitingReason,
 };
 use shared::metrics::local::PerValue;
 use shared::metrics::{Counter, Exemplars, Gauge, Histogram, LocalStats, PartialSnapshot};
@@ -76,6 +76,7 @@ struct Fixed {
     accepted: Counter,
     guided: PerValue<Counter>,
     rejected: PerValue<Counter>,
+    expired: PerValue<Counter>,
     finished: PerValue<Counter>,
     replayed: Counter,
     in_flight: Level,
@@ -367,6 +368,9 @@ impl Fixed {
             }),
             rejected: PerValue::new::<RejectReason>(|reason| {
                 stats.counter(catalogue::REQUESTS_REJECTED, [reason])
+            }),
+            expired: PerValue::new::<ExpiryReason>(|reason| {
+                stats.counter(catalogue::REQUESTS_EXPIRED, [reason])
             }),
             finished: PerValue::new::<FinishedReason>(|reason| {
                 stats.counter(catalogue::REQUEST_SUCCESS, [reason])

@@ -12,6 +12,7 @@ use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
+use super::completions::Completions;
 use crate::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Gone, Reading, StopCheck,
 };
@@ -26,6 +27,8 @@ pub struct DriverLimits {
     pub step_timeout: Duration,
     /// Requests fail when no epoch has been under way for so long.
     pub unavailable_timeout: Duration,
+    /// Requests fail that have waited for their first step for so long, if there is a bound.
+    pub max_queue_wait: Option<Duration>,
 }
 
 /// A request this replica has accepted and not ended.
@@ -39,6 +42,8 @@ struct Live {
     by_length: bool,
     /// Since when no epoch has been under way where it is or was, unless one is.
     waits_since: Duration,
+    /// When it came to the server, as long as it has been in no step.
+    unscheduled_since: Option<Duration>,
 }
 
 /// A request that is moved from one replica to another, with everything that hangs off it.
@@ -89,6 +94,7 @@ pub struct ReplicaDriver {
     epoch: Option<Epoch>,
     /// Since when no epoch has been under way.
     unavailable_since: Duration,
+    completions: Completions,
 }
 
 impl ReplicaDriver {
@@ -115,6 +121,7 @@ impl ReplicaDriver {
             in_flight: VecDeque::new(),
             epoch: None,
             unavailable_since: now,
+            completions: Completions::default(),
         }
     }
 
@@ -133,6 +140,12 @@ impl ReplicaDriver {
     #[must_use]
     pub fn is_stepping(&self) -> bool {
         !self.in_flight.is_empty()
+    }
+
+    /// Until when the oldest step in flight may take.
+    #[must_use]
+    pub fn steps_until(&self) -> Option<Duration> {
+        self.in_flight.front().map(|since| since.saturating_add(self.limits.step_timeout))
     }
 
     /// The last step planned in this epoch.
@@ -168,15 +181,32 @@ impl ReplicaDriver {
                 self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
                 let waits_since = self.unavailable_since;
                 let reading = Reading::new(now);
-                let live = Live { events, reading, track, summary, by_length: false, waits_since };
+                let live = Live {
+                    events,
+                    reading,
+                    track,
+                    summary,
+                    by_length: false,
+                    waits_since,
+                    unscheduled_since: Some(arrived),
+                };
                 self.live.insert(id, live);
             }
-            Err(error) => {
+            Err(mut error) => {
+                if let EngineError::QueueFull { retry_after_s, .. } = &mut error {
+                    *retry_after_s = self.retry_after_s(now, id);
+                }
                 count_refusal(&self.observer, &error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }
         }
+    }
+
+    /// When a request that does not run may be tried again, in seconds.
+    fn retry_after_s(&self, now: Duration, id: RequestId) -> u32 {
+        let waiting = u64::from(self.scheduler.gauges().waiting);
+        self.completions.retry_after_s(now, waiting, id)
     }
 
     /// Frees everything a request holds. Unknown requests are ignored.
@@ -353,6 +383,7 @@ impl ReplicaDriver {
         self.find_gone(now);
         self.drop_gone(now);
         self.drop_late_masks(now);
+        self.drop_overdue(now);
         if self.epoch.is_some() {
             let waited = now.saturating_sub(*self.in_flight.front()?);
             return (waited >= self.limits.step_timeout).then_some(waited);
@@ -391,6 +422,7 @@ impl ReplicaDriver {
             match effect {
                 Effect::FirstScheduled { request } | Effect::Resumed { request } => {
                     if let Some(live) = self.live.get_mut(&request) {
+                        live.unscheduled_since = None;
                         recording.scheduled(&mut live.track, self.id, now);
                     }
                 }
@@ -440,6 +472,7 @@ impl ReplicaDriver {
                         send(live, request, event, &mut self.gone);
                     }
                     if last && let Some(live) = self.live.remove(&request) {
+                        self.completions.ended(now);
                         finished(&mut recording, live, now);
                     }
                 }
@@ -448,6 +481,7 @@ impl ReplicaDriver {
                         self.stop_checks.remove(&seq);
                     }
                     if let Some(live) = self.live.remove(&request) {
+                        self.completions.ended(now);
                         dropped(&mut recording, live, error);
                     }
                 }
@@ -517,21 +551,8 @@ fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>
 /// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and what
 /// counts is what clients are told in the end. Front ends count it.
 pub fn count_refusal(observer: &Observer, error: &EngineError) {
-    let reason = reject_reason(error);
+    let reason = RejectReason::from(error);
     if reason != RejectReason::QueueFull {
         observer.record().rejected(reason);
-    }
-}
-
-/// As which reason a refusal is counted.
-pub fn reject_reason(error: &EngineError) -> RejectReason {
-    match error {
-        EngineError::QueueFull { .. } => RejectReason::QueueFull,
-        EngineError::TooLarge { .. } => RejectReason::TooLarge,
-        EngineError::Unavailable { .. }
-        | EngineError::Corrupted
-        | EngineError::Quarantined { .. } => RejectReason::Unavailable,
-        EngineError::Guide { .. } => RejectReason::Invalid,
-        EngineError::ShuttingDown => RejectReason::ShuttingDown,
     }
 }

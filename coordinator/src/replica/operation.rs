@@ -3,7 +3,7 @@
 //! out through [`Outside`]; the shell is [`super::actor`].
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -26,8 +26,33 @@ const CANARY_INTERVAL: Duration = Duration::from_secs(1);
 pub struct ReplicaLoad {
     /// Requests accepted and not finished.
     pub in_flight: AtomicU32,
-    /// When all ranks last finished a step, in milliseconds of the process's clock; 0 is never.
+    /// When all ranks last finished a step of this epoch, in milliseconds of the process's clock; 0
+    /// is never.
     pub last_step_ms: AtomicU64,
+    /// Until when the oldest step in flight may take, in the same way; 0 while there is none.
+    pub steps_until_ms: AtomicU64,
+    /// Whether one of its ranks is silent.
+    pub doubtful: AtomicBool,
+}
+
+/// A replica is ready if all its ranks finished a step, real or canary, this recently.
+const FRESH: Duration = Duration::from_secs(5);
+
+impl ReplicaLoad {
+    /// Whether all ranks finished a step lately, or one after such a step takes long, as prompts on
+    /// slow processors do, and not longer than steps may, while every rank is heard of.
+    #[must_use]
+    pub fn is_ready(&self, now: Duration) -> bool {
+        let at = |ms: &AtomicU64| Duration::from_millis(ms.load(Ordering::Relaxed));
+        let last = at(&self.last_step_ms);
+        let steps = now < at(&self.steps_until_ms) && !self.doubtful.load(Ordering::Relaxed);
+        !last.is_zero() && (steps || now.saturating_sub(last) <= FRESH)
+    }
+}
+
+/// As others read it: 0 is left for what is not there.
+fn in_ms(at: Duration) -> u64 {
+    u64::try_from(at.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
 /// The way out of a replica.
@@ -140,6 +165,7 @@ impl Operation {
         self.driver.ready(now, epoch, num_blocks, host_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;
+        self.load.last_step_ms.store(0, Ordering::Relaxed);
         self.agreement.begin(self.ranks.len());
         self.stragglers.begin(self.ranks.len());
         self.over = false;
@@ -157,6 +183,7 @@ impl Operation {
         self.ranks.clear();
         self.held.clear();
         self.driver.lost(now, end);
+        self.load.steps_until_ms.store(0, Ordering::Relaxed);
         true
     }
 
@@ -215,8 +242,7 @@ impl Operation {
             self.note(now, index, &result, outside);
         }
         if self.ranks.iter().all(|rank| rank.done >= result.step) {
-            let now_ms = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
-            self.load.last_step_ms.store(now_ms.max(1), Ordering::Relaxed);
+            self.load.last_step_ms.store(in_ms(now), Ordering::Relaxed);
         }
         if index == 0 {
             self.held.push_back(result);
@@ -261,6 +287,8 @@ impl Operation {
         self.send_masks(now, outside);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
+        let until = self.driver.steps_until().map_or(0, in_ms);
+        self.load.steps_until_ms.store(until, Ordering::Relaxed);
     }
 
     fn send_plan(&mut self, now: Duration, outside: &mut impl Outside) {

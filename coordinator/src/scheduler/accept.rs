@@ -190,9 +190,7 @@ impl Scheduler {
         match seq.guide.as_mut().map(|guide| guide.accept(token)) {
             Some(Ok(Guided::IsOver)) => self.finish(slot, FinishReason::Complete, effects),
             _ if full => self.finish(slot, FinishReason::Length, effects),
-            Some(Err(message)) => {
-                self.end_request(request, Some(EngineError::Guide { message }), effects);
-            }
+            Some(Err(end)) => self.end_request(request, Some(end.into()), effects),
             Some(Ok(Guided::GoesOn)) | None => {}
         }
     }

@@ -11,7 +11,7 @@ use shared::ids::RequestId;
 use shared::protocol::StepMasks;
 
 use super::{Effect, Scheduler};
-use crate::engine::EngineError;
+use crate::engine::{EngineError, GuideEnd};
 
 impl Scheduler {
     /// Fills `masks` with those of the first step that waits for some, once they are all known, and
@@ -36,7 +36,7 @@ impl Scheduler {
             }
             // Nothing of those is awaited any more: once more for the others.
             let ends = over.drain(..);
-            let ends = ends.map(|(id, message)| (id, Some(EngineError::Guide { message })));
+            let ends = ends.map(|(id, end)| (id, Some(EngineError::from(end))));
             self.end_requests(ends.collect(), effects);
         };
         if !ready {
@@ -58,7 +58,7 @@ impl Scheduler {
 
     /// Asks the guides of a step's masked entries, if its masks are not sent; whether all know what
     /// may come next.
-    fn ask_guides(&mut self, step: usize, over: &mut Vec<(RequestId, String)>) -> bool {
+    fn ask_guides(&mut self, step: usize, over: &mut Vec<(RequestId, GuideEnd)>) -> bool {
         let Self { in_flight, sequences, waker, masks_awaited, .. } = self;
         let mut context = Context::from_waker(waker);
         let mut ready = true;
@@ -74,7 +74,7 @@ impl Scheduler {
             let awaited = seq.awaited_mask();
             match seq.guide.as_mut().map(|guide| guide.poll(&mut context)) {
                 Some(Poll::Ready(Ok(()))) | None => {}
-                Some(Poll::Ready(Err(message))) => over.push((seq.request, message)),
+                Some(Poll::Ready(Err(end))) => over.push((seq.request, end)),
                 Some(Poll::Pending) => {
                     masks_awaited.push(awaited);
                     ready = false;

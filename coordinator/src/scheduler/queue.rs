@@ -39,6 +39,7 @@ impl Load {
     /// # Errors
     /// [`EngineError::QueueFull`] with what there is most of.
     pub(super) fn check(&self, more: Self, max_requests: u32) -> Result<(), EngineError> {
+        // When to come again depends on the time, which whoever drives this knows.
         let full = |queued, max| Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
         if self.requests >= max_requests {
             return full(self.requests, max_requests);
@@ -88,7 +89,16 @@ impl Scheduler {
         error: &EngineError,
         effects: &mut Vec<Effect>,
     ) {
-        let ends = requests.into_iter().map(|id| (id, Some(error.clone())));
+        self.fail_each(requests.into_iter().map(|id| (id, error.clone())), effects);
+    }
+
+    /// As [`Scheduler::fail_all`], each with its own error.
+    pub fn fail_each(
+        &mut self,
+        ends: impl IntoIterator<Item = (RequestId, EngineError)>,
+        effects: &mut Vec<Effect>,
+    ) {
+        let ends = ends.into_iter().map(|(id, error)| (id, Some(error)));
         self.end_requests(ends.collect(), effects);
     }
 

@@ -8,12 +8,12 @@ use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
 use super::labels::{
-    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, FRONTEND,
-    FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
+    ADAPTER, ALGORITHM, ActorState, BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, ExpiryReason,
+    FRONTEND, FinishedReason, GPU, GuideKind, HOST, HandshakeRefusal, Label, LabelValue, LinkEnd,
     MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, MemberRole, MessageRefusal, Method, NAME,
     NODE, NUM_BLOCKS, NUM_HOST_BLOCKS, ObservationRefusal, POSITION, PROCESS, PromptSource, RANK,
-    REPLICA, ROUTE, RejectReason, ReportRefusal, STATUS, SwapDirection, TENSOR_PARALLEL, UUID,
-    VERSION, WORKER, WaitingReason,
+    REPLICA, ROUTE, RejectReason, ReloadOutcome, ReportRefusal, STATUS, SecretFile, SwapDirection,
+    TENSOR_PARALLEL, UUID, VERSION, WORKER, WaitingReason,
 };
 
 mod buckets;
@@ -120,6 +120,9 @@ catalogue! {
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
         "Requests not taken, by the reason that their clients are told; never counted as accepted.";
+    counter REQUESTS_EXPIRED: "tutti_requests_expired_total", Requests,
+        model [ExpiryReason::LABEL], Frontend,
+        "Requests given up because their time was over: the client's own bound, or the queue's.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included.";
@@ -403,6 +406,11 @@ catalogue! {
         "HTTP request received to the end of its answer, of a stream its last event.";
     gauge(Sum) HTTP_REQUESTS_IN_FLIGHT: "tutti_http_requests_in_flight", Requests, [], Frontend,
         "HTTP requests whose answers, streams included, have not ended.";
+    counter HTTP_CONNECTIONS_REFUSED: "tutti_http_connections_refused_total", Events, [], Frontend,
+        "HTTP connections that were closed at once, since their address had its share of them.";
+    counter FILE_RELOADS: "tutti_secret_file_reloads_total", Events,
+        [SecretFile::LABEL, ReloadOutcome::LABEL], Frontend,
+        "Files of API keys and of TLS that were read again because they changed, by outcome.";
 
     // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,

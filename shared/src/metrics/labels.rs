@@ -155,6 +155,8 @@ label_enum! {
         Invalid = "invalid",
         /// A front end is at one of its bounds: of texts that wait, of large bodies, of grammars.
         Overloaded = "overloaded",
+        /// Its API key has as many as it may have.
+        KeyLimit = "key_limit",
         /// The bounded queue is full.
         QueueFull = "queue_full",
         /// The server is shutting down.
@@ -165,6 +167,36 @@ label_enum! {
         Unauthorized = "unauthorized",
         /// No replica can serve.
         Unavailable = "unavailable",
+    }
+}
+
+label_enum! {
+    /// Why a request's time was over.
+    ExpiryReason, "reason" {
+        /// The client's own bound has passed.
+        Deadline = "deadline",
+        /// It has waited for its first step for too long.
+        QueueWait = "queue_wait",
+    }
+}
+
+label_enum! {
+    /// Files with secrets that are read again when they change.
+    SecretFile, "file" {
+        /// API keys.
+        ApiKeys = "api_keys",
+        /// The server's certificate and its key, and authorities of clients.
+        Tls = "tls",
+    }
+}
+
+label_enum! {
+    /// What became of a file that was read again.
+    ReloadOutcome, "outcome" {
+        /// It cannot be used: what was read before stays in use.
+        Failed = "failed",
+        /// It is in use.
+        Ok = "ok",
     }
 }
 

@@ -14,6 +14,7 @@ use super::lora::Adapter;
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
 use crate::ids::{Incarnation, RequestId};
+use crate::metrics::labels::RejectReason;
 use crate::sampling::SamplingParams;
 use crate::wire::frame::FrameKind;
 
@@ -253,6 +254,37 @@ pub enum EngineError {
     /// The coordinator is shutting down.
     #[error("the server is shutting down")]
     ShuttingDown,
+    /// The server is behind: the request was taken and waited for too long.
+    #[error("the server is overloaded: {message}")]
+    Overloaded {
+        /// For what.
+        message: String,
+        /// When to try again, in seconds.
+        retry_after_s: u32,
+    },
+    /// The server's own fault: a defect, which the request may have nothing to do with.
+    #[error("the server failed: {message}")]
+    Broke {
+        /// At what.
+        message: String,
+    },
+}
+
+/// As which reason a refusal is counted.
+impl From<&EngineError> for RejectReason {
+    fn from(error: &EngineError) -> Self {
+        match error {
+            EngineError::QueueFull { .. } => Self::QueueFull,
+            EngineError::TooLarge { .. } => Self::TooLarge,
+            EngineError::Unavailable { .. }
+            | EngineError::Corrupted
+            | EngineError::Quarantined { .. }
+            | EngineError::Broke { .. } => Self::Unavailable,
+            EngineError::Overloaded { .. } => Self::Overloaded,
+            EngineError::Guide { .. } => Self::Invalid,
+            EngineError::ShuttingDown => Self::ShuttingDown,
+        }
+    }
 }
 
 /// All messages from a front end to the coordinator after the handshake.

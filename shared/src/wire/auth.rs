@@ -14,6 +14,7 @@ use std::fmt;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
 use sha2::{Digest as _, Sha256};
+use zeroize::Zeroizing;
 
 use crate::protocol::PROTOCOL_VERSION;
 
@@ -32,9 +33,9 @@ pub const TAG_LEN: usize = 16;
 /// Fewest bytes of a secret.
 pub const SECRET_MIN: usize = 32;
 
-/// What all processes of a cluster know.
+/// What all processes of a cluster know. Its bytes are overwritten when it is dropped.
 #[derive(Clone)]
-pub struct Secret([u8; 32]);
+pub struct Secret(Zeroizing<[u8; 32]>);
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -80,13 +81,13 @@ impl Secret {
         if bytes.len() < SECRET_MIN {
             return Err(AuthError::ShortSecret(bytes.len()));
         }
-        Ok(Self(Sha256::digest(bytes).into()))
+        Ok(Self(Zeroizing::new(Sha256::digest(bytes).into())))
     }
 
     /// A secret that was drawn at random.
     #[must_use]
     pub fn of_random(bytes: [u8; 32]) -> Self {
-        Self(bytes)
+        Self(Zeroizing::new(bytes))
     }
 
     /// A number for a purpose, which tells nothing of the secret or of other purposes' numbers.
@@ -95,6 +96,29 @@ impl Secret {
         let mut mac = keyed(&self.0);
         mac.update(b"tutti number ");
         mac.update(purpose.as_bytes());
+        let whole: [u8; 32] = mac.finalize().into_bytes().into();
+        let mut bytes = [0; 8];
+        bytes.copy_from_slice(&whole[..8]);
+        u64::from_le_bytes(bytes)
+    }
+
+    /// Another secret, for a purpose: it tells nothing of this one or of other purposes' ones.
+    #[must_use]
+    pub fn derived(&self, purpose: &str) -> Self {
+        let mut mac = keyed(&self.0);
+        mac.update(b"tutti secret ");
+        mac.update(purpose.as_bytes());
+        Self(Zeroizing::new(mac.finalize().into_bytes().into()))
+    }
+
+    /// A number of these parts, in their order, that nobody finds other parts for without the secret.
+    #[must_use]
+    pub fn number_of(&self, parts: &[&[u8]]) -> u64 {
+        let mut mac = keyed(&self.0);
+        for part in parts {
+            mac.update(&(part.len() as u64).to_le_bytes());
+            mac.update(part);
+        }
         let whole: [u8; 32] = mac.finalize().into_bytes().into();
         let mut bytes = [0; 8];
         bytes.copy_from_slice(&whole[..8]);

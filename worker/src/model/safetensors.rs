@@ -351,6 +351,17 @@ impl WeightFiles {
             let message = "lies beyond the end of the file".to_owned();
             return Err(wrong(&file.path, name, message));
         };
+        // Of a file that was written into since: touching what is gone would end the process.
+        let (end, len) = ((file.data_start + end) as u64, file.map.len_now());
+        let len =
+            len.map_err(|error| wrong(&file.path, name, format!("cannot be read: {error}")))?;
+        if len < end {
+            let message = format!(
+                "ends at byte {end}, and the file has been cut to {len} since it was opened: replace \
+                 model folders, do not write into them"
+            );
+            return Err(wrong(&file.path, name, message));
+        }
         Ok(Found { file: &file.path, name, info, data })
     }
 }
@@ -394,7 +405,31 @@ impl WeightFile {
 
 #[cfg(test)]
 mod tests {
-    use super::name_alone;
+    use std::fs::OpenOptions;
+
+    use super::{Metadata, WeightFiles, name_alone};
+
+    #[test]
+    fn a_file_that_was_cut_since_it_was_opened_is_an_error_and_no_signal() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        // Two tensors, the second in pages of its own.
+        let header = r#"{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[8192],"data_offsets":[8,32776]}}"#;
+        let _: Metadata = serde_json::from_str(header).unwrap();
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        let data = bytes.len() as u64;
+        bytes.resize(bytes.len() + 32_776, 7);
+        std::fs::write(&path, &bytes).unwrap();
+        let files = WeightFiles::open(folder.path()).unwrap();
+        assert_eq!(files.find("b").map(|found| found.data.len()).ok(), Some(32_768));
+        OpenOptions::new().write(true).open(&path).unwrap().set_len(data + 8).unwrap();
+        assert_eq!(files.find("a").map(|found| found.data[7]).ok(), Some(7));
+        let error = files.find("b").map(|_| ()).unwrap_err().to_string();
+        for part in ["model.safetensors", &format!("byte {}", data + 32_776), "cut to"] {
+            assert!(error.contains(part), "{error}");
+        }
+    }
 
     #[test]
     fn names_are_those_of_a_model_alone() {

@@ -78,7 +78,11 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
             hidden_size: 2,
             speculation: None,
         })?;
-        let limits = DriverLimits { step_timeout: PATIENCE, unavailable_timeout: PATIENCE };
+        let limits = DriverLimits {
+            step_timeout: PATIENCE,
+            unavailable_timeout: PATIENCE,
+            max_queue_wait: None,
+        };
         let observer = of_replicas.observer().clone();
         let driver = ReplicaDriver::new(time.now(), id, scheduler, observer, limits);
         let (failed, orphans) = (cluster.clone().recipient(), cluster.clone().recipient());

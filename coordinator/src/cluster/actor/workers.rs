@@ -216,6 +216,14 @@ impl ClusterActor {
         }
     }
 
+    /// Lets whoever asks whether replicas are ready know of which a rank is silent.
+    pub(super) fn tell_doubts(&self) {
+        for running in self.replicas.values() {
+            let doubtful = running.is_doubtful(&self.suspects);
+            running.load.doubtful.store(doubtful, Ordering::Relaxed);
+        }
+    }
+
     pub(super) fn worker_gone(
         &mut self,
         ctx: &mut Context<Self>,
@@ -228,6 +236,7 @@ impl ClusterActor {
         }
         self.roster.left(worker);
         self.suspects.remove(&worker);
+        self.tell_doubts();
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -389,11 +398,13 @@ impl Handler<FromLink> for ClusterActor {
                     "the worker is silent"
                 );
                 self.suspects.insert(worker);
+                self.tell_doubts();
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, "the worker is heard again");
                 self.suspects.remove(&worker);
+                self.tell_doubts();
             }
             LinkEvent::Closed { reason } => {
                 self.hub.observer().record().link_ended(link_end(&reason));

@@ -10,6 +10,7 @@ use rustls::pki_types::pem::PemObject as _;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::ParsedCertificate;
 use rustls::sign::CertifiedKey;
+use zeroize::Zeroizing;
 
 use crate::private_file;
 
@@ -42,7 +43,7 @@ pub fn read_pair(
     let chain = read_certificates(certificate_option, certificate)?;
     let at = |problem: String| TlsFileError { option: key_option, file: key.to_owned(), problem };
     private_file::check(key).map_err(at)?;
-    let text = read(key).map_err(at)?;
+    let text = read(key).map(Zeroizing::new).map_err(at)?;
     // What is in the file is not repeated: it is secret.
     let parsed = PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
         let encrypted = text.windows(10).any(|word| word == b"ENCRYPTED ");

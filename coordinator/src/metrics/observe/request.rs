@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use shared::ids::ReplicaId;
 use shared::metrics::LocalStats;
-use shared::metrics::labels::{FinishedReason, GuideKind, RejectReason, WaitingReason};
+use shared::metrics::labels::{
+    ExpiryReason, FinishedReason, GuideKind, RejectReason, WaitingReason,
+};
 use shared::protocol::GuideSpec;
 
 use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
@@ -149,6 +151,12 @@ impl Recording<'_> {
         let Cells { stats, fixed, .. } = cells;
         let counter = fixed.rejected.get(reason);
         stats.add(counter, 1);
+    }
+
+    /// So many accepted requests are given up because their time is over.
+    pub fn expired(&mut self, reason: ExpiryReason, requests: u64) {
+        let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
+        stats.add(fixed.expired.get(reason), requests);
     }
 
     /// A replica was chosen; the request is in its queue.

@@ -2,6 +2,7 @@
 use std::time::Duration;
 
 use shared::ids::RequestId;
+use shared::metrics::labels::ExpiryReason;
 
 use super::ReplicaDriver;
 use crate::engine::EngineError;
@@ -50,8 +51,35 @@ impl ReplicaDriver {
             let message = format!("what may come next was not known within {seconds} s");
             tracing::warn!(replica = %self.id, requests = ids.len(), message);
             self.masks_late.retain(|mask, _| !ids.contains(&mask.request));
-            self.fail(now, ids, &EngineError::Guide { message });
+            // Another time it may be known in time.
+            let retry_after_s = ids.first().map_or(1, |id| self.retry_after_s(now, *id));
+            self.fail(now, ids, &EngineError::Overloaded { message, retry_after_s });
         }
+    }
+
+    /// Ends requests that have waited too long for their first step: their clients are better off
+    /// with another server, and who has waited so long may have left.
+    pub(super) fn drop_overdue(&mut self, now: Duration) {
+        let Some(max) = self.limits.max_queue_wait else { return };
+        let waited = |since: Duration| now.saturating_sub(since) >= max;
+        let overdue =
+            self.live.iter().filter(|(_, live)| live.unscheduled_since.is_some_and(waited));
+        let mut ids: Vec<RequestId> = overdue.map(|(id, _)| *id).collect();
+        if ids.is_empty() {
+            return;
+        }
+        ids.sort_unstable();
+        tracing::debug!(replica = %self.id, requests = ids.len(), "waited too long");
+        self.observer.record().expired(ExpiryReason::QueueWait, ids.len() as u64);
+        let message = format!("the request has waited for over {} s", max.as_secs_f64());
+        // Each its own time to come again.
+        let overloaded = |id| {
+            let (message, retry_after_s) = (message.clone(), self.retry_after_s(now, id));
+            (id, EngineError::Overloaded { message, retry_after_s })
+        };
+        let ends: Vec<(RequestId, EngineError)> = ids.into_iter().map(overloaded).collect();
+        self.scheduler.fail_each(ends, &mut self.effects);
+        self.deliver(now);
     }
 
     /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest at the

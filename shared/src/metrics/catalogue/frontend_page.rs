@@ -3,15 +3,19 @@
 //! The coordinator publishes the totals of all front ends; the part of one has another name, so that
 //! a server which scrapes both adds up nothing twice.
 use super::{
-    HTTP_REQUEST_DURATION, HTTP_REQUESTS, HTTP_REQUESTS_IN_FLIGHT, REQUESTS_REJECTED, SeriesId,
+    FILE_RELOADS, HTTP_CONNECTIONS_REFUSED, HTTP_REQUEST_DURATION, HTTP_REQUESTS,
+    HTTP_REQUESTS_IN_FLIGHT, REQUESTS_EXPIRED, REQUESTS_REJECTED, SeriesId,
 };
 
 /// Names at a front end, and the series at the coordinator that they are a part of.
-pub const FRONTEND_PAGE: [(&str, SeriesId); 4] = [
+pub const FRONTEND_PAGE: [(&str, SeriesId); 7] = [
     ("tutti_frontend_http_requests_total", HTTP_REQUESTS.series()),
     ("tutti_frontend_http_request_duration_seconds", HTTP_REQUEST_DURATION.series()),
     ("tutti_frontend_http_requests_in_flight", HTTP_REQUESTS_IN_FLIGHT.series()),
+    ("tutti_frontend_http_connections_refused_total", HTTP_CONNECTIONS_REFUSED.series()),
     ("tutti_frontend_requests_rejected_total", REQUESTS_REJECTED.series()),
+    ("tutti_frontend_requests_expired_total", REQUESTS_EXPIRED.series()),
+    ("tutti_frontend_secret_file_reloads_total", FILE_RELOADS.series()),
 ];
 
 #[cfg(test)]

@@ -1,5 +1,13 @@
-//! PURE: when files that have changed are read again. They change one after the other, so only
-//! what looks the same twice is taken for complete.
+//! Files that are read again when they change. They change one after the other, so only what looks
+//! the same twice is taken for complete ([`Watch`], pure).
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+/// Between two looks at the files.
+pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// What tells one state of all files from another.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -50,6 +58,57 @@ impl Watch {
     /// What became of the last reading; one that failed is tried again at every look.
     pub(super) fn has_read(&mut self, failed: bool) {
         self.failed = failed;
+    }
+}
+
+/// How these files look now.
+pub(super) fn stamps(files: &[PathBuf]) -> Stamps {
+    Stamps(files.iter().map(|file| stamp(file)).collect())
+}
+
+fn stamp(file: &Path) -> Option<Stamp> {
+    let metadata = fs::metadata(file).ok()?;
+    Some(Stamp {
+        device: metadata.dev(),
+        inode: metadata.ino(),
+        changed: (metadata.ctime(), metadata.ctime_nsec()),
+        bytes: metadata.size(),
+    })
+}
+
+/// Has `read` read the files again when they have changed, until nobody uses what was read of them.
+/// What cannot be used is said once, however often it is tried.
+pub(super) fn keep_current<T>(
+    what: &str,
+    files: &[PathBuf],
+    mut watch: Watch,
+    every: Duration,
+    current: &Weak<T>,
+    read: impl Fn(&Arc<T>) -> Result<(), String>,
+) {
+    let mut said = String::new();
+    loop {
+        std::thread::sleep(every);
+        let Some(current) = current.upgrade() else { return };
+        if !watch.look(stamps(files)) {
+            continue;
+        }
+        let outcome = read(&current);
+        watch.has_read(outcome.is_err());
+        match outcome {
+            Ok(()) => {
+                said.clear();
+                tracing::info!("{what} have changed and are in use from now on");
+            }
+            Err(error) if error == said => {}
+            Err(error) => {
+                tracing::error!(
+                    %error,
+                    "{what} have changed and cannot be used: those read before stay in use"
+                );
+                said = error;
+            }
+        }
     }
 }
 

@@ -1,0 +1,140 @@
+//! Options of the commands that ask: a running coordinator, this machine, a file.
+use std::path::PathBuf;
+
+use clap::Args;
+use coordinator::http::admin::LOCAL_WORKERS_MAX;
+use shared::protocol::{Dtype, Quantization};
+
+use super::super::asking::TrustArgs;
+use super::compute::{ComputeArgs, CudaArgs};
+use super::serving::{parse_dtype, parse_quantization};
+
+/// Options of the commands that talk to a running coordinator.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct OperatorArgs {
+    /// The coordinator's HTTP address: http:// (may be left out) or https://
+    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
+    pub(crate) server: String,
+    #[command(flatten)]
+    pub(crate) trust: TrustArgs,
+    /// File with the cluster's secret, where it has one
+    #[arg(long, value_name = "FILE")]
+    pub(crate) cluster_secret_file: Option<PathBuf>,
+}
+
+/// Options of `tutti status`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Processes that ended, and why
+    #[arg(long, conflicts_with = "json")]
+    pub(crate) dead: bool,
+}
+
+/// Options of `tutti logs`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct LogsArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// The worker's node name, as `tutti status` shows it, or `coordinator`
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
+    /// Most lines
+    #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) lines: u32,
+    /// The process that ended last, though another runs under the name again
+    #[arg(long, conflicts_with = "pid")]
+    pub(crate) previous: bool,
+    /// The process with this id, as `tutti status --dead` shows it
+    #[arg(long, value_name = "PID")]
+    pub(crate) pid: Option<u32>,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Options of `tutti scale`.
+#[derive(Args, Clone, Debug)]
+#[group(required = true, multiple = true, args = ["replicas", "reset", "workers"])]
+pub(crate) struct ScaleArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// At most so many replicas; 0 for as many as the workers allow
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
+    pub(crate) replicas: Option<u32>,
+    /// As many replicas as the coordinator was started with (its --replicas), whatever was said
+    /// since
+    #[arg(long, conflicts_with = "replicas")]
+    pub(crate) reset: bool,
+    /// So many local workers (of `tutti up`)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(LOCAL_WORKERS_MAX)))]
+    pub(crate) workers: Option<u32>,
+}
+
+/// Options of `tutti drain`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DrainArgs {
+    #[command(flatten)]
+    pub(crate) operator: OperatorArgs,
+    /// The worker's node name, as `tutti status` shows it
+    #[arg(value_name = "NODE")]
+    pub(crate) node: String,
+}
+
+/// Options of `tutti bench`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct BenchArgs {
+    /// Model folder [default: models/demo]
+    #[arg(long, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
+    #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
+    pub(crate) dtype: Dtype,
+    /// Quantise weights while they are loaded: int8 or none, as when serving
+    #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
+    pub(crate) quantization: Quantization,
+    /// Ranks, as threads of this process
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) tensor_parallel: u32,
+    /// Tokens of the prefill case's prompt
+    #[arg(long, value_name = "TOKENS", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=131_072))]
+    pub(crate) prompt_tokens: u32,
+    /// Decode steps of each decode case
+    #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) decode_steps: u32,
+    /// Sequences of the decode cases, comma separated
+    #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,8,16", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) batches: Vec<u32>,
+    #[command(flatten)]
+    pub(crate) compute: ComputeArgs,
+}
+
+/// Options of `tutti metrics`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct MetricsArgs {
+    /// As Markdown: what docs/metrics.md is made of
+    #[arg(long)]
+    pub(crate) markdown: bool,
+}
+
+/// Options of `tutti check-config`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct CheckConfigArgs {
+    /// The TOML file
+    #[arg(value_name = "FILE")]
+    pub(crate) file: PathBuf,
+}
+
+/// Options of `tutti devices`.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct DevicesArgs {
+    #[command(flatten)]
+    pub(crate) cuda: CudaArgs,
+    /// As JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}

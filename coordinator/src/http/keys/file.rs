@@ -1,0 +1,209 @@
+//! The file of API keys: one key a line, with its limits behind it where it has its own; `#` at a
+//! line's beginning or behind white space begins a comment. Read again when it changes; one that
+//! cannot be used changes nothing.
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::metrics::labels::SecretFile;
+use zeroize::Zeroizing;
+
+use super::super::watch::{self, Watch};
+use super::{ApiKey, ApiKeys, KeyLimits, Keys};
+use crate::private_file;
+
+/// Most keys: each request is compared with all of them.
+const KEYS_MAX: usize = 10_000;
+
+/// Where keys come from.
+#[derive(Clone, Debug)]
+pub struct KeyFile {
+    /// The file.
+    pub path: PathBuf,
+    /// Keys that come from elsewhere, and stay.
+    pub others: Vec<ApiKey>,
+    /// What holds for keys that say nothing else.
+    pub limits: KeyLimits,
+}
+
+/// The file cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum KeyFileError {
+    /// For this reason, which shows no key.
+    #[error("{0}")]
+    File(String),
+    /// It cannot be watched.
+    #[error("cannot start the thread that watches it: {0}")]
+    Thread(std::io::Error),
+}
+
+impl KeyFile {
+    /// Reads the file, and looks at it every so often from then on, as long as the keys are used.
+    ///
+    /// # Errors
+    /// [`KeyFileError`].
+    pub fn start(self, every: Duration) -> Result<ApiKeys, KeyFileError> {
+        let paths = [self.path.clone()];
+        // Before it is read: what changes meanwhile is read again.
+        let watch = Watch::new(watch::stamps(&paths));
+        let keys = ApiKeys::of(self.read().map_err(KeyFileError::File)?);
+        let seen = Arc::downgrade(&keys.0);
+        let read = move |keys: &Arc<Keys>| self.read_again(&ApiKeys(keys.clone()));
+        let thread = std::thread::Builder::new().name("api-keys".to_owned());
+        let work = move || {
+            watch::keep_current("API keys", &paths, watch, every, &seen, read);
+        };
+        thread.spawn(work).map_err(KeyFileError::Thread)?;
+        Ok(keys)
+    }
+
+    fn read_again(&self, keys: &ApiKeys) -> Result<(), String> {
+        let read = self.read();
+        if let Some(stats) = keys.0.stats.get() {
+            stats.reloaded(SecretFile::ApiKeys, read.is_ok());
+        }
+        keys.replace(read.map_err(|error| format!("{}: {error}", self.path.display()))?);
+        Ok(())
+    }
+
+    /// All keys, those from elsewhere among them.
+    fn read(&self) -> Result<Vec<ApiKey>, String> {
+        private_file::check(&self.path)?;
+        let text = std::fs::read_to_string(&self.path).map(Zeroizing::new);
+        let text = text.map_err(|error| error.to_string())?;
+        let lines = text.lines().map(|line| uncommented(line).trim()).enumerate();
+        let lines = lines.map(|(index, line)| (index + 1, line));
+        let lines = lines.filter(|(_, line)| !line.is_empty());
+        let mut keys = self.others.clone();
+        for (number, line) in lines {
+            keys.push(self.key(line).map_err(|error| format!("line {number}: {error}"))?);
+        }
+        if keys.len() > KEYS_MAX {
+            return Err(format!("there are {} keys, at most {KEYS_MAX} may be", keys.len()));
+        }
+        // Nobody means to open the API by an empty file.
+        if keys.len() == self.others.len() {
+            return Err("there is no key in it".to_owned());
+        }
+        Ok(keys)
+    }
+
+    /// A key and its limits, such as `KEY requests=8 requests-per-minute=120`.
+    fn key(&self, line: &str) -> Result<ApiKey, String> {
+        let mut words = line.split_ascii_whitespace();
+        let key = words.next().unwrap_or_default();
+        let mut limits = self.limits;
+        for word in words {
+            // What stands there may be a part of a key.
+            let (name, value) = word.split_once('=').ok_or(
+                "behind the key stands something that is no limit: requests=N and \
+                 requests-per-minute=N are known",
+            )?;
+            let place = match name {
+                "requests" => &mut limits.requests,
+                "requests-per-minute" => &mut limits.per_minute,
+                _ => {
+                    return Err("an unknown limit: requests=N and requests-per-minute=N are known"
+                        .to_owned());
+                }
+            };
+            let number = value.parse::<u32>().ok().filter(|number| *number <= LIMIT_MAX);
+            let number = number
+                .ok_or_else(|| format!("{name} must be a number from 0 (none) to {LIMIT_MAX}"))?;
+            *place = (number > 0).then_some(number);
+        }
+        ApiKey::new(key, limits).map_err(|error| error.to_string())
+    }
+}
+
+/// A line without its comment.
+fn uncommented(line: &str) -> &str {
+    let begins =
+        |(at, _): &(usize, &str)| line[..*at].chars().next_back().is_none_or(char::is_whitespace);
+    line.match_indices('#').find(begins).map_or(line, |(at, _)| &line[..at])
+}
+
+/// Most that a limit may be.
+pub(super) const LIMIT_MAX: u32 = 1_000_000;
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, Permissions};
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::path::Path;
+    use std::time::Instant;
+
+    use shared::metrics::catalogue;
+
+    use super::*;
+    use crate::metrics::FrontendStats;
+
+    fn write(path: &Path, text: &str) {
+        // As a careful operator does: whole, and nobody else's at any time.
+        let new = path.with_extension("new");
+        fs::write(&new, text).unwrap();
+        fs::set_permissions(&new, Permissions::from_mode(0o600)).unwrap();
+        fs::rename(&new, path).unwrap();
+    }
+
+    fn file(path: &Path) -> KeyFile {
+        let limits = KeyLimits { requests: Some(5), per_minute: None };
+        KeyFile { path: path.to_owned(), others: Vec::new(), limits }
+    }
+
+    #[test]
+    fn a_line_is_a_key_and_its_limits() {
+        let file = file(Path::new("/unused"));
+        let limits = |line: &str| file.key(line).unwrap().limits;
+        assert_eq!(limits("abc"), file.limits);
+        for (line, key) in [("# all", ""), ("two#x # Anna's", "two#x "), ("\t# three", "\t")] {
+            assert_eq!(uncommented(line), key, "{line}");
+        }
+        let both = KeyLimits { requests: Some(8), per_minute: Some(120) };
+        assert_eq!(limits("abc requests=8  requests-per-minute=120"), both);
+        assert_eq!(limits("abc\trequests=0"), KeyLimits::default());
+        for (wrong, what) in [
+            ("abc hidden", "no limit"),
+            ("abc hidden=3", "unknown limit"),
+            ("abc requests=-1", "a number from 0"),
+            ("abc requests=1000001", "to 1000000"),
+            ("a\u{e9}", "printable"),
+        ] {
+            let error = file.key(wrong).unwrap_err();
+            assert!(error.contains(what) && !error.contains("hidden"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_changed_file_is_used_and_one_that_cannot_be_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("keys");
+        write(&path, "# ours\nfirst\nsecond requests=1 # of Anna\n");
+        let keys = file(&path).start(Duration::from_millis(20)).unwrap();
+        let stats = FrontendStats::new();
+        keys.count_in(&stats);
+        let knows = |key: &str| keys.owner(key).is_some();
+        assert!(knows("first") && knows("second") && !knows("third"));
+        let until = |what: &str, found: &dyn Fn() -> bool| {
+            let began = Instant::now();
+            while !found() {
+                assert!(began.elapsed() < Duration::from_secs(20), "{what}");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        };
+        write(&path, "second\nthird\n");
+        until("the new key", &|| knows("third"));
+        assert!(knows("second") && !knows("first"));
+        for (text, mode) in [("\n", 0o600), ("fourth bad\n", 0o600), ("fourth\n", 0o644)] {
+            write(&path, text);
+            fs::set_permissions(&path, Permissions::from_mode(mode)).unwrap();
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(knows("second") && knows("third") && !knows("fourth"), "{text:?}");
+        }
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).unwrap();
+        until("the file that may be read again", &|| knows("fourth"));
+        let merged = shared::metrics::Merged::of(&stats.report().1);
+        let count = |outcome| merged.counter(catalogue::FILE_RELOADS, ["api_keys", outcome]);
+        assert!(count("ok") >= Some(2) && count("failed") >= Some(3), "{merged:?}");
+    }
+}

@@ -1,0 +1,142 @@
+//! Every bound of a request.
+use super::error::ApiError;
+use super::options::{ApiOptions, MAX_LOGPROBS};
+
+/// Every bound of a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Bytes of a body.
+    pub body_bytes: usize,
+    /// Nesting of its JSON.
+    pub json_depth: usize,
+    /// Values of the request's JSON: what it is parsed to takes some 72 bytes for each.
+    pub json_values: usize,
+    /// Prompts of one completions request.
+    pub prompts: usize,
+    /// Inputs of one embeddings request.
+    pub inputs: usize,
+    /// Numbers in one embeddings answer.
+    pub embedding_numbers: usize,
+    /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
+    pub choices: usize,
+    /// Messages of one conversation, and documents beside it.
+    pub messages: usize,
+    /// Tools that a model is told of.
+    pub tools: usize,
+    /// Bytes of a request's id.
+    pub request_id_bytes: usize,
+    /// Choices of one prompt.
+    pub n: u32,
+    /// Stop strings.
+    pub stops: usize,
+    /// Bytes of one stop string.
+    pub stop_bytes: usize,
+    /// Stop token ids.
+    pub stop_token_ids: usize,
+    /// Entries of `logit_bias`.
+    pub logit_bias: usize,
+    /// Alternatives reported by completions.
+    pub logprobs: u32,
+    /// Alternatives reported by chat.
+    pub top_logprobs: u32,
+    /// Bytes of `user`.
+    pub user_bytes: usize,
+    /// Tokens of prompt and output.
+    pub max_model_len: u32,
+    /// Tokens of the prompts of all choices.
+    pub prompt_tokens: usize,
+    /// Bytes of prompts that are echoed, of all choices.
+    pub echoed_bytes: usize,
+    /// Log-probabilities of prompts that are echoed, alternatives included, of all choices.
+    pub prompt_alternatives: usize,
+    /// Whether requests may have a priority other than 0.
+    pub priorities: bool,
+    /// Replies are in harmony: its marks end them, too.
+    pub harmony: bool,
+}
+
+/// Bodies of so many bytes are taken whatever the model: many prompts of a short model, or a
+/// conversation whose messages carry much that the template leaves out. All of them together have a
+/// bound of their own, see [`super::room`].
+const BODY_BYTES_MIN: usize = 16 << 20;
+/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
+const BODY_BYTES_PER_TOKEN: usize = 16;
+
+impl Limits {
+    /// With what the operator chose.
+    #[must_use]
+    pub fn chosen(self, options: &ApiOptions) -> Self {
+        let body_bytes = options.max_body_bytes.and_then(|bytes| usize::try_from(bytes).ok());
+        Self {
+            body_bytes: body_bytes.unwrap_or(self.body_bytes),
+            logprobs: options.max_logprobs,
+            top_logprobs: options.max_logprobs,
+            ..self
+        }
+    }
+
+    /// With requests that may have a priority other than 0, or may not.
+    #[must_use]
+    pub fn with_priorities(self, priorities: bool) -> Self {
+        Self { priorities, ..self }
+    }
+
+    /// The default bounds, for sequences of `max_model_len` tokens.
+    #[must_use]
+    pub fn new(max_model_len: u32) -> Self {
+        Self {
+            body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
+            // Schemas of tools nest deeper than anything else.
+            json_depth: 64,
+            // Token ids, and as many others.
+            json_values: (16 * max_model_len as usize).max(2 << 20),
+            prompts: 512,
+            // OpenAI's.
+            inputs: 2048,
+            // 2,048 vectors of 4,096: 32 MiB while they are made, 100 MB as JSON numbers.
+            embedding_numbers: 8 << 20,
+            choices: 512,
+            messages: 1024,
+            tools: 128,
+            // OpenMetrics allows an exemplar 128 characters, with its label's name.
+            request_id_bytes: 100,
+            n: 128,
+            stops: 16,
+            stop_bytes: 256,
+            stop_token_ids: 64,
+            logit_bias: 1024,
+            logprobs: MAX_LOGPROBS,
+            top_logprobs: MAX_LOGPROBS,
+            user_bytes: 256,
+            priorities: false,
+            harmony: false,
+            max_model_len,
+            prompt_tokens: (8 * max_model_len as usize).max(1 << 20),
+            echoed_bytes: 64 << 20,
+            prompt_alternatives: 1 << 20,
+        }
+    }
+
+    /// Tokens that are kept for the output of a prompt that is cut to what fits, where the request
+    /// does not say how many it wants.
+    #[must_use]
+    pub fn reserved_output(&self) -> u32 {
+        (self.max_model_len / 4).clamp(1, 1024)
+    }
+
+    /// Checks what a request's prompts take, which every choice has a copy of: `tokens` of all
+    /// choices' prompts together.
+    ///
+    /// # Errors
+    /// Names `n`.
+    pub fn check_prompts(&self, tokens: usize) -> Result<(), ApiError> {
+        if tokens <= self.prompt_tokens {
+            return Ok(());
+        }
+        let max = self.prompt_tokens;
+        let message = format!(
+            "`n`: the prompts of all choices have {tokens} tokens together, the bound is {max}"
+        );
+        Err(ApiError::field("n", message))
+    }
+}

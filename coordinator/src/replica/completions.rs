@@ -1,0 +1,94 @@
+//! PURE: how fast a replica gets done with requests, and so when one that finds no place may come
+//! again.
+use std::time::Duration;
+
+use shared::ids::RequestId;
+
+use crate::scheduler::mix;
+
+/// Seconds that are looked back.
+const WINDOW_S: u64 = 30;
+/// Nobody is told to wait for longer, nor for less than a second.
+const WAIT_MAX_S: u64 = 60;
+
+/// Requests that ended lately, by second.
+#[derive(Clone, Copy, Debug)]
+pub struct Completions {
+    /// Second of the clock, and how many ended in it.
+    seconds: [(u64, u64); WINDOW_S as usize],
+}
+
+impl Default for Completions {
+    fn default() -> Self {
+        Self { seconds: [(0, 0); WINDOW_S as usize] }
+    }
+}
+
+impl Completions {
+    /// A request has ended.
+    pub fn ended(&mut self, now: Duration) {
+        let second = now.as_secs();
+        let bucket = &mut self.seconds[(second % WINDOW_S) as usize];
+        if bucket.0 != second {
+            *bucket = (second, 0);
+        }
+        bucket.1 += 1;
+    }
+
+    /// Seconds after which a request may be tried again where `waiting` wait: so long as they take
+    /// at the pace of late, from 1 to 60. Requests are told up to a quarter more or less, each its
+    /// own, so that those that were refused together do not come again together.
+    #[must_use]
+    pub fn retry_after_s(&self, now: Duration, waiting: u64, request: RequestId) -> u32 {
+        let now = now.as_secs();
+        let recent = self.seconds.iter().filter(|(second, _)| second + WINDOW_S > now);
+        let recent = recent.filter(|(_, ended)| *ended > 0);
+        let (ended, since) = recent
+            .fold((0, now), |(sum, since), (second, ended)| (sum + ended, since.min(*second)));
+        let took = now.saturating_sub(since) + 1;
+        let wait = match ended {
+            // Nothing ends: nobody knows.
+            0 => WAIT_MAX_S,
+            ended => waiting.saturating_mul(took).div_ceil(ended).min(WAIT_MAX_S),
+        };
+        // 75 to 125 hundredths.
+        let share = 75 + mix(request.0, &[WINDOW_S as u32]) % 51;
+        (wait * share).div_ceil(100).clamp(1, WAIT_MAX_S) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(seconds: u64) -> Duration {
+        Duration::from_secs(seconds)
+    }
+
+    /// Whether many requests are told to wait for so long, each within this range and not all alike.
+    fn told(completions: &Completions, now: u64, waiting: u64, range: (u32, u32)) -> bool {
+        let told = (0..200).map(|id| completions.retry_after_s(at(now), waiting, RequestId(id)));
+        let (least, most) = (told.clone().min().unwrap(), told.max().unwrap());
+        range.0 <= least && most <= range.1 && 2 * (most - least) >= range.1 - range.0
+    }
+
+    #[test]
+    fn what_waits_is_divided_by_the_pace_of_late() {
+        let mut completions = Completions::default();
+        assert!(told(&completions, 100, 5, (45, 60)), "nothing has ended yet");
+        // Ten a second for 20 s.
+        for second in 100..120 {
+            (0..10).for_each(|_| completions.ended(at(second)));
+        }
+        assert!(told(&completions, 119, 200, (15, 25)), "20 s");
+        assert!(told(&completions, 119, 80, (6, 10)), "8 s");
+        assert!(told(&completions, 119, 1, (1, 2)));
+        assert!(told(&completions, 119, 1_000_000, (45, 60)));
+        // The last of them are 29 s ago, the others are forgotten.
+        assert!(told(&completions, 148, 10, (23, 38)), "10 in 30 s");
+        assert!(told(&completions, 149, 10, (45, 60)), "none in 30 s");
+        // A burst after a long rest is a pace of its own.
+        (0..50).for_each(|_| completions.ended(at(500)));
+        assert!(told(&completions, 500, 500, (8, 13)), "10 s");
+    }
+}

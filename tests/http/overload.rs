@@ -1,0 +1,202 @@
+//! What keeps one client's requests from being everybody's: limits of keys and addresses, the time
+//! that a request is given, prompts that are not shared.
+use std::io::{Read as _, Write as _};
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use coordinator::engine::EngineError;
+use coordinator::http::keys::{ApiKey, ApiKeys, KeyLimits};
+use coordinator::http::options::{ApiOptions, ConnectionBound};
+use reqwest::Response;
+use serde_json::{Value, json};
+use testkit::scrape::Scrape;
+
+use crate::rig::{Rig, Script};
+
+/// For what has to happen at all, on a busy machine.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+async fn complete(rig: &Rig, headers: &[(&str, &str)], body: Value) -> Response {
+    let url = format!("http://{}/v1/completions", rig.address);
+    let request = reqwest::Client::new().post(url).json(&body);
+    let request =
+        headers.iter().fold(request, |request, (name, value)| request.header(*name, *value));
+    request.send().await.unwrap()
+}
+
+fn retry_after(response: &Response) -> Option<u64> {
+    response.headers().get("retry-after")?.to_str().ok()?.parse().ok()
+}
+
+async fn counted(rig: &Rig, name: &str, labels: &[(&str, &str)]) -> f64 {
+    let page = rig.client.metrics_page().await.unwrap();
+    Scrape::parse(&page).unwrap().sum(name, labels)
+}
+
+fn limited(requests: Option<u32>, per_minute: Option<u32>) -> ApiOptions {
+    let key = |name, limits| ApiKey::new(name, limits).unwrap();
+    let keys = ApiKeys::of([
+        key("tight", KeyLimits { requests, per_minute }),
+        key("free", KeyLimits::default()),
+    ]);
+    ApiOptions { keys, ..ApiOptions::default() }
+}
+
+const TIGHT: (&str, &str) = ("authorization", "Bearer tight");
+const FREE: (&str, &str) = ("authorization", "Bearer free");
+
+#[tokio::test]
+async fn a_key_has_so_many_requests_under_way_and_others_are_not_concerned() {
+    let rig = Rig::with_api(&limited(Some(2), None));
+    rig.script(|script| script.hang = true);
+    let streamed = json!({"prompt": "x", "stream": true});
+    let first = complete(&rig, &[TIGHT], streamed.clone()).await;
+    let second = complete(&rig, &[TIGHT], streamed.clone()).await;
+    assert_eq!(
+        (first.status(), second.status()),
+        (200.try_into().unwrap(), 200.try_into().unwrap())
+    );
+    let third = complete(&rig, &[TIGHT], streamed.clone()).await;
+    assert_eq!(third.status(), 429);
+    assert!(retry_after(&third).is_some());
+    let error: Value = third.json().await.unwrap();
+    assert_eq!(error["error"]["code"], "rate_limit_exceeded", "{error}");
+    assert_eq!(error["error"]["type"], "rate_limit_error", "{error}");
+    assert_eq!(complete(&rig, &[FREE], streamed.clone()).await.status(), 200);
+    let refused = [("reason", "key_limit")];
+    assert_eq!(counted(&rig, "tutti_requests_rejected_total", &refused).await, 1.0);
+    let invalid = [("reason", "invalid")];
+    assert_eq!(counted(&rig, "tutti_requests_rejected_total", &invalid).await, 0.0);
+    // Its client leaves.
+    drop(first);
+    let began = Instant::now();
+    while complete(&rig, &[TIGHT], streamed.clone()).await.status() != 200 {
+        assert!(began.elapsed() < PATIENCE, "its place is free again");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    drop(second);
+}
+
+#[tokio::test]
+async fn a_key_begins_so_many_requests_in_a_minute() {
+    let rig = Rig::with_api(&limited(None, Some(3)));
+    for _ in 0..3 {
+        assert_eq!(complete(&rig, &[TIGHT], json!({"prompt": "x"})).await.status(), 200);
+    }
+    let fourth = complete(&rig, &[TIGHT], json!({"prompt": "x"})).await;
+    assert_eq!(fourth.status(), 429);
+    let wait = retry_after(&fourth).unwrap();
+    assert!((1..=20).contains(&wait), "one every 20 s: {wait}");
+    assert_eq!(complete(&rig, &[FREE], json!({"prompt": "x"})).await.status(), 200);
+}
+
+#[tokio::test]
+async fn a_request_ends_when_the_time_that_its_client_gives_is_over() {
+    let rig = Rig::new(Script { text: "a b c".to_owned(), hang: true, ..Script::default() });
+    let brief = [("x-request-timeout", "0.4")];
+    let began = Instant::now();
+    let whole = complete(&rig, &brief, json!({"prompt": "x"})).await;
+    assert_eq!(whole.status(), 504);
+    assert!(began.elapsed() >= Duration::from_millis(400));
+    let error: Value = whole.json().await.unwrap();
+    assert_eq!(error["error"]["code"], "request_timeout", "{error}");
+    assert!(rig.cancelled().await, "nothing more is computed");
+    // A stream that has begun ends with an error.
+    let stream = complete(&rig, &brief, json!({"prompt": "x", "stream": true})).await;
+    assert_eq!(stream.status(), 200);
+    let text = stream.text().await.unwrap();
+    assert!(text.contains("request_timeout") && !text.contains("[DONE]"), "{text}");
+    let over = [("reason", "deadline")];
+    assert_eq!(counted(&rig, "tutti_requests_expired_total", &over).await, 2.0);
+    // Time enough changes nothing, and what is no time is refused.
+    rig.script(|script| script.hang = false);
+    let enough = complete(&rig, &[("x-request-timeout", "60")], json!({"prompt": "x"})).await;
+    assert_eq!(enough.status(), 200);
+    let wrong = complete(&rig, &[("x-request-timeout", "soon")], json!({"prompt": "x"})).await;
+    assert_eq!(wrong.status(), 400);
+}
+
+#[tokio::test]
+async fn keys_share_no_cached_prompts_unless_they_are_to() {
+    for share in [false, true] {
+        let api = ApiOptions { share_prefix_cache: share, ..limited(None, None) };
+        let rig = Rig::with_api(&api);
+        let salted = json!({"prompt": "x", "cache_salt": "s"});
+        for (key, body) in [
+            (TIGHT, json!({"prompt": "x"})),
+            (TIGHT, json!({"prompt": "y"})),
+            (FREE, json!({"prompt": "x"})),
+            (TIGHT, salted.clone()),
+            (FREE, salted),
+        ] {
+            assert_eq!(complete(&rig, &[key], body).await.status(), 200);
+        }
+        let seen = rig.seen.lock().unwrap();
+        let salts: Vec<u64> = seen.requests.iter().map(|request| request.cache_salt).collect();
+        let [tight, again, free, tight_salted, free_salted] = salts[..] else {
+            panic!("{salts:?}")
+        };
+        assert_eq!(tight, again);
+        assert_eq!((tight == free, tight_salted == free_salted), (share, share), "{salts:?}");
+        assert!(tight != tight_salted && free != free_salted && free != tight_salted);
+        assert_eq!(tight == 0, share);
+    }
+}
+
+#[tokio::test]
+async fn what_the_server_is_to_blame_for_is_no_fault_of_the_request() {
+    let rig = Rig::new(Script::default());
+    let late = EngineError::Overloaded { message: "it waited".to_owned(), retry_after_s: 7 };
+    rig.script(|script| script.refuse = Some(late));
+    let id = [("x-request-id", "mine-1")];
+    let response = complete(&rig, &id, json!({"prompt": "x"})).await;
+    assert_eq!((response.status().as_u16(), retry_after(&response)), (503, Some(7)));
+    let message = response.text().await.unwrap();
+    assert!(message.contains("(request mine-1)"), "{message}");
+    let broke = EngineError::Broke { message: "a defect".to_owned() };
+    rig.script(|script| script.refuse = Some(broke));
+    let response = complete(&rig, &id, json!({"prompt": "x"})).await;
+    assert_eq!((response.status().as_u16(), retry_after(&response)), (500, None));
+}
+
+/// Whether a server answers on this connection, or ends it.
+fn answers(stream: &mut TcpStream) -> bool {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    if stream.write_all(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n").is_err() {
+        return false;
+    }
+    let mut head = Vec::new();
+    while !head.ends_with(b"\r\n\r\n") {
+        let mut next = [0];
+        if stream.read_exact(&mut next).is_err() {
+            return false;
+        }
+        head.extend(next);
+    }
+    head.starts_with(b"HTTP/1.1 200")
+}
+
+#[tokio::test]
+async fn an_address_has_so_many_connections_and_gets_back_those_it_closes() {
+    let api = ApiOptions { connections: ConnectionBound::Of(3), ..ApiOptions::default() };
+    let rig = Rig::with_api(&api);
+    let connect = || TcpStream::connect(rig.address).unwrap();
+    let mut three = [connect(), connect(), connect()];
+    assert!(three.iter_mut().all(answers));
+    assert!(!answers(&mut connect()), "the fourth is closed");
+    assert!(three.iter_mut().all(answers), "the others are as they were");
+    let [first, ..] = three;
+    drop(first);
+    let began = Instant::now();
+    while !answers(&mut connect()) {
+        assert!(began.elapsed() < PATIENCE, "its place is free again");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    // As many as the default lets a proxy on this host have.
+    let rig = Rig::with_api(&ApiOptions::default());
+    let mut many: Vec<TcpStream> =
+        (0..400).map(|_| TcpStream::connect(rig.address).unwrap()).collect();
+    assert!(many.iter_mut().all(answers));
+    let refused = counted(&rig, "tutti_http_connections_refused_total", &[]).await;
+    assert_eq!(refused, 0.0);
+}
