@@ -64,8 +64,10 @@ const DENSE: Shape = Shape {
     tied: false,
     quantization: Quantization::None,
 };
-/// As Llama 3.2 1B, a third of Qwen3 30B-A3B's layers, and Llama 3.1 8B.
+/// As Llama 3.1 8B, which is what is compared with others; Llama 3.2 1B, a third of Qwen3 30B-A3B's
+/// layers.
 static SHAPES: [Shape; 4] = [
+    DENSE,
     Shape {
         name: "1B",
         hidden: 2048,
@@ -93,9 +95,9 @@ static SHAPES: [Shape; 4] = [
         quantization: Quantization::None,
     },
     Shape { name: "8B, int8", quantization: Quantization::Int8, ..DENSE },
-    DENSE,
 ];
 static TINY: [Shape; 3] = [
+    TINY_DENSE,
     Shape {
         name: "tiny experts",
         inner: 24,
@@ -103,7 +105,6 @@ static TINY: [Shape; 3] = [
         ..TINY_DENSE
     },
     Shape { name: "tiny, int8", quantization: Quantization::Int8, ..TINY_DENSE },
-    TINY_DENSE,
 ];
 const TINY_DENSE: Shape = Shape {
     name: "tiny",
@@ -520,13 +521,15 @@ fn carved_seconds(
     seconds
 }
 
+/// Rows of a shape: each is known as soon as it is measured, and what fails costs its own alone.
 fn cases(
     shape: &Shape,
     engine: &mut Engine<CudaBackend>,
     sizes: &Sizes,
-    bandwidth: f64,
+    memory: &Memory,
     table: &mut Table,
 ) -> Result<(), String> {
+    let name = shape.name;
     let config = shape.config();
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
@@ -540,48 +543,78 @@ fn cases(
     // Logits of random weights are a bell without a peak: as many tokens as there can be are drawn from.
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
-        let step = driver.step_seconds(batch, sizes, together, &greedy)?;
-        let carved = carved_seconds(&mut driver, batch, sizes, together)?;
+        let step = driver.step_seconds(batch, sizes, together, &greedy);
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
-        let rate = (shape.read_bytes(weights, batch) + cached) as f64 / step;
-        table.add(
-            format!("{} decode, batch {batch}", shape.name),
-            Ok(format!(
-                "{:.0} tokens/s, step {:.3} ms, {:.2} TB/s = {:.0} % of read bandwidth; {:.3} ms \
-                 with a carveout of {CARVEOUT} %",
-                f64::from(batch) / step,
+        let read = shape.read_bytes(weights, batch) + cached;
+        let words = |step: &f64| {
+            let (tokens, rate) = (f64::from(batch) / step, read as f64 / step);
+            let shares = memory.shares(rate);
+            format!(
+                "{tokens:.0} tokens/s, step {:.3} ms, {:.2} TB/s{shares}",
                 step * 1e3,
-                rate / 1e12,
-                100.0 * rate / bandwidth,
-                carved * 1e3
-            )),
-        );
-        let sampled = driver.step_seconds(batch, sizes, together, &nucleus)?;
+                rate / 1e12
+            )
+        };
         table.add(
-            format!("{} decode, batch {batch}, top_p {}", shape.name, nucleus.top_p),
-            Ok(format!(
-                "step {:.3} ms, {:.0} us more than greedy",
-                sampled * 1e3,
-                (sampled - step) * 1e6
-            )),
+            format!("{name} decode, batch {batch}"),
+            step.as_ref().map(words).map_err(Clone::clone),
         );
+        let beside = |step: &Result<f64, String>, other: f64| {
+            let more = step.as_ref().ok().map(|step| (other - step) * 1e6);
+            let more = more.map_or(String::new(), |more| format!(", {more:+.0} us beside greedy"));
+            format!("step {:.3} ms{more}", other * 1e3)
+        };
+        let carved = carved_seconds(&mut driver, batch, sizes, together);
+        table.add(
+            format!("{name} decode, batch {batch}, carveout {CARVEOUT} %"),
+            carved.map(|carved| beside(&step, carved)),
+        );
+        let sampled = driver.step_seconds(batch, sizes, together, &nucleus);
+        table.add(
+            format!("{name} decode, batch {batch}, top_p {}", nucleus.top_p),
+            sampled.map(|sampled| beside(&step, sampled)),
+        );
+        if table.is_broken {
+            return Ok(());
+        }
     }
-    values::decodes_alike(shape.name, &mut driver, sizes, table)?;
-    drafted(shape, &mut driver, sizes, table)?;
-    mixed::cases(shape.name, &mut driver, sizes, table)?;
+    let mut others: Vec<(&str, Result<(), String>)> = Vec::new();
+    others.push(("values", values::decodes_alike(name, &mut driver, sizes, table)));
+    others.push(("draft", drafted(shape, &mut driver, sizes, table)));
+    mixed::cases(name, &mut driver, sizes, table);
+    others.push(("prefill", prefilled(shape, &mut driver, sizes, table)));
+    for (what, result) in others {
+        if let Err(fault) = result {
+            table.add(format!("{name} {what}"), Err(fault));
+        }
+    }
+    Ok(())
+}
+
+/// A long prompt alone.
+fn prefilled(
+    shape: &Shape,
+    driver: &mut Driver<'_>,
+    sizes: &Sizes,
+    table: &mut Table,
+) -> Result<(), String> {
+    let config = shape.config();
+    let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
+    let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     // The second time: plans are chosen in the first.
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
         let blocks = sizes.prefill.div_ceil(BLOCK_SIZE);
+        let greedy = SamplingParams::greedy();
         let seqs = driver.prefill(1, (sizes.prefill, blocks), 1, &greedy)?;
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
-    // Two bytes of bf16 for each weight, and two operations.
+    // Two bytes of bf16 for each weight, and two operations; embedding and logits are of one row.
+    let unread = if shape.tied { embedding } else { 2 * embedding };
     let weights = size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false) - unread;
-    let weights = shape.read_bytes(weights, 1);
-    let flops = (weights as f64 - embedding as f64) * f64::from(sizes.prefill) / took;
+    let flops = shape.read_bytes(weights, 1) as f64 * f64::from(sizes.prefill) / took;
     table.add(
         format!("{} prefill of {} tokens", shape.name, sizes.prefill),
         Ok(format!(
@@ -624,6 +657,37 @@ fn drafted(
     Ok(())
 }
 
+/// What the GPU's makers say of its memory, in bytes per second, by parts of its name.
+const NOMINAL: [(&str, f64); 4] =
+    [("H200", 4.8e12), ("H100 80GB HBM3", 3.35e12), ("A100-SXM4-80GB", 2.04e12), ("B200", 8e12)];
+
+/// How fast the GPU's memory is: measured, and as its makers say where this program knows.
+struct Memory {
+    measured: Result<f64, String>,
+    nominal: Option<(&'static str, f64)>,
+}
+
+impl Memory {
+    fn new(options: &Options, ordinal: u32, gpu: &str) -> Self {
+        let measured = bandwidth(options, ordinal).map(|(copy, read)| copy.max(read));
+        let nominal = NOMINAL.into_iter().find(|(name, _)| gpu.contains(name));
+        Self { measured, nominal }
+    }
+
+    /// What share of either so many bytes per second are, in words.
+    fn shares(&self, rate: f64) -> String {
+        let mut words = String::new();
+        if let Ok(measured) = self.measured {
+            words += &format!(" = {:.0} % of measured bandwidth", 100.0 * rate / measured);
+        }
+        if let Some((name, nominal)) = self.nominal {
+            let (share, nominal) = (100.0 * rate / nominal, nominal / 1e12);
+            words += &format!(", {share:.0} % of the {nominal} TB/s of an {name}");
+        }
+        words
+    }
+}
+
 /// Bytes per second: of a copy, and read.
 fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
     let bytes = if options.quick { 1 << 20 } else { 8 << 30 };
@@ -642,13 +706,15 @@ fn measure(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     };
     let full = Sizes { batches, context: 512, prefill: 4096, long: 8192, prompt: 256, steps: 67 };
     let sizes = if options.quick { quick } else { full };
-    let best = bandwidth(options, ordinal).map_or(f64::NAN, |(copy, read)| copy.max(read));
     let run = options
         .backend(ordinal, true)
         .map_err(ModelError::from)
-        .and_then(|backend| shape.engine(backend, &sizes))
+        .and_then(|backend| {
+            let memory = Memory::new(options, ordinal, &backend.describe());
+            Ok((memory, shape.engine(backend, &sizes)?))
+        })
         .map_err(|error| error.to_string())
-        .and_then(|mut engine| cases(shape, &mut engine, &sizes, best, table));
+        .and_then(|(memory, mut engine)| cases(shape, &mut engine, &sizes, &memory, table));
     if let Err(fault) = run {
         table.add(shape.name, Err(fault));
     }
@@ -746,7 +812,7 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     for shape in shapes {
         steps.push(Step::new(shape.name, move |table| measure(options, ordinal, shape, table)));
     }
-    if let Some(shape) = shapes.last() {
+    if let Some(shape) = shapes.first() {
         let all = matrices(shape);
         steps.push(Step::new("values of products", move |table| {
             values::products_agree(options, ordinal, shape.name, &all, table);
