@@ -406,14 +406,19 @@ impl Case for Head {
 /// Prompts, then a step that mixes decode with the end of a prompt.
 struct Attention {
     shape: AttentionShape,
+    /// Biases and norms of q and k.
     extras: bool,
+    /// As gpt-oss has them, and biases.
+    sinks: bool,
 }
 
 impl Case for Attention {
     fn name(&self) -> String {
         let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
+        let sinks = if self.sinks { ", sinks" } else { "" };
         format!(
-            "attention {num_heads}/{num_kv_heads} heads of {head_dim}, window {sliding_window:?}"
+            "attention {num_heads}/{num_kv_heads} heads of {head_dim}, window \
+             {sliding_window:?}{sinks}"
         )
     }
 
@@ -428,9 +433,12 @@ impl Case for Attention {
         let width = (num_heads + 2 * num_kv_heads) * head_dim;
         let small: Vec<f32> = random.vec(width * hidden).iter().map(|x| x / 8.0).collect();
         let weight = matrix(backend, &small, hidden)?;
-        let mut vector =
-            |len: usize| self.extras.then(|| backend.load_vector(&random.vec(len))).transpose();
-        let (bias, q_norm, k_norm) = (vector(width)?, vector(head_dim)?, vector(head_dim)?);
+        let mut vector = |is_there: bool, len: usize| {
+            is_there.then(|| backend.load_vector(&random.vec(len))).transpose()
+        };
+        let bias = vector(self.extras || self.sinks, width)?;
+        let (q_norm, k_norm) = (vector(self.extras, head_dim)?, vector(self.extras, head_dim)?);
+        let sinks = vector(self.sinks, num_heads)?;
         let weights = QkvWeights { weight, bias, q_norm, k_norm };
         let angle = |i: usize| (i / (head_dim / 2)) as f32 / (1 + i % (head_dim / 2)) as f32;
         let table = |f: fn(f32) -> f32| -> Vec<f32> {
@@ -478,7 +486,8 @@ impl Case for Attention {
                 1,
                 &mut q,
             )?;
-            backend.paged_attention(&q, None, &self.shape, &batch, &cache, 1, &mut out)?;
+            let sinks = sinks.as_ref();
+            backend.paged_attention(&q, sinks, &self.shape, &batch, &cache, 1, &mut out)?;
             seen.extend(backend.read_buffer(&q)?);
             seen.extend(backend.read_buffer(&out)?);
         }
@@ -646,7 +655,24 @@ impl<'a> Cases<'a> {
                     norm_eps: 1e-6,
                     sliding_window,
                 };
-                self.add(Attention { shape, extras });
+                self.add(Attention { shape, extras, sinks: false });
+            }
+        }
+        // As gpt-oss, and with heads whose K and V are copied ahead.
+        let with_sinks: &[(usize, usize, usize)] = match quick {
+            true => &[(8, 1, 64)],
+            false => &[(64, 8, 64), (8, 2, 128)],
+        };
+        for &(num_heads, num_kv_heads, head_dim) in with_sinks {
+            for sliding_window in [None, Some(128)] {
+                let shape = AttentionShape {
+                    num_heads,
+                    num_kv_heads,
+                    head_dim,
+                    norm_eps: 1e-5,
+                    sliding_window,
+                };
+                self.add(Attention { shape, extras: false, sinks: true });
             }
         }
         for vocab in if quick { vec![300] } else { vec![300, 32_000, 151_936] } {
