@@ -3,7 +3,8 @@
 //! Owns how operations are put together from the parts below; `check` looks at the arguments first:
 //! - [`isa`]: which instructions; `simd`: vectors of them; `math`: scalar functions
 //! - `gemm`: matrix products; `qkv`, `elementwise`, `attention`, `experts`, [`sample`]: the rest
-//! - `pack`: the weight layout; `kv`: the cache layout; `buffer`, `memory`; `pool`: the threads
+//! - `pack`: the weight layout; `kv`: the cache layout; `buffer`, `memory`; `mask`
+//! - [`Precision`]: what products are computed in
 //!
 //! Every result of a row depends on that row and its sequence alone, bit by bit, whatever else is in
 //! the batch and however many threads there are.
@@ -16,14 +17,16 @@ use crate::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
     KvShape, QkvWeights, RopeTable, Routing,
 };
+use crate::check::ensure;
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
+use crate::pool::Pool;
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;
 
 mod attention;
 mod buffer;
-pub(crate) mod check;
+mod check;
 mod elementwise;
 mod experts;
 mod gemm;
@@ -33,7 +36,6 @@ mod mask;
 mod math;
 mod memory;
 mod pack;
-pub(crate) mod pool;
 mod precision;
 mod qkv;
 pub mod sample;
@@ -44,22 +46,21 @@ pub use experts::CpuRoutes;
 pub use isa::Isa;
 pub use kv::CpuKvCache;
 pub use pack::{CpuMatrix, CpuStack};
-pub use pool::THREADS_MAX;
 pub use precision::Precision;
 
+pub use crate::pool::THREADS_MAX;
+
 use attention::{Attention, AttentionScratch, RowTile};
-use check::ensure;
 use experts::Grouping;
 use gemm::Output;
 use memory::{Disjoint, Scratch};
 use pack::{Format, PANEL};
-use pool::Pool;
 use precision::Arithmetic;
 use sample::Sampler;
 
-/// Elements of an elementwise operation that are worth a task of their own.
 /// How CPUs exchange data, as devices with other ways call it.
 const WAY: &str = "host";
+/// Elements of an elementwise operation that are worth a task of their own.
 const GRAIN: usize = 16 * 1024;
 
 /// A CPU rank. Made on, or moved to, the thread that calls it; its pool belongs to it alone.
@@ -254,7 +255,7 @@ impl Backend for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        crate::check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
         let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
         kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
     }
@@ -265,7 +266,7 @@ impl Backend for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        crate::check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
         let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
         kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }

@@ -1,6 +1,5 @@
 //! Mixtures of experts: which experts a row goes to, rows grouped by expert, and the weighted sum of
 //! what experts make of a row. The products are `gemm`'s, but for the router's.
-use super::check::ensure;
 use super::elementwise;
 use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;
@@ -8,6 +7,7 @@ use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
 use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
+use crate::check::ensure;
 use crate::error::KernelError;
 
 mod router;

@@ -21,9 +21,9 @@ use crate::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
     KvShape, QkvWeights, RopeTable, Routing, StepInputs,
 };
+use crate::check;
+use crate::check::ensure;
 use crate::collective::Tally;
-use crate::cpu::check;
-use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;
@@ -34,32 +34,14 @@ fn heads(
     cache: &CudaKvCache,
     layer: usize,
 ) -> Result<(), KernelError> {
+    check::heads(op, shape, cache.shape(), layer)?;
     let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
-    ensure!(
-        op,
-        kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
-        "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
-    );
-    ensure!(
-        op,
-        head_dim > 0 && head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(2),
-        "head_dim is {head_dim}: GPUs take even ones up to {HEAD_DIM_MAX}"
-    );
+    ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
     ensure!(
         op,
         (heads * head_dim).is_multiple_of(8) && (kv_heads * head_dim).is_multiple_of(8),
         "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
     );
-    ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
-    let kv = cache.shape();
-    ensure!(
-        op,
-        (kv.num_kv_heads, kv.head_dim) == (kv_heads, head_dim),
-        "the cache has {} heads of {}, not {kv_heads} of {head_dim}",
-        kv.num_kv_heads,
-        kv.head_dim
-    );
-    ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
     Ok(())
 }
 

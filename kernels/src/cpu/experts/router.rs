@@ -3,12 +3,12 @@
 //! All ranks of a replica choose experts for themselves, each on its own host. What differs by
 //! rounding elsewhere would be another expert here, on one rank alone, and no rank could tell. So
 //! this product has one order of sums and no fused operations; it is small beside those of experts.
-use super::super::check::ensure;
 use super::super::isa::{Isa, multiversion};
 use super::super::memory::Disjoint;
 use super::super::pack::{PANEL, PairRow, Panels};
-use super::super::pool::Pool;
+use crate::check::ensure;
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Pairs of inputs times panels that are worth a task of their own: some 15 microseconds.
 const TASK_COST: usize = 8 * 1024;

@@ -5,9 +5,9 @@ use std::ops::Range;
 use super::super::isa::Isa;
 use super::super::memory::Disjoint;
 use super::super::pack::{CpuMatrix, PANEL, Panels};
-use super::super::pool::Pool;
 use super::{Activations, Output, Product, WIDE, run_panels};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// What becomes of the sums of two panels that belong together: of `panels` of the first half, and of
 /// those that are as far into the second. `[rows, 2 * PANEL * pair_panels(rows)]`, each half's in one

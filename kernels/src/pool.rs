@@ -1,9 +1,10 @@
-//! The backend's threads: fixed in number, parked when idle, one job at a time.
+//! Threads of a backend: fixed in number, parked when idle, one job at a time.
 //!
 //! Owns waking, claiming and waiting. Each thread begins with its own share of the tasks, the same
 //! share of every job: where jobs order their tasks alike (by rows, say), what a thread wrote in one
 //! is in its cache in the next. A thread that has none left takes others' last ones, so tasks must
 //! not care where they run; a task's own result never depends on it. No allocation per job.
+#![allow(unsafe_code, reason = "a job is lent to threads that end with it")]
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;
