@@ -22,14 +22,19 @@
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
+mod attention;
+mod driver;
 mod experts;
 mod goldens;
 mod head;
 mod int4;
+mod kernels_speed;
 mod mixed;
 mod operations;
 mod ranks;
+mod sampling;
 mod selfcheck;
+mod shapes;
 mod speed;
 mod supervisor;
 mod values;

@@ -7,7 +7,8 @@ use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::Table;
-use crate::speed::{BLOCK_SIZE, Driver, Plans, Sizes};
+use crate::driver::{Driver, Plans};
+use crate::speed::{BLOCK_SIZE, Sizes};
 
 /// Steps that are not measured: a first one, one that is captured, one that is replayed.
 const WARM: u32 = 3;
