@@ -1,4 +1,4 @@
-// Blocks of the KV cache as a whole: copied within it, out to a staging area, and back.
+// Blocks of the KV cache as a whole: copied out to a staging area, and back.
 //
 // Shapes and launch rules: kernels.h. 16 bytes per load and store.
 #include "device.cuh"
@@ -17,20 +17,6 @@ __device__ __forceinline__ void copy_block(const tutti_bf16* from, tutti_bf16* t
 }  // namespace tutti
 
 using namespace tutti;
-
-extern "C" __global__ void __launch_bounds__(256)
-    tutti_copy_blocks(tutti_bf16* cache, const uint32_t* pairs, uint64_t plane_stride,
-                      uint32_t block_elements, const uint32_t* live) {
-    release_successors();
-    wait_for_predecessors();
-    if (!is_live(live, blockIdx.x)) {
-        return;
-    }
-    tutti_bf16* plane = cache + blockIdx.y * plane_stride;
-    const uint64_t from = pairs[2 * blockIdx.x];
-    const uint64_t to = pairs[2 * blockIdx.x + 1];
-    copy_block(plane + from * block_elements, plane + to * block_elements, block_elements);
-}
 
 extern "C" __global__ void __launch_bounds__(256)
     tutti_blocks_out(const tutti_bf16* cache, const uint32_t* blocks, tutti_bf16* staging,

@@ -245,6 +245,21 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
+// What a block does before it ends that has nothing to do: it has read nothing but inputs, and written
+// nothing. It need not wait for the kernels before, and gives its registers to whoever can use them. But
+// some block of the grid has to: a kernel behind this one waits for this one alone ("blocks until all
+// primary kernels the secondary depends on have completed and flushed results to global memory":
+// cudaGridDependencySynchronize in the CUDA programming guide; griddepcontrol.wait in the PTX manual,
+// "until all prerequisite grids in flight have completed"), so it may read what kernels further back have
+// written only if this one does not complete before those. A grid is complete when all of its blocks have
+// ended, so one that waits is enough: `is_chosen` there. As for the start of the kernel behind, a block
+// that has ended counts as one that has released it.
+__device__ __forceinline__ void end_without_waiting(bool is_chosen) {
+    if (is_chosen) {
+        wait_for_predecessors();
+    }
+}
+
 __device__ __forceinline__ uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
 // Whether item `index` is to be computed: see kernels.h.

@@ -17,7 +17,8 @@
  *   captured in a graph.
  * - A result depends on its own row or sequence, the shapes of weights and constants of the model:
  *   never on what else is in the batch, on the grid, or on the order of blocks.
- * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol), so
+ * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol): each
+ *   block that does anything, and one at least of every grid, so it is complete after those. So
  *   launches may have the attribute programmatic-stream-serialization. Without it, and before
  *   sm_90, that does nothing. Read before the wait are constants of the model (weights, norms, tables)
  *   and what the host gives a step: `live`, positions, slots, sequences, items, parts, block tables,
@@ -562,11 +563,6 @@ __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out,
 /* ---- blocks.cu ------------------------------------------------------------------------------
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
  * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */
-
-/* Block pairs[i][1] = block pairs[i][0], in all planes. pairs u32 [n, 2]; no block is both source
- * and destination. grid (n, planes), block 256; `live` counts pairs. */
-__global__ void tutti_copy_blocks(tutti_bf16* cache, const uint32_t* pairs, uint64_t plane_stride,
-                                  uint32_t block_elements, const uint32_t* live);
 
 /* staging[i] = block blocks[i] of all planes, and back. staging bf16 [n, planes, block_elements]:
  * device memory, or host memory that the device can address. grid (n, planes), block 256. */

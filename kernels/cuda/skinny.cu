@@ -88,8 +88,14 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
             scale.attach(weights, f, half, feature);
         }
     }
-    weights.load_first(k);
     release_successors();
+    if (ROWS <= 2) {
+        // Not behind the first loads, which wait in registers that another block would have.
+        ask_for_more<W>(k, [=](uint32_t row) {
+            return w + static_cast<size_t>(at_most(first_feature + row, n - 1)) * w_stride;
+        });
+    }
+    weights.load_first(k);
     const tutti_bf16* x_rows[ROWS];
     rows = wait_for_rows(x, row_index, first_row, rows, x_stride, live, x_rows);
     if (first_row >= rows) {
@@ -144,6 +150,12 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
     }
     weights.load_first(k);
     release_successors();
+    if (ROWS <= 2) {
+        ask_for_more<W>(k, [=](uint32_t row) {
+            const uint32_t feature = at_most(first_feature + row % 16, inner - 1);
+            return w + (static_cast<size_t>(row / 16) * inner + feature) * w_stride;
+        });
+    }
     const tutti_bf16* x_rows[ROWS];
     rows = wait_for_rows(x, nullptr, first_row, rows, x_stride, live, x_rows);
     if (first_row >= rows) {

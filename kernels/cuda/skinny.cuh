@@ -13,6 +13,42 @@ constexpr uint32_t K_LOAD = 32;
 constexpr uint32_t LOADS = 4;
 constexpr uint32_t CHUNK = K_LOAD * LOADS;
 
+// What blocks that wait may have on their way to L2 besides their first loads: half to two thirds of an
+// H200's 50 MiB, which the kernels before use too. And the blocks that are taken to run at once (4 on
+// each of 132 multiprocessors, about): those behind them have nothing to wait for when they begin.
+constexpr uint32_t AHEAD_BYTES = 32u << 20;
+constexpr uint32_t AHEAD_BLOCKS = 512;
+
+__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
+
+// About the first loads, before the wait for the kernels before: asks for what comes next of the
+// block's rows of W, which `row_of` finds, to come to L2, as much as is the block's share. What those
+// kernels leave of the memory's time is used, and W found in L2 when it is read. Nothing where other
+// blocks read the same rows of W.
+template <class W, class RowOf>
+__device__ __forceinline__ void ask_for_more(uint32_t k, const RowOf& row_of) {
+#if defined(TUTTI_EMULATE) || __CUDA_ARCH__ >= 900
+    constexpr uint32_t COUNT = 16 * W::COUNT;
+    const uint32_t row_bytes = W::row_bytes(k);
+    if (threadIdx.x % 32 != 0 || gridDim.y != 1 || blockIdx.x >= AHEAD_BLOCKS ||
+        row_bytes <= W::FIRST_BYTES) {
+        return;
+    }
+    // As if there were a power of two of blocks: to divide takes registers, and rounding does not matter.
+    const uint32_t blocks = at_most(gridDim.x, AHEAD_BLOCKS);
+    const uint32_t share = AHEAD_BYTES / COUNT >> (32 - __clz(static_cast<int>(2 * blocks - 1)) - 1);
+    const uint32_t bytes = at_most(row_bytes - W::FIRST_BYTES, share) & ~15u;
+    if (bytes == 0) {
+        return;
+    }
+#pragma unroll
+    for (uint32_t row = 0; row < COUNT; row += WARPS) {
+        const void* from = row_of(row + threadIdx.x / 32);
+        prefetch(static_cast<const char*>(from) + W::FIRST_BYTES, bytes);
+    }
+#endif
+}
+
 // What of 8 elements from column `k` of a row lies before column `end`; zeros for the rest, so that
 // whatever is behind the row's end, NaN too, does not count.
 template <bool WEIGHTS>
@@ -37,8 +73,12 @@ template <int FEATURES>
 struct Weights {
     using Element = tutti_bf16;
     static constexpr int COUNT = FEATURES;
+    // Of a row, what all warps' first chunks are.
+    static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK * sizeof(tutti_bf16);
     const tutti_bf16* rows[FEATURES][2];
     uint4 chunk[FEATURES][2][LOADS];
+
+    static __device__ __forceinline__ uint32_t row_bytes(uint32_t k) { return 2 * k; }
 
     __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
 #pragma unroll
@@ -198,8 +238,6 @@ __device__ __forceinline__ void add_warps(float (&sums)[FEATURES][ROWS][4]) {
         }
     }
 }
-
-__device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
 }  // namespace
 }  // namespace tutti

@@ -38,6 +38,7 @@ template <int FEATURES>
 struct Int4Weights {
     using Element = uint8_t;
     static constexpr int COUNT = FEATURES;
+    static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK_INT4 / 2;
     const uint8_t* rows[FEATURES][2];
     const uint32_t* groups[FEATURES][2];
     // Of two: k of a group.
@@ -45,6 +46,7 @@ struct Int4Weights {
     uint4 chunk[FEATURES][2][LOADS_INT4];
     uint32_t first[FEATURES][2][LOADS_INT4];
 
+    static __device__ __forceinline__ uint32_t row_bytes(uint32_t k) { return k / 2; }
     // 128 k from `k` on, this lane's part of them.
     __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
 #pragma unroll

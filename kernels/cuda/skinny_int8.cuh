@@ -32,8 +32,11 @@ template <int FEATURES>
 struct Int8Weights {
     using Element = uint8_t;
     static constexpr int COUNT = FEATURES;
+    static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK;
     const uint8_t* rows[FEATURES][2];
     uint4 chunk[FEATURES][2][LOADS_INT8];
+
+    static __device__ __forceinline__ uint32_t row_bytes(uint32_t k) { return k; }
 
     __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
 #pragma unroll

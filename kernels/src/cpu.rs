@@ -1,21 +1,20 @@
 //! The CPU backend: SIMD kernels over packed bf16, int8 or 4-bit weights, f32 activations, its own
 //! threads.
 //!
-//! Composes operations from the modules below, after checking the arguments:
+//! Composes operations from the modules below, after `check` has looked at the arguments:
 //! - [`isa`]: which instruction set is used
 //! - `simd`, `math`: vectors, scalar functions
 //! - `precision`: how precisely activations enter matrix products
 //! - `pack`: the weight layout
-//! - `gemm`: matrix products
+//! - `gemm`, `gate_up`: matrix products, and those of an MLP's first half
 //! - `qkv`: norm, RoPE and KV cache after the QKV projection
-//! - `attention`: paged attention
-//! - `elementwise`: norms, RoPE and activations
+//! - `attend` over `attention`: paged attention
+//! - `rows` over `elementwise`: embedding, norms, RoPE and activations
 //! - `experts`: mixtures of experts (MoE)
 //! - [`sample`], `mask`: sampling, token masks
+//! - `exchange`: gathering what other ranks have
 //! - `kv`: the KV cache's layout
 //! - `buffer`, `memory`: activations, aligned memory
-//! - `pool`: the threads
-//! - `check`: argument checks
 //!
 //! The results of a row depend only on that row and its sequence, bit for bit, whatever else is in
 //! the batch and however many threads there are.
@@ -28,16 +27,21 @@ use crate::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
     KvShape, QkvWeights, RopeTable, Routing,
 };
+use crate::check::ensure;
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
+use crate::pool::Pool;
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;
 
+mod attend;
 mod attention;
 mod buffer;
-pub(crate) mod check;
+mod check;
 mod elementwise;
+mod exchange;
 mod experts;
+mod gate_up;
 mod gemm;
 pub mod isa;
 mod kv;
@@ -45,9 +49,9 @@ mod mask;
 mod math;
 mod memory;
 mod pack;
-pub(crate) mod pool;
 mod precision;
 mod qkv;
+mod rows;
 pub mod sample;
 mod simd;
 
@@ -56,16 +60,15 @@ pub use experts::CpuRoutes;
 pub use isa::Isa;
 pub use kv::CpuKvCache;
 pub use pack::{CpuMatrix, CpuStack};
-pub use pool::THREADS_MAX;
 pub use precision::Precision;
 
-use attention::{Attention, AttentionScratch, RowTile};
-use check::ensure;
+pub use crate::pool::THREADS_MAX;
+
+use attention::{AttentionScratch, RowTile};
 use experts::Grouping;
 use gemm::Output;
 use memory::{Disjoint, Scratch};
-use pack::{Format, PANEL};
-use pool::Pool;
+use pack::Format;
 use precision::Arithmetic;
 use sample::Sampler;
 
@@ -268,7 +271,7 @@ impl Backend for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        crate::check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
         let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
         kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
     }
@@ -279,7 +282,7 @@ impl Backend for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        crate::check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
         let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
         kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }
@@ -292,24 +295,7 @@ impl Backend for CpuBackend {
         scale: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let width = out.width();
-        ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
-        out.set_rows(ids.len())?;
-        let out = Disjoint::new(out.values_mut());
-        // Gathering a row touches as many cache lines as the row has pairs.
-        self.pool.run_ranges(ids.len(), (GRAIN / 8 / width).max(1), &|range, _| {
-            for i in range {
-                // SAFETY: every row belongs to one task.
-                let row = unsafe { out.slice(i * width, width) };
-                match ids[i].checked_sub(first_id).map(|id| id as usize) {
-                    Some(id) if id < table.rows() => {
-                        table.unpack_row(id, row);
-                        row.iter_mut().for_each(|x| *x *= scale);
-                    }
-                    _ => row.fill(0.0),
-                }
-            }
-        })
+        self.embed_rows(table, ids, first_id, scale, out)
     }
 
     fn add_rmsnorm(
@@ -320,20 +306,7 @@ impl Backend for CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
-        out.set_rows(rows)?;
-        let isa = self.isa;
-        self.each_normed(residual, out, &|row, residual, out| {
-            let delta = delta.map(|delta| delta.row(row));
-            elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
-        })
+        self.add_norm(residual, delta, weight, eps, out)
     }
 
     fn add_normed_rmsnorm(
@@ -345,20 +318,7 @@ impl Backend for CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_normed_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        out.set_rows(rows)?;
-        let isa = self.isa;
-        self.each_normed(residual, out, &|row, residual, out| {
-            let delta = delta.row(row);
-            elementwise::add_normed_rmsnorm(isa, residual, delta, delta_weight, weight, eps, out);
-        })
+        self.add_normed_norm(residual, delta, delta_weight, weight, eps, out)
     }
 
     fn qkv_rope_write(
@@ -398,41 +358,7 @@ impl Backend for CpuBackend {
         layer: usize,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::attention(q, shape, batch, cache, layer, out)?;
-        check::vector("paged_attention", "sinks", sinks, shape.num_heads)?;
-        out.set_rows(q.rows())?;
-        let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
-        let positions = blocks * cache.shape().block_size;
-        for worker in &mut self.workers {
-            worker.attention.reserve(self.isa, blocks, cache)?;
-        }
-        attention::cut(batch, &mut self.tiles);
-        let tiles = &self.tiles;
-        let attention = Attention {
-            isa: self.isa,
-            shape,
-            batch,
-            cache,
-            layer,
-            q: q.values(),
-            sinks: sinks.map(|sinks| &**sinks),
-            out: Disjoint::new(out.values_mut()),
-        };
-        let workers = Disjoint::new(&mut self.workers);
-        // Iterates over heads first: each thread then keeps its heads' K and V in its cache, and
-        // works on long and short rows alike. Tasks are handed out in small numbers, since their
-        // cost depends on the rows' positions.
-        let tasks = tiles.len() * shape.num_kv_heads;
-        let group = shape.num_heads / shape.num_kv_heads;
-        let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);
-        self.pool.run(tasks.div_ceil(grain), &|index, worker| {
-            // SAFETY: no two running tasks have the same worker.
-            let scratch = &mut unsafe { workers.slice(worker, 1) }[0].attention;
-            for task in index * grain..((index + 1) * grain).min(tasks) {
-                let (kv_head, tile) = (task / tiles.len(), task % tiles.len());
-                attention.tile(tiles[tile], kv_head, scratch);
-            }
-        })
+        self.attend(q, sinks, shape, batch, cache, layer, out)
     }
 
     fn linear(
@@ -482,65 +408,7 @@ impl Backend for CpuBackend {
         activation: Activation,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up";
-        let rows = weight.rows();
-        ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
-        check::product(op, x, weight, bias, rows / 2, out)?;
-        check::addend(op, addend, x.rows(), rows)?;
-        out.set_rows(x.rows())?;
-        let arithmetic = self.arithmetic();
-        let Self { isa, pool, acts, wide, .. } = self;
-        let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
-        let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
-        let out = Disjoint::new(out.values_mut());
-        let bias = bias.map(|bias| &**bias);
-        // Multiplies gate and up panels in one task, so that the activation finds them in the
-        // cache.
-        if inner.is_multiple_of(PANEL) {
-            let half = gemm::pair_panels(rows) * PANEL;
-            let sums = wide.get(pool.num_threads() * rows * half * 2)?;
-            return gemm::multiply_pairs(
-                isa,
-                pool,
-                &acts,
-                weight,
-                bias,
-                sums,
-                &|first, panels, sums| {
-                    let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
-                    for (row, sums) in (first..).zip(sums.chunks_exact_mut(half * 2)) {
-                        let (gate, up) = sums.split_at_mut(half);
-                        if let Some(addend) = addend {
-                            let (to_gate, to_up) = addend.row(row).split_at(inner);
-                            elementwise::add(isa, &mut gate[..len], &to_gate[start..start + len]);
-                            elementwise::add(isa, &mut up[..len], &to_up[start..start + len]);
-                        }
-                        // SAFETY: the columns belong to one task.
-                        let out = unsafe { out.slice(row * inner + start, len) };
-                        let (gate, up) = (&gate[..len], &up[..len]);
-                        elementwise::activate_mul(isa, activation, gate, up, out);
-                    }
-                },
-            );
-        }
-        let both = wide.get(rows * inner * 2)?;
-        let to = Output { data: Disjoint::new(both), stride: inner * 2, first_row: 0, column: 0 };
-        gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
-        let grain = (GRAIN / inner).max(1);
-        let both = Disjoint::new(both);
-        pool.run_ranges(rows, grain, &|range, _| {
-            for row in range {
-                // SAFETY: every row belongs to one task.
-                let both = unsafe { both.slice(row * inner * 2, inner * 2) };
-                if let Some(addend) = addend {
-                    elementwise::add(isa, both, addend.row(row));
-                }
-                let (gate, up) = both.split_at(inner);
-                // SAFETY: every row belongs to one task.
-                let out = unsafe { out.slice(row * inner, inner) };
-                elementwise::activate_mul(isa, activation, gate, up, out);
-            }
-        })
+        self.multiply_gate_up(x, weight, bias, addend, activation, out)
     }
 
     fn route(
@@ -606,37 +474,7 @@ impl Backend for CpuBackend {
         local: &CpuBuffer,
         full: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let (rank, world) = (self.rank(), self.world_size() as usize);
-        let (rows, width) = (local.rows(), local.width());
-        if world > 1 {
-            self.exchanged.add(WAY, size_of_val(local.values()));
-        }
-        if rank != 0 {
-            return self.timed(|collective| collective.gather(local.values(), &mut [], 0));
-        }
-        let full_width = full.width();
-        ensure!(
-            "gather_logits",
-            full_width == world * width,
-            "full.width is {full_width}, not {world} x {width}"
-        );
-        full.set_rows(rows)?;
-        if world == 1 {
-            full.values_mut().copy_from_slice(local.values());
-            return Ok(());
-        }
-        let Self { wide, collective, .. } = self;
-        let gathered = wide.get(world * rows * width)?;
-        let start = Instant::now();
-        let result = collective.gather(local.values(), gathered, 0);
-        self.collective_time += start.elapsed();
-        result?;
-        // Transposes from one block per rank to whole rows.
-        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
-            let (rank, row) = (i / rows, i % rows);
-            full.values_mut()[row * full_width + rank * width..][..width].copy_from_slice(from);
-        }
-        Ok(())
+        self.gather_rows(local, full)
     }
 
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
@@ -704,50 +542,5 @@ impl Backend for CpuBackend {
 
     fn take_exchanged(&mut self) -> Tally {
         std::mem::take(&mut self.exchanged)
-    }
-}
-
-impl CpuBackend {
-    /// Calls `norm` with the index, the residual and the result of every row; both buffers have the
-    /// same width.
-    fn each_normed(
-        &mut self,
-        residual: &mut CpuBuffer,
-        out: &mut CpuBuffer,
-        norm: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
-    ) -> Result<(), KernelError> {
-        let (rows, width) = (residual.rows(), residual.width());
-        let residual = Disjoint::new(residual.values_mut());
-        let out = Disjoint::new(out.values_mut());
-        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
-            for row in range {
-                // SAFETY: every row belongs to one task.
-                let residual = unsafe { residual.slice(row * width, width) };
-                // SAFETY: as above.
-                norm(row, residual, unsafe { out.slice(row * width, width) });
-            }
-        })
-    }
-
-    /// Fills `out` with the results of `operation` for rows `0..count`, in parallel.
-    fn each_row(
-        &mut self,
-        count: usize,
-        out: &mut Vec<Sampled>,
-        operation: &(dyn Fn(&mut Sampler, usize) -> Sampled + Sync),
-    ) -> Result<(), KernelError> {
-        out.clear();
-        out.resize_with(count, Sampled::default);
-        let workers = Disjoint::new(&mut self.workers);
-        let out = Disjoint::new(out);
-        self.pool.run_ranges(count, 1, &|range, worker| {
-            // SAFETY: no two running tasks have the same worker.
-            let sampler = &mut unsafe { workers.slice(worker, 1) }[0].sampler;
-            for i in range {
-                // SAFETY: every row belongs to one task.
-                let slot = &mut unsafe { out.slice(i, 1) }[0];
-                *slot = operation(sampler, i);
-            }
-        })
     }
 }

@@ -8,14 +8,17 @@
 //!   [`connect`]: how they find each other; [`nccl`]: NCCL; [`peer`]: GPUs that see each other's
 //!   memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
-//! - [`bucket`], [`batch`], [`capacity`]: PURE: graphs and plans, a step's inputs, memory
-//! - `matmul`: products of many rows; `tensors`: buffers, weights, caches; `swap`: blocks in
-//!   host memory; `uploads`: lists on their way to the GPU; `readback`: rows
-//!   on theirs to the host; `step`: what a step is
-//!   in, and its graph; `operations`, `exchange`, `experts`, `sample`, `results`: the operations;
-//!   `edits`: PURE: rows whose logits are edited
+//! - [`bucket`], [`batch`], [`parts`], [`capacity`]: PURE: graphs and plans, a step's inputs, what
+//!   sequences are decoded by, memory
+//! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to the
+//!   GPU; `readback`: rows on theirs to the host
+//! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
+//! - `operations`: the list of operations; what they do: `rows`, `attention`, `products` (of many rows:
+//!   `matmul`), `experts`, `exchange`, `sample`, `results`; `edits`: PURE: rows whose logits are edited
+//! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
+mod attention;
 mod backend;
 pub mod batch;
 pub mod bucket;
@@ -45,6 +48,7 @@ pub mod peer;
 mod products;
 mod readback;
 mod results;
+mod rows;
 mod sample;
 mod step;
 pub mod stream;

@@ -21,8 +21,8 @@ use crate::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
     KvShape, QkvWeights, RopeTable, Routing,
 };
+use crate::check;
 use crate::collective::Collective;
-use crate::cpu::check;
 use crate::error::{CollectiveError, KernelError};
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;

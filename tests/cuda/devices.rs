@@ -82,6 +82,27 @@ fn a_driver_without_a_symbol_is_no_panic() {
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
 }
 
+/// Containers bring a driver's library of their own beside the host's, and the wrong one of the two
+/// does not load.
+#[test]
+fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
+    let broken = tempfile::tempdir().unwrap();
+    std::fs::write(broken.path().join("libcuda.so.1"), "no library").unwrap();
+    let (broken, well) = (broken.path().to_str().unwrap(), fake().libraries.to_str().unwrap());
+    for folders in [format!("{broken},{well}"), format!("{well},{broken}")] {
+        let kernels = fake().kernels.to_str().unwrap();
+        let args = ["devices", "--cuda-lib-dir", &folders, "--cuda-kernels", kernels];
+        let (code, stdout, stderr) = described(&tutti(&args, &[]));
+        assert_eq!((code, stderr.as_str()), (0, ""));
+        assert!(last_line(&stdout).starts_with("CUDA is usable: 1 GPU(s)"), "{stdout}");
+    }
+    // Alone it says why; where there is a driver nothing is to be said.
+    let (_, stdout, _) = described(&tutti(&["devices", "--cuda-lib-dir", broken], &[]));
+    let line = last_line(&stdout);
+    assert!(line.contains("libcuda.so.1: file too short") || line.contains("usable"), "{stdout}");
+    assert!(line.contains(broken) || !line.contains("not usable"), "{stdout}");
+}
+
 /// Where pip puts it, for CUDA 12 and 13.
 #[test]
 fn cublaslt_is_found_among_pythons_packages() {

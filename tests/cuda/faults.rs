@@ -224,6 +224,34 @@ fn products_take_the_quickest_algorithm() {
     assert!(chosen > 0);
 }
 
+/// One that the library names and that fails when it is called is not chosen, and costs nothing else.
+#[test]
+fn an_algorithm_that_fails_is_passed_over() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let mut args = BENCH.to_vec();
+    args[8] = "100";
+    args.extend(["--batches", "1"]);
+    // The first of the first product; a run of it that is measured; the last of it.
+    for call in [1, 3, 7] {
+        let fault = format!("cublasLtMatmul:{call}=14");
+        let environment = [
+            ("FAKE_CUDA_ALGORITHMS", "4"),
+            ("FAKE_CUDA_LOG", log.path().to_str().unwrap()),
+            ("FAKE_CUDA_FAIL", &fault),
+        ];
+        let (code, stdout, stderr) = with_fake(&args, &environment);
+        assert_eq!(code, 0, "{stdout} {stderr}");
+        let log = std::fs::read_to_string(log.path()).unwrap();
+        assert!(log.lines().any(|line| line.starts_with("product ")), "{log}");
+    }
+    // Which it does not where a GPU has failed.
+    let (code, _, stderr) = with_fake(
+        &args,
+        &[("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_FAIL", "cublasLtMatmul:3=719")],
+    );
+    assert!(code != 0 && stderr.contains("(719)"), "{code} {stderr}");
+}
+
 /// Without cuBLASLt prompts are computed by this project's own kernels.
 #[test]
 fn without_cublaslt_it_runs() {

@@ -65,6 +65,25 @@ async fn two_processes_see_each_others_memory() {
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
 }
 
+/// Steps that cannot be captured as they are end the epoch, since the ranks' graphs belong together: each
+/// remembers what it has found out although its group is left for that, and captures the next ones
+/// another way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_capture_that_fails_is_remembered_by_both_ranks() {
+    let expected = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(24).await;
+    let pair = Pair::up(&[], &[("FAKE_CUDA_CAPTURED_OVERLAP", "0")]).await;
+    assert_eq!(pair.complete(24).await, expected);
+    let log = pair.cluster.log();
+    assert!(log.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)"), "{log}");
+    // Each finds out once at most, and both are in a group again behind it.
+    let formed = log.matches(SEEN).count();
+    assert!((4..=6).contains(&formed), "{formed}: {log}");
+    let before = pair.calls("graph ");
+    assert_eq!(pair.complete(24).await, expected);
+    assert!(pair.calls("graph ") > before + 24, "{before} {}", pair.calls("graph "));
+    assert_eq!(pair.cluster.log().matches(SEEN).count(), formed, "{}", pair.cluster.log());
+}
+
 /// Before the ranks have agreed, what fails on one has all of them do without.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {

@@ -12,26 +12,47 @@ pub(crate) struct Experts {
     routing: Routing,
     /// The first of the columns that the second product takes.
     first: usize,
+    /// As gpt-oss has them: biases everywhere, gate and up clamped.
+    is_clamped: bool,
+}
+
+impl Experts {
+    const PLAIN: Self = Self {
+        rows: 1,
+        hidden: 64,
+        inner: 40,
+        routing: Routing { num_experts: 6, top_k: 2, normalise: true },
+        first: 0,
+        is_clamped: false,
+    };
 }
 
 pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     let few = Routing { num_experts: 6, top_k: 2, normalise: true };
     let many = Routing { num_experts: 128, top_k: 8, normalise: false };
     let most = Routing { num_experts: 40, top_k: 32, normalise: true };
+    // As gpt-oss 20B, of whose router a softmax is made over those that were chosen.
+    let clamped = Routing { num_experts: 32, top_k: 4, normalise: true };
+    let plain = Experts::PLAIN;
     let mut cases = vec![
         // More than are grouped at a time: 8192 / 32 = 256.
-        Experts { rows: 300, hidden: 32, inner: 16, routing: most, first: 0 },
-        Experts { rows: 1, hidden: 64, inner: 40, routing: few, first: 0 },
-        Experts { rows: 70, hidden: 64, inner: 40, routing: few, first: 3 },
+        Experts { rows: 300, hidden: 32, inner: 16, routing: most, ..plain },
+        Experts { routing: few, ..plain },
+        Experts { rows: 70, routing: few, first: 3, ..plain },
+        Experts { rows: 9, routing: few, is_clamped: true, ..plain },
     ];
     if !quick {
         cases.extend([
-            Experts { rows: 1, hidden: 2048, inner: 768, routing: many, first: 0 },
-            Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8 },
+            Experts { hidden: 2048, inner: 768, routing: many, ..plain },
+            Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8, ..plain },
             // More than are grouped at a time: 8192 / 8 = 1024.
-            Experts { rows: 1500, hidden: 256, inner: 96, routing: many, first: 0 },
-            Experts { rows: 400, hidden: 512, inner: 300, routing: few, first: 0 },
+            Experts { rows: 1500, hidden: 256, inner: 96, routing: many, ..plain },
+            Experts { rows: 400, hidden: 512, inner: 300, routing: few, ..plain },
         ]);
+        for rows in [1, 17] {
+            let (hidden, inner, routing) = (2880, 2880, clamped);
+            cases.push(Experts { rows, hidden, inner, routing, first: 0, is_clamped: true });
+        }
     }
     cases
 }
@@ -61,10 +82,12 @@ fn clear_rows(random: &mut Random, rows: usize, router: &[f32], routing: &Routin
 
 impl Case for Experts {
     fn name(&self) -> String {
-        let Self { rows, hidden, inner, routing, first } = self;
+        let Self { rows, hidden, inner, routing, first, is_clamped } = self;
         let Routing { num_experts, top_k, .. } = routing;
+        let clamped = if *is_clamped { "clamped " } else { "" };
         format!(
-            "{top_k} of {num_experts} experts, {rows} x {hidden} -> {inner}, columns from {first}"
+            "{top_k} of {num_experts} {clamped}experts, {rows} x {hidden} -> {inner}, columns from \
+             {first}"
         )
     }
 
@@ -74,7 +97,7 @@ impl Case for Experts {
     }
 
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
-        let Self { rows, hidden, inner, routing, first } = *self;
+        let Self { rows, hidden, inner, routing, first, is_clamped } = *self;
         let mut random = Random(11);
         let router = random.vec(routing.num_experts * hidden);
         let x = input(backend, &clear_rows(&mut random, rows, &router, &routing), hidden)?;
@@ -100,19 +123,32 @@ impl Case for Experts {
         };
         let gate_up = stack(backend, 2 * routing.num_experts, inner, hidden)?;
         let down = stack(backend, routing.num_experts, hidden, inner - first)?;
+        let mut vector = |backend: &mut B, len: usize, scale: f32| {
+            let values: Vec<f32> = random.vec(len).iter().map(|x| x * scale).collect();
+            is_clamped.then(|| backend.load_vector(&values)).transpose()
+        };
+        // Less than what the choice is clear by.
+        let router_bias = vector(backend, routing.num_experts, CLEAR as f32 / 4.0)?;
+        let gate_up_bias = vector(backend, 2 * routing.num_experts * inner, 1.0)?;
+        let down_bias = vector(backend, routing.num_experts * hidden, 1.0)?;
+        // Both ends of the clamp are met.
+        let activation = match is_clamped {
+            true => ExpertActivation::Clamped { alpha: 1.702, limit: 0.75 },
+            false => ExpertActivation::Silu,
+        };
         let mut routes = backend.new_routes(rows, routing)?;
-        backend.route(&x, &router, None, &mut routes)?;
+        backend.route(&x, &router, router_bias.as_ref(), &mut routes)?;
         let mut middle = poisoned(backend, rows * routing.top_k, inner, true)?;
         backend.experts_gate_up(
             &x,
             &gate_up,
-            None,
-            ExpertActivation::Silu,
+            gate_up_bias.as_ref(),
+            activation,
             &routes,
             &mut middle,
         )?;
         let mut out = poisoned(backend, rows, hidden, false)?;
-        backend.experts_down(&middle, first, &down, None, &routes, &mut out)?;
+        backend.experts_down(&middle, first, &down, down_bias.as_ref(), &routes, &mut out)?;
         let (experts, mut values) = backend.read_routes(&routes)?;
         values.extend(experts.into_iter().map(|expert| expert as f32));
         values.extend(backend.read_buffer(&middle)?);

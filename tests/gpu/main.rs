@@ -16,19 +16,25 @@
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
 //! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on the
 //! stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it are
-//! complete; `--only PART,..` runs the parts whose names contain one of these. All parts together may not
+//! complete; `--only PART,..` runs the parts whose names contain one of these, and `--step TEXT`, once or
+//! several times, only the steps of these whose names contain such a text. All parts together may not
 //! fit into the time of one call: `operations,goldens`, `speed` and `ranks` do, one at a time.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
+mod attention;
+mod driver;
 mod experts;
 mod goldens;
 mod head;
 mod int4;
+mod kernels_speed;
 mod mixed;
 mod operations;
 mod ranks;
+mod sampling;
 mod selfcheck;
+mod shapes;
 mod speed;
 mod supervisor;
 mod values;
@@ -57,8 +63,10 @@ struct Options {
     endless: bool,
     /// The model folder whose golden values such a process follows.
     golden: Option<PathBuf>,
-    /// Up to which sizes which of this project's exchanges is used; measured when none are given.
+    /// Up to which sizes which of this project's exchanges is used; measured when none are given, with
+    /// messages of up to so many bytes.
     thresholds: Option<Thresholds>,
+    measured_most: usize,
     ordinal: Option<u32>,
     quick: bool,
     /// Kernels begin before those before them are complete.
@@ -66,6 +74,8 @@ struct Options {
     require_gpu: bool,
     /// Only parts whose name contains one of these.
     only: Vec<String>,
+    /// Likewise steps.
+    steps: Vec<String>,
     /// To be one part, from this step on, and whether it goes on in the same process when one fails.
     part: Option<String>,
     skip: usize,
@@ -88,11 +98,13 @@ impl Options {
             endless: false,
             golden: None,
             thresholds: None,
+            measured_most: usize::MAX,
             ordinal: None,
             quick: false,
             overlap: true,
             require_gpu: false,
             only: Vec::new(),
+            steps: Vec::new(),
             part: None,
             skip: 0,
             keep_going: false,
@@ -113,6 +125,11 @@ impl Options {
                     let known = Exchange::NAMES.into_iter().find(|(name, _)| *name == wanted);
                     options.exchange = known.ok_or("--exchange wants a name")?.1;
                 }
+                "--unmeasured" => options.thresholds = Some(Thresholds::default()),
+                "--measured-most" => {
+                    let wanted = value()?.parse();
+                    options.measured_most = wanted.map_err(|_| "--measured-most wants bytes")?;
+                }
                 "--endless" => options.endless = true,
                 "--golden" => options.golden = Some(PathBuf::from(value()?)),
                 "--child" => {
@@ -121,6 +138,7 @@ impl Options {
                 }
                 "--gpu" => options.ordinal = value()?.parse().ok(),
                 "--only" => options.only.extend(value()?.split(',').map(str::to_owned)),
+                "--step" => options.steps.push(value()?),
                 "--part" => options.part = Some(value()?),
                 "--skip" => options.skip = value()?.parse().map_err(|_| "--skip wants a number")?,
                 "--step-limit" => options.step_limit = value()?.parse().ok(),
@@ -141,6 +159,10 @@ impl Options {
         self.only.is_empty() || self.only.iter().any(|only| part.contains(only.as_str()))
     }
 
+    fn wants_step(&self, step: &str) -> bool {
+        self.steps.is_empty() || self.steps.iter().any(|text| step.contains(text.as_str()))
+    }
+
     /// What another process of this program is told, besides what it is to do.
     fn common(&self) -> Vec<std::ffi::OsString> {
         let mut args: Vec<std::ffi::OsString> = Vec::new();
@@ -157,6 +179,9 @@ impl Options {
         if let Some(nccl) = &self.nccl_lib {
             pair("--nccl-lib", nccl.as_os_str());
         }
+        for step in &self.steps {
+            pair("--step", step.as_ref());
+        }
         for (is_set, flag) in [(self.quick, "--quick"), (!self.overlap, "--no-overlap")] {
             if is_set {
                 args.push(flag.into());
@@ -169,6 +194,7 @@ impl Options {
         CudaOptions {
             overlap: self.overlap,
             thresholds: self.thresholds,
+            measured_most: self.measured_most,
             nccl_lib: self.nccl_lib.clone(),
             ..Survey::options(ordinal, &self.folders, self.kernels.as_deref())
         }
@@ -187,7 +213,18 @@ impl Options {
 #[derive(Debug, Default)]
 struct Table {
     faults: usize,
+    /// A kernel has failed: whatever this process asks of the GPU from then on fails alike.
+    is_broken: bool,
 }
+
+/// How errors name what leaves a context of no use: an address out of bounds or misaligned, a kernel
+/// that failed, an instruction that is none.
+const BROKEN: [&str; 4] = [
+    "CUDA_ERROR_ILLEGAL_ADDRESS",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+];
 
 /// Marks of what a part tells its supervisor; whatever else it prints is passed on as it is.
 const STEP: &str = "@step ";
@@ -200,6 +237,7 @@ impl Table {
             Err(fault) => ("FAILED", fault),
         };
         self.faults += usize::from(state == "FAILED");
+        self.is_broken |= state == "FAILED" && BROKEN.iter().any(|name| words.contains(name));
         let words = words.split_whitespace().collect::<Vec<_>>().join(" ");
         println!("{ROW}{state}\t{}\t{words}", what.into());
     }
@@ -226,12 +264,13 @@ const AGAIN: u8 = 3;
 /// Is one part: a failed step ends the process, for it may have broken the context.
 fn part(options: &Options, name: &str) -> ExitCode {
     let ordinal = options.ordinal.unwrap_or(0);
-    let steps = match name {
+    let mut steps = match name {
         "operations" => operations::steps(options, ordinal),
         "goldens" => goldens::steps(options, ordinal),
         "speed" => speed::steps(options, ordinal),
         _ => ranks::steps(options, ordinal, name),
     };
+    steps.retain(|step| options.wants_step(&step.name));
     let count = steps.len();
     let mut table = Table::default();
     // Each step makes backends of its own. The context under them stays, as it does in a worker:
@@ -241,7 +280,8 @@ fn part(options: &Options, name: &str) -> ExitCode {
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {
         println!("{STEP}{}", step.name);
         (step.run)(&mut table);
-        if table.faults > 0 && !options.keep_going && index + 1 < count {
+        let ends = table.is_broken || table.faults > 0 && !options.keep_going;
+        if ends && index + 1 < count {
             return ExitCode::from(AGAIN);
         }
     }

@@ -7,7 +7,8 @@ use shared::protocol::{NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::Table;
-use crate::speed::{BLOCK_SIZE, Driver, Plans, Sizes};
+use crate::driver::{Driver, Plans};
+use crate::speed::{BLOCK_SIZE, Sizes};
 
 /// Steps that are not measured: a first one, one that is captured, one that is replayed.
 const WARM: u32 = 3;
@@ -125,36 +126,52 @@ fn decode(driver: &mut Driver<'_>, batch: &mut Batch, steps: u32) -> Result<(), 
     driver.run_all(Plans(plans))
 }
 
-pub(crate) fn cases(
-    name: &str,
-    driver: &mut Driver<'_>,
-    sizes: &Sizes,
-    table: &mut Table,
-) -> Result<(), String> {
+/// Rows, each by itself: what fails costs no other.
+pub(crate) fn cases(name: &str, driver: &mut Driver<'_>, sizes: &Sizes, table: &mut Table) {
     let (count, tokens) = short(sizes);
-    let text = |step: f64| Ok(format!("step {:.3} ms", step * 1e3));
-    let greedy = SamplingParams::greedy;
+    let text = |step: f64| format!("step {:.3} ms", step * 1e3);
     for long in [None, Some(sizes.long)] {
-        let mut batch = Batch::new();
-        for tokens in std::iter::repeat_n(tokens, count as usize).chain(long) {
-            batch.prefill(driver, tokens, greedy(), sizes)?;
-        }
-        let step = timed(sizes, |steps| decode(driver, &mut batch, steps))?;
-        batch.forget(driver)?;
         let and = long.map_or(String::new(), |long| format!(", one of {long} besides"));
-        table.add(format!("{name} decode, {count} of {tokens} tokens{and}"), text(step));
+        let step = unlike(driver, long, sizes);
+        table.add(format!("{name} decode, {count} of {tokens} tokens{and}"), step.map(text));
     }
+    let step = penalised(driver, sizes);
+    table.add(format!("{name} decode, one of {count} with a repetition penalty"), step.map(text));
+    let step = with_prompts(driver, sizes);
+    let what = format!("{name} decode, {count} with a prompt of {} in each step", sizes.prompt);
+    table.add(what, step.map(text));
+}
 
+/// Short sequences, and a long one among them.
+fn unlike(driver: &mut Driver<'_>, long: Option<u32>, sizes: &Sizes) -> Result<f64, String> {
+    let (count, tokens) = short(sizes);
+    let mut batch = Batch::new();
+    for tokens in std::iter::repeat_n(tokens, count as usize).chain(long) {
+        batch.prefill(driver, tokens, SamplingParams::greedy(), sizes)?;
+    }
+    let step = timed(sizes, |steps| decode(driver, &mut batch, steps))?;
+    batch.forget(driver)?;
+    Ok(step)
+}
+
+/// Short sequences, the sampling of one of which knows all of its tokens.
+fn penalised(driver: &mut Driver<'_>, sizes: &Sizes) -> Result<f64, String> {
+    let (count, tokens) = short(sizes);
     let mut batch = Batch::new();
     for index in 0..count {
         let repetition_penalty = if index == 0 { 1.1 } else { 1.0 };
-        let sampling = SamplingParams { repetition_penalty, ..greedy() };
+        let sampling = SamplingParams { repetition_penalty, ..SamplingParams::greedy() };
         batch.prefill(driver, tokens, sampling, sizes)?;
     }
     let step = timed(sizes, |steps| decode(driver, &mut batch, steps))?;
     batch.forget(driver)?;
-    table.add(format!("{name} decode, one of {count} with a repetition penalty"), text(step));
+    Ok(step)
+}
 
+/// Short sequences, and a prompt in every step.
+fn with_prompts(driver: &mut Driver<'_>, sizes: &Sizes) -> Result<f64, String> {
+    let (count, tokens) = short(sizes);
+    let greedy = SamplingParams::greedy;
     let mut batch = Batch::new();
     for _ in 0..count {
         batch.prefill(driver, tokens, greedy(), sizes)?;
@@ -172,7 +189,5 @@ pub(crate) fn cases(
     })?;
     driver.forget(last.into_iter().collect())?;
     batch.forget(driver)?;
-    let what = format!("{name} decode, {count} with a prompt of {} in each step", sizes.prompt);
-    table.add(what, text(step));
-    Ok(())
+    Ok(step)
 }

@@ -3,18 +3,15 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use kernels::backend::{
-    Activation, AttentionShape, Batch, Buffer as _, DType, HostMatrix, KvShape, QkvWeights,
-    RopeTable, SeqRows,
-};
+use kernels::backend::{Activation, Buffer as _, DType, HostMatrix};
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
-use kernels::sampling::{SampleParams, SampleRow, Sampled};
 use kernels::{Backend, KernelError, ReferenceBackend};
 use shared::protocol::Quantization;
 
+use crate::sampling::Sample;
 use crate::{Options, Step, Table};
-use crate::{adapters, experts, int4};
+use crate::{adapters, attention, experts, int4};
 
 /// Relative error of one rounding to bf16, and some.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
@@ -129,7 +126,7 @@ pub(crate) fn input<B: Writable>(
     Ok(buffer)
 }
 
-fn wide<B: Writable>(
+pub(crate) fn wide<B: Writable>(
     backend: &mut B,
     values: &[f32],
     width: usize,
@@ -403,167 +400,6 @@ impl Case for Head {
     }
 }
 
-/// Prompts, then a step that mixes decode with the end of a prompt.
-struct Attention {
-    shape: AttentionShape,
-    extras: bool,
-}
-
-impl Case for Attention {
-    fn name(&self) -> String {
-        let AttentionShape { num_heads, num_kv_heads, head_dim, sliding_window, .. } = self.shape;
-        format!(
-            "attention {num_heads}/{num_kv_heads} heads of {head_dim}, window {sliding_window:?}"
-        )
-    }
-
-    fn tolerance(&self) -> (f32, f32) {
-        (2.0 * ROUNDING, 2e-2)
-    }
-
-    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
-        let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = self.shape;
-        let mut random = Random(6);
-        let (hidden, block_size, blocks, positions) = (64, 16, 40, 400);
-        let width = (num_heads + 2 * num_kv_heads) * head_dim;
-        let small: Vec<f32> = random.vec(width * hidden).iter().map(|x| x / 8.0).collect();
-        let weight = matrix(backend, &small, hidden)?;
-        let mut vector =
-            |len: usize| self.extras.then(|| backend.load_vector(&random.vec(len))).transpose();
-        let (bias, q_norm, k_norm) = (vector(width)?, vector(head_dim)?, vector(head_dim)?);
-        let weights = QkvWeights { weight, bias, q_norm, k_norm };
-        let angle = |i: usize| (i / (head_dim / 2)) as f32 / (1 + i % (head_dim / 2)) as f32;
-        let table = |f: fn(f32) -> f32| -> Vec<f32> {
-            (0..positions * head_dim / 2).map(|i| f(angle(i))).collect()
-        };
-        let rope = RopeTable {
-            cos: backend.load_vector(&table(f32::cos))?,
-            sin: backend.load_vector(&table(f32::sin))?,
-        };
-        let kv = KvShape { num_layers: 2, num_kv_heads, head_dim, block_size, num_blocks: blocks };
-        let mut cache = backend.new_kv_cache(kv)?;
-        let mut seen = Vec::new();
-        // (rows, tokens then in the cache) of three sequences of 13 blocks each.
-        for step in [[(150, 150), (1, 1), (70, 70)], [(1, 151), (1, 2), (37, 107)]] {
-            let mut list = Vec::new();
-            let (mut at, mut slots, mut tables) = (Vec::new(), Vec::new(), Vec::new());
-            for (index, (num_rows, context_len)) in (0u32..).zip(step) {
-                list.push(SeqRows {
-                    row_start: at.len() as u32,
-                    num_rows,
-                    context_len,
-                    table_start: tables.len() as u32,
-                    table_len: 13,
-                });
-                // Backwards, so that a wrong table is seen.
-                let blocks: Vec<u32> = (0..13).map(|i| index * 13 + 12 - i).collect();
-                for position in context_len - num_rows..context_len {
-                    at.push(position);
-                    slots.push(blocks[position as usize / block_size] * 16 + position % 16);
-                }
-                tables.extend(blocks);
-            }
-            let batch = Batch { positions: &at, slots: &slots, seqs: &list, block_tables: &tables };
-            let x = input(backend, &random.vec(at.len() * hidden), hidden)?;
-            let mut q = poisoned(backend, at.len(), num_heads * head_dim, true)?;
-            let mut out = poisoned(backend, at.len(), num_heads * head_dim, true)?;
-            backend.qkv_rope_write(
-                &x,
-                &weights,
-                None,
-                &rope,
-                &self.shape,
-                &batch,
-                &mut cache,
-                1,
-                &mut q,
-            )?;
-            backend.paged_attention(&q, None, &self.shape, &batch, &cache, 1, &mut out)?;
-            seen.extend(backend.read_buffer(&q)?);
-            seen.extend(backend.read_buffer(&out)?);
-        }
-        Ok(seen)
-    }
-}
-
-/// Tokens are compared where the choice is clear: these logits are far apart.
-struct Sample {
-    vocab: usize,
-}
-
-impl Case for Sample {
-    fn name(&self) -> String {
-        format!("sample and logprobs, vocabulary {}", self.vocab)
-    }
-
-    fn tolerance(&self) -> (f32, f32) {
-        (1e-4, 1e-4)
-    }
-
-    fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
-        let mut random = Random(7);
-        let values: Vec<f32> = random.vec(40 * self.vocab).iter().map(|x| x * 20.0).collect();
-        let logits = wide(backend, &values, self.vocab)?;
-        let plain = SampleParams {
-            temperature: 0.0,
-            top_p: 1.0,
-            top_k: 0,
-            min_p: 0.0,
-            seed: 11,
-            choice: 0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            repetition_penalty: 1.0,
-            logit_bias: Vec::new(),
-            suppress_until_min: Vec::new(),
-            min_tokens: 0,
-            logprobs: Some(5),
-        };
-        let random_top = SampleParams { temperature: 0.8, top_k: 5, ..plain.clone() };
-        let random_p = SampleParams { temperature: 1.0, top_p: 0.7, seed: 5, ..plain.clone() };
-        let edited = SampleParams {
-            logit_bias: vec![(3, 50.0)],
-            frequency_penalty: 1.0,
-            repetition_penalty: 1.3,
-            logprobs: None,
-            ..plain.clone()
-        };
-        let all = [&plain, &random_top, &random_p, &edited];
-        // The second half of the rows may choose every third token alone.
-        let mut mask = vec![0u32; self.vocab.div_ceil(32)];
-        for token in (1..self.vocab).step_by(3) {
-            mask[token / 32] |= 1 << (token % 32);
-        }
-        let rows: Vec<SampleRow<'_>> = (0..40)
-            .map(|i| SampleRow {
-                params: all[i % 4],
-                prompt: &[1, 2, 3],
-                output: &[3, 4, 3],
-                allowed: (i >= 20).then_some(mask.as_slice()),
-            })
-            .collect();
-        let mut sampled = Vec::new();
-        backend.sample(&logits, self.vocab, 0, &rows, &mut sampled)?;
-        let mut seen: Vec<f32> = sampled.iter().flat_map(flatten).collect();
-        let targets: Vec<u32> = (0..38).map(|i| i * 7 % self.vocab as u32).collect();
-        backend.logprobs(&logits, self.vocab, 2, &targets, 3, &mut sampled)?;
-        seen.extend(sampled.iter().flat_map(flatten));
-        Ok(seen)
-    }
-}
-
-fn flatten(sampled: &Sampled) -> Vec<f32> {
-    let mut all = vec![
-        sampled.token as f32,
-        f32::from(u8::from(sampled.corrupted)),
-        sampled.logprob,
-        sampled.rank as f32,
-        sampled.top.len() as f32,
-    ];
-    all.extend(sampled.top.iter().flat_map(|(token, logprob)| [*token as f32, *logprob]));
-    all
-}
-
 /// One step for each case.
 pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let checked = Rc::new(RefCell::new(Checked { options, ordinal, backend: None }));
@@ -623,31 +459,8 @@ impl<'a> Cases<'a> {
         }
         self.add(Head { rows: vec![199, 0, 7] });
         self.add(Head { rows: (0..150).rev().collect() });
-        let heads: &[(usize, usize, usize)] = match quick {
-            true => &[(4, 2, 32), (4, 1, 48)],
-            false => &[
-                (4, 4, 16),
-                (8, 2, 32),
-                (6, 2, 64),
-                (4, 2, 96),
-                (32, 8, 128),
-                (4, 1, 256),
-                (8, 4, 256),
-                (20, 1, 64),
-                (4, 2, 80),
-            ],
-        };
-        for &(num_heads, num_kv_heads, head_dim) in heads {
-            for (sliding_window, extras) in [(None, false), (Some(33), true)] {
-                let shape = AttentionShape {
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    norm_eps: 1e-6,
-                    sliding_window,
-                };
-                self.add(Attention { shape, extras });
-            }
+        for case in attention::cases(quick) {
+            self.add(case);
         }
         for vocab in if quick { vec![300] } else { vec![300, 32_000, 151_936] } {
             self.add(Sample { vocab });

@@ -14,6 +14,7 @@ use kernels::collective::{
     Collective, SharedMemoryOptions, local_group, shared_memory, single_rank,
 };
 use kernels::cuda::choice::NCCL_SHARING_MIN;
+use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup, Relay};
 use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{Backend, CollectiveError, KernelError};
@@ -24,6 +25,8 @@ use crate::goldens::{VARIANTS, engine_over, follow};
 use crate::{Options, Step};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
+/// The option of a rank that is to measure the ways of exchanging data.
+const MEASURED: &str = "--measured-most";
 /// How long ranks wait for one that is gone.
 const SHORT: Duration = Duration::from_secs(3);
 
@@ -50,22 +53,33 @@ impl Relay for FileRelay {
     }
 }
 
+/// A rank in its group, and what the group is.
 fn joined(
     options: &Options,
     (exchange, timeout): (Exchange, Duration),
     ordinal: u32,
     collective: Box<dyn Collective>,
     relay: &mut dyn Relay,
-) -> Result<CudaBackend, KernelError> {
+) -> Result<(CudaBackend, String), KernelError> {
     let cuda = CudaOptions { exchange, ..options.cuda(ordinal) };
     let mut backend = CudaBackend::new(cuda, collective)?;
-    backend.join(GroupSetup {
+    let joining = backend.join(GroupSetup {
         timeout,
         is_given_up: &|| false,
         relay,
         on_abort_handle: &mut |_| {},
     })?;
-    Ok(backend)
+    Ok((backend, joining.reason))
+}
+
+/// Ranks that share a GPU take turns of milliseconds, and what they measured would be those: only the
+/// step that is about it does, and as little as it can.
+fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
+    let mut options = options.clone();
+    if gpus[0] == gpus[1] {
+        options.thresholds = Some(Thresholds::default());
+    }
+    options
 }
 
 /// Sums and gathers in three equal steps: called, recorded, replayed.
@@ -194,6 +208,7 @@ fn sums(
     exchange: Exchange,
     gpus: [u32; 2],
 ) -> Result<Vec<(usize, Duration)>, String> {
+    let options = &tuned(options, gpus);
     let group = local_group(2, TIMEOUT).map_err(|error| error.to_string())?;
     let relay = SharedRelay::default();
     let meeting = &Meeting::default();
@@ -204,8 +219,8 @@ fn sums(
                 let mut relay = relay.clone();
                 scope.spawn(move || {
                     let (how, gpu) = ((exchange, SHORT), gpus[rank as usize]);
-                    let backend = joined(options, how, gpu, collective, &mut relay);
-                    let mut backend = backend.map_err(|error| error.to_string())?;
+                    let joined = joined(options, how, gpu, collective, &mut relay);
+                    let (mut backend, _) = joined.map_err(|error| error.to_string())?;
                     let found = latencies(&mut backend, meeting, options.quick);
                     // Nothing is freed before both are done.
                     let _ = meeting.wait();
@@ -269,14 +284,16 @@ pub(crate) fn child(
     let mut relay = FileRelay(relay.to_owned());
     let timeout = if options.endless { SHORT } else { TIMEOUT };
     let how = (options.exchange, timeout);
-    let mut backend = joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
+    let (mut backend, reason) =
+        joined(options, how, ordinal, collective, &mut relay).map_err(words)?;
     if options.endless {
         return until_the_other_is_gone(&mut backend);
     }
     if let Some(model) = &options.golden {
         return golden(options, rank, backend, model);
     }
-    exchange(&mut backend).map_err(words)
+    let graphs = exchange(&mut backend).map_err(words)?;
+    Ok(format!("{graphs}; {reason}"))
 }
 
 /// Sums without end; what ends them.
@@ -315,6 +332,9 @@ fn start(
             let mut command = Command::new(&program);
             command.args(options.common()).args(["--child", &rank.to_string(), &name]).arg(relay);
             command.args(["--exchange", exchange.name()]).args(task);
+            if gpus[0] == gpus[1] && !task.contains(&MEASURED.as_ref()) {
+                command.arg("--unmeasured");
+            }
             command.args(["--gpu", &gpus[rank].to_string()]);
             command.stdout(std::process::Stdio::piped()).spawn()
         })
@@ -389,7 +409,8 @@ fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
     }
     let words = |error: KernelError| error.to_string();
     let how = (Exchange::Nccl, TIMEOUT);
-    let mut backend = joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
+    let (mut backend, _) =
+        joined(options, how, ordinal, single_rank(), &mut Nobody).map_err(words)?;
     exchange(&mut backend).map_err(words)
 }
 
@@ -444,6 +465,12 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     if let Some(other) = other {
         steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
     }
+    // Ranks of one GPU do not measure by themselves.
+    let name = "peers: ways of exchanging measured, two processes on one GPU";
+    steps.push(Step::new(name, move |table| {
+        let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
+        table.add(name, processes(options, Exchange::Peers, [ordinal; 2], &task));
+    }));
     let gpus = [ordinal, other.unwrap_or(ordinal)];
     for signal in ["-KILL", "-STOP"] {
         let name = format!("peers: a rank gets {signal}");

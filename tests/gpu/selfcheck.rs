@@ -1,7 +1,7 @@
 //! The check of the check: a step that fails, crashes or hangs is told, and costs no other.
 use std::process::Command;
 
-use crate::Options;
+use crate::{AGAIN, Options, STEP};
 
 /// How a call of the stand-in ends badly, and words of the one line that must say so.
 const FAULTS: [(&str, &str); 3] =
@@ -39,9 +39,30 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
         counts.push(table.lines().filter(|line| line.contains(" ok ")).count());
     }
     time_that_is_up_is_no_failure(options)?;
+    a_context_is_left_where_it_is_broken(options)?;
     // All steps but the one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
         return Err(format!("lines that are well, by fault: {counts:?}"));
+    }
+    Ok(())
+}
+
+/// A part goes on after a fault where it is told to, but not on a GPU that answers nothing more; and it
+/// does the steps that it is asked for.
+fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    for (code, exit, steps) in [("1", 1, 4), ("700", i32::from(AGAIN), 1)] {
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--part", "operations", "--gpu", "0", "--keep-going", "--step", "add_rmsnorm"])
+            .env("FAKE_CUDA_FAIL", format!("cuLaunchKernel:1={code}"))
+            .output()
+            .map_err(words)?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        let begun = said.lines().filter(|line| line.starts_with(STEP)).count();
+        if output.status.code() != Some(exit) || begun != steps {
+            return Err(format!("fault {code}: {begun} steps, {}:\n{said}", output.status));
+        }
     }
     Ok(())
 }

@@ -15,6 +15,9 @@ const ALL: Duration = Duration::from_secs(540);
 /// One step, on a GPU; longer where it makes up a model of 16 GB.
 const EACH: Duration = Duration::from_secs(60);
 const EACH_OF_SPEED: Duration = Duration::from_secs(150);
+/// Looking for a GPU, and the first step of each part: on a machine that has just begun, the driver
+/// starts, and this program, its kernels and NVIDIA's libraries, a gigabyte, come from a slow disk.
+const COLD: Duration = Duration::from_secs(180);
 /// One step on a stand-in, which takes its time.
 const EACH_SLOWLY: Duration = Duration::from_secs(600);
 /// New processes of a part; after that it goes on in the same one, whatever fails.
@@ -69,8 +72,11 @@ struct Part {
 #[derive(Debug)]
 enum End {
     Exit(ExitStatus),
-    /// Not finished in time.
-    Late(Duration),
+    /// Not finished in time: a step has taken so long, and might have.
+    Late {
+        waited: Duration,
+        allowed: Duration,
+    },
 }
 
 impl Part {
@@ -96,27 +102,32 @@ impl Part {
         Ok(Self { process, lines })
     }
 
-    /// Hands each line to `on_line` until there are no more; a step may take `each`, all may last
-    /// until `deadline`.
+    /// Hands each line to `on_line` until there are no more; what is before the first step and that one
+    /// may take `first`, others `each`, all may last until `deadline`.
     fn follow(
         &mut self,
-        each: Duration,
+        (first, each): (Duration, Duration),
         deadline: Instant,
         mut on_line: impl FnMut(&str),
     ) -> std::io::Result<End> {
         let mut began = Instant::now();
+        let mut steps = 0;
         loop {
             let now = Instant::now();
-            let until = (began + each).min(deadline);
+            let allowed = if steps > 1 { each } else { first };
+            let until = (began + allowed).min(deadline);
             match self.lines.recv_timeout(until.saturating_duration_since(now)) {
                 Ok(line) => {
                     if line.starts_with(STEP) {
                         began = Instant::now();
+                        steps += 1;
                     }
                     on_line(&line);
                 }
                 Err(RecvTimeoutError::Disconnected) => return self.process.wait().map(End::Exit),
-                Err(RecvTimeoutError::Timeout) => return Ok(End::Late(began.elapsed())),
+                Err(RecvTimeoutError::Timeout) => {
+                    return Ok(End::Late { waited: began.elapsed(), allowed });
+                }
             }
         }
     }
@@ -160,6 +171,7 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
         (false, _) => EACH,
     };
     let each = options.step_limit.map_or(usual, Duration::from_secs);
+    let cold = options.step_limit.map_or(usual.max(COLD), Duration::from_secs);
     let mut skip = 0;
     for restarts in 0.. {
         let mut extra = vec!["--skip".to_owned(), skip.to_string()];
@@ -172,7 +184,8 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
         };
         let (mut step, mut faults) = (format!("{part}: beginning"), 0);
         let begun_at = skip;
-        let ended = process.follow(each, deadline, |line| {
+        let first = if restarts == 0 { cold } else { each };
+        let ended = process.follow((first, each), deadline, |line| {
             if let Some(name) = line.strip_prefix(STEP) {
                 step = format!("{part}: {name}");
                 skip += 1;
@@ -194,11 +207,11 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
                 report.row("FAILED", &step, &format!("its process ended: {status}"));
             }
             // No step may begin after that, and one that had its time has failed.
-            Ok(End::Late(waited)) if waited < each && Instant::now() >= deadline => {
+            Ok(End::Late { waited, allowed }) if waited < allowed && Instant::now() >= deadline => {
                 let words = process.kill().err().unwrap_or_default();
                 return report.not_run(part, &format!("{step} and the rest{words}"));
             }
-            Ok(End::Late(waited)) => {
+            Ok(End::Late { waited, .. }) => {
                 let threads = process.threads();
                 let killed = process.kill().err().unwrap_or_default();
                 let words = format!("not finished after {waited:.1?}{killed}; threads: {threads}");
@@ -221,16 +234,17 @@ fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
     let mut ordinal = None;
-    let ended =
-        process.follow(EACH, Instant::now() + EACH, |line| match line.strip_prefix(head::GPU) {
+    let ended = process.follow((COLD, COLD), Instant::now() + COLD, |line| {
+        match line.strip_prefix(head::GPU) {
             Some(found) => ordinal = found.parse().ok(),
             None => report.line(line),
-        });
+        }
+    });
     match (ended.map_err(words)?, ordinal) {
         (End::Exit(_), Some(ordinal)) => Ok(ordinal),
         (End::Exit(status), None) if status.code() == Some(2) => Err(String::new()),
         (End::Exit(status), None) => Err(format!("no GPU: looking for one ended: {status}")),
-        (End::Late(waited), _) => {
+        (End::Late { waited, .. }, _) => {
             let threads = process.threads();
             let killed = process.kill().err().unwrap_or_default();
             Err(format!("no GPU: the driver does not answer in {waited:.1?}{killed}: {threads}"))

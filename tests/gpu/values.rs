@@ -2,7 +2,8 @@
 //! wrong sum.
 use shared::sampling::SamplingParams;
 
-use crate::speed::{BLOCK_SIZE, Driver, Plans, Sizes};
+use crate::driver::{Driver, Plans};
+use crate::speed::{BLOCK_SIZE, Sizes};
 use crate::{Options, Table};
 
 /// Tokens that are decoded, and those of a prompt before.

@@ -319,3 +319,20 @@ fn the_emulation_notices_what_it_should() {
     let wrong = launch("tutti_add", [1, 1, 1], 33);
     assert!(wrong.failure(&args).contains("multiple of 32"));
 }
+
+/// A grid may not be complete before those before it, and what these read or write is left alone until
+/// then: see `end_without_waiting` in `device.cuh`.
+#[test]
+fn the_emulation_notices_who_does_not_wait() {
+    let word = [u32s(&[7])];
+    assert_eq!(read_u32(&launch("one_block_waits", [3, 1, 1], 64).run(&word)[0]), [7]);
+    for (kernel, words) in [
+        ("no_block_waits", "no block of the grid has waited"),
+        ("half_of_a_block_waits", "some threads of a block have waited"),
+        ("a_block_writes_that_does_not_wait", "before it has waited"),
+        ("it_writes_before_it_waits", "before it has waited"),
+    ] {
+        let said = launch(kernel, [3, 1, 1], 64).failure(&word);
+        assert!(said.contains(words), "{kernel}: {said}");
+    }
+}

@@ -343,14 +343,6 @@ fn blocks_are_copied_out_and_in() {
     };
     let shape = [Arg::U64(plane as u64), Arg::U32(elements as u32), u32s(&[2])];
 
-    let args = [vec![bf16s(&cache), u32s(&[3, 0, 1, 4, 2, 2])], shape.to_vec()].concat();
-    let copied = read_bf16(&launch("tutti_copy_blocks", [3, planes, 1], 256).run(&args)[0]);
-    for p in 0..planes {
-        for (to, from) in [(0, 3), (4, 1), (1, 1), (2, 2), (3, 3)] {
-            assert_eq!(block(&copied, p, to), block(&cache, p, from));
-        }
-    }
-
     let staging = poison_bf16(3 * planes * elements);
     let args = [vec![bf16s(&cache), u32s(&[4, 1, 0]), staging], shape.to_vec()].concat();
     let results = launch("tutti_blocks_out", [3, planes, 1], 256).run(&args);

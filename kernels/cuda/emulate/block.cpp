@@ -25,6 +25,7 @@ namespace emulate {
 
 thread_local dim3 thread_index, block_index, block_size, grid_size;
 PeerMemory* peer_memory = nullptr;
+std::function<void(bool)> may_write;
 
 namespace {
 
@@ -85,6 +86,10 @@ struct Block::State {
     Fiber* current = nullptr;
     uint32_t waiting_at_barrier = 0;
     uint32_t finished = 0;
+    // Of the threads that have ended, those that had waited for the kernels before.
+    uint32_t have_waited = 0;
+    // One of them has.
+    bool is_free = false;
     // Of a barrier that counts votes: so far, and of the last one that was complete.
     bool votes = true;
     bool verdict = true;
@@ -138,11 +143,17 @@ void to_scheduler() {
 
 void fiber_main() {
     (*running->entry)();
-    if (!running->current->waited) {
-        fail("a thread ends that has not waited for the kernels before");
-    }
+    running->have_waited += running->current->waited ? 1 : 0;
     running->current->state = State::done;
     running->finished++;
+    if (running->finished == running->fibers.size() && running->have_waited != 0 &&
+        running->have_waited != running->finished) {
+        fail("some threads of a block have waited for the kernels before, others not");
+    }
+    if (running->finished == running->fibers.size() && running->have_waited == 0 &&
+        peer_memory != nullptr) {
+        fail("a block that exchanges data ends and has not waited for the kernels before");
+    }
     to_scheduler();
     abort();
 }
@@ -238,14 +249,17 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     for (Warp& warp : s.warps) {
         warp = Warp{};
     }
-    s.waiting_at_barrier = s.finished = 0;
+    s.waiting_at_barrier = s.finished = s.have_waited = 0;
     s.votes = s.verdict = true;
+    s.is_free = false;
     s.copies_arrive_early = settings.seed % 2 == 1;
     s.entry = &kernel;
     s.grid = {settings.grid[0], settings.grid[1], settings.grid[2]};
     s.index = index;
     s.number++;
 }
+
+bool Block::has_waited() const { return state->have_waited != 0; }
 
 bool Block::is_done() const { return state->finished == state->fibers.size(); }
 
@@ -315,6 +329,16 @@ void* guarded(size_t bytes, bool at_start) {
     }
     const size_t rounded = (bytes + 15) / 16 * 16;
     return at_start ? base + page : base + page + size - rounded;
+}
+
+void protect(void* memory, size_t bytes, bool at_start, bool may_be_written) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = (bytes + page - 1) / page * page;
+    const size_t rounded = (bytes + 15) / 16 * 16;
+    unsigned char* first = static_cast<unsigned char*>(memory) - (at_start ? 0 : size - rounded);
+    if (size != 0 && mprotect(first, size, PROT_READ | (may_be_written ? PROT_WRITE : 0)) != 0) {
+        fail("memory cannot be protected");
+    }
 }
 
 void* shared_array(const void* key, size_t bytes) {
@@ -388,7 +412,12 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     to_scheduler();
 }
 
-void waited() { running->current->waited = true; }
+void waited() {
+    running->current->waited = true;
+    if (may_write && !std::exchange(running->is_free, true)) {
+        may_write(true);
+    }
+}
 
 void must_have_waited() {
     if (!running->current->waited) {
@@ -526,6 +555,7 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     } else if (settings.seed > 1) {
         std::shuffle(block_order.begin(), block_order.end(), random);
     }
+    bool some_wait = false;
     for (uint64_t number : block_order) {
         if (settings.seed > 1) {
             std::shuffle(warp_order.begin(), warp_order.end(), random);
@@ -538,8 +568,18 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
         const dim3 index = {static_cast<uint32_t>(number % grid[0]),
                             static_cast<uint32_t>(number / grid[0] % grid[1]),
                             static_cast<uint32_t>(number / grid[0] / grid[1])};
+        if (may_write) {
+            may_write(false);
+        }
         block.begin(settings, index, kernel);
         block.run(order, settings.seed == 0);
+        some_wait = some_wait || block.has_waited();
+    }
+    if (may_write) {
+        may_write(true);
+    }
+    if (!some_wait) {
+        fail("no block of the grid has waited for the kernels before");
     }
 }
 

@@ -23,6 +23,9 @@ struct Settings {
 // Memory that ends (or, with `at_start`, begins) at a page that faults; a multiple of 16 bytes.
 void* guarded(size_t bytes, bool at_start);
 
+// Lets what `guarded` gave be written, or not.
+void protect(void* memory, size_t bytes, bool at_start, bool may_be_written);
+
 // A block whose threads are fibers of the host's thread that calls it.
 class Block {
    public:
@@ -34,6 +37,8 @@ class Block {
     // `Settings::threads` may be; the grid's number of blocks is of no interest.
     void begin(const Settings& settings, dim3 index, const std::function<void()>& kernel);
     bool is_done() const;
+    // Whether its threads had waited for the kernels before when they ended: all of them or none.
+    bool has_waited() const;
     // Runs all threads to their end.
     void run(const std::vector<uint32_t>& order, bool in_turn);
     // Runs the first thread from `first` on that can run, until it meets others or touches what
@@ -62,6 +67,10 @@ class PeerMemory {
 };
 // The one of this process, or null: memory is the host's.
 extern PeerMemory* peer_memory;
+
+// Where it is set: is told before each block that nothing may be written, and that it may when the first
+// thread of the block has waited for the kernels before.
+extern std::function<void(bool)> may_write;
 
 // Runs `kernel` for every thread of every block, one block after the other.
 void run_grid(const Settings& settings, const std::function<void()>& kernel);

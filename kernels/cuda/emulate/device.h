@@ -50,8 +50,8 @@ bool barrier_and(bool vote);
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes));
 [[noreturn]] void fail(const char* what);
 
-// The thread has waited for the kernels before this one, as each must before it ends; and as it must
-// have before it reads what they write.
+// The thread has waited for the kernels before this one, as it must have before it reads what they write
+// or writes anything.
 void waited();
 void must_have_waited();
 
@@ -112,6 +112,7 @@ inline int __double2loint(double x) {
     return static_cast<int>(static_cast<uint32_t>(bits));
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) {
     return static_cast<uint32_t>((static_cast<uint64_t>(a) * b) >> 32);

@@ -56,6 +56,41 @@ const std::vector<Kernel>& kernels() {
     return all;
 }
 
+// How kernels may wait for those before them, and how not: the emulation has to tell. Not listed.
+void one_block_waits(uint32_t*) {
+    if (blockIdx.x == 0) {
+        tutti::wait_for_predecessors();
+    }
+}
+void no_block_waits(uint32_t*) {}
+void half_of_a_block_waits(uint32_t*) {
+    if (threadIdx.x < blockDim.x / 2) {
+        tutti::wait_for_predecessors();
+    }
+}
+void a_block_writes_that_does_not_wait(uint32_t* word) {
+    if (blockIdx.x == 0) {
+        tutti::wait_for_predecessors();
+    } else {
+        *word = blockIdx.x;
+    }
+}
+void it_writes_before_it_waits(uint32_t* word) {
+    *word = 1;
+    tutti::wait_for_predecessors();
+}
+
+const std::vector<Kernel>& rules() {
+    static const std::vector<Kernel> all = {
+        ENTRY(one_block_waits),
+        ENTRY(no_block_waits),
+        ENTRY(half_of_a_block_waits),
+        ENTRY(a_block_writes_that_does_not_wait),
+        ENTRY(it_writes_before_it_waits),
+    };
+    return all;
+}
+
 void read_exactly(void* to, size_t bytes) {
     if (fread(to, 1, bytes, stdin) != bytes) {
         fprintf(stderr, "the request ends too early\n");
@@ -76,7 +111,9 @@ void on_fault(int) {
     char text[256];
     const int length =
         snprintf(text, sizeof text,
-                 "%s: block (%u, %u, %u), thread %u: reaches outside of a buffer\n", running,
+                 "%s: block (%u, %u, %u), thread %u: reaches outside of a buffer, or writes to one "
+                 "before it has waited\n",
+                 running,
                  emulate::block_index.x, emulate::block_index.y, emulate::block_index.z,
                  emulate::thread_index.x);
     if (write(2, text, static_cast<size_t>(length)) < 0) {
@@ -134,7 +171,9 @@ int main(int count, char** options) {
         }
     }
 
-    for (const Kernel& kernel : kernels()) {
+    std::vector<Kernel> known = kernels();
+    known.insert(known.end(), rules().begin(), rules().end());
+    for (const Kernel& kernel : known) {
         if (name != kernel.name) {
             continue;
         }
@@ -155,6 +194,11 @@ int main(int count, char** options) {
         action.sa_flags = SA_ONSTACK;
         sigaction(SIGSEGV, &action, nullptr);
         sigaction(SIGBUS, &action, nullptr);
+        emulate::may_write = [&](bool allowed) {
+            for (const Buffer& buffer : buffers) {
+                emulate::protect(buffer.at, buffer.bytes, settings.seed % 2 == 1, allowed);
+            }
+        };
         emulate::run_grid(settings, [&] { kernel.call(raw.data()); });
         for (const Buffer& buffer : buffers) {
             for (size_t i = buffer.bytes; i < (buffer.bytes + 15) / 16 * 16; i++) {

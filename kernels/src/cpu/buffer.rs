@@ -1,9 +1,9 @@
 //! Activations and vectors in host memory.
 use std::ops::Deref;
 
-use super::check::ensure;
 use super::memory::AlignedVec;
 use crate::backend::Buffer;
+use crate::check::ensure;
 use crate::error::KernelError;
 
 /// Activations `[rows, width]` in f32, row-major; memory for a maximum number of rows.

@@ -1,7 +1,6 @@
 //! Mixtures of experts (MoE): chooses experts for rows, groups rows by expert, and adds up the
 //! weighted results of a row's experts. Products are those of `gemm`, except the router's
 //! (`router`).
-use super::check::ensure;
 use super::elementwise;
 use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;
@@ -9,6 +8,7 @@ use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
 use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
+use crate::check::ensure;
 use crate::error::KernelError;
 
 mod router;

@@ -18,8 +18,8 @@ use std::ops::Range;
 use super::isa::Isa;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, PANEL, PairRow, PairRows, Panels};
-use super::pool::Pool;
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;

@@ -11,10 +11,10 @@
 use super::isa::{Isa, multiversion};
 use super::math::{bf16_pair, round_bf16};
 use super::memory::{AlignedVec, Disjoint};
-use super::pool::Pool;
 use super::precision::Precision;
 use crate::backend::KvShape;
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// A paged KV cache, in the precision in which products take activations.
 #[derive(Debug)]

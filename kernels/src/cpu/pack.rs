@@ -11,11 +11,11 @@
 //! - 4 bits, where files have them: four pairs at a time (`int4`).
 use std::ops::Range;
 
-use super::check::shape_error;
 use super::memory::AlignedVec;
-use super::pool::Pool;
 use crate::backend::HostMatrix;
+use crate::check::shape_error;
 use crate::error::KernelError;
+use crate::pool::Pool;
 use crate::weights::{Int4Groups, int4_groups};
 
 mod int4;

@@ -2,10 +2,10 @@
 use super::elementwise::{self, norm_rope};
 use super::isa::Isa;
 use super::memory::Disjoint;
-use super::pool::Pool;
 use super::{CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN};
 use crate::backend::{AttentionShape, Batch, QkvWeights, RopeTable};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// One call; arguments are already checked.
 pub(crate) struct Heads<'a> {

@@ -17,8 +17,8 @@ use super::step::Step;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, Element, Uploader};
 use crate::backend::{AttentionShape, Backend, Batch, Buffer, HostMatrix};
+use crate::check::ensure;
 use crate::collective::{Collective, Tally};
-use crate::cpu::check::ensure;
 use crate::error::KernelError;
 
 /// One of the ways of [`Uploader`].

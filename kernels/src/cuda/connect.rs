@@ -183,6 +183,7 @@ impl CudaBackend {
             capabilities,
             retired: &self.retired,
             thresholds: self.options.thresholds,
+            measured_most: self.options.measured_most,
         };
         match PeerGroup::connect(site, setup, &mut large) {
             Ok(group) => {

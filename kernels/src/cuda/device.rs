@@ -43,6 +43,8 @@ pub struct CudaOptions {
     pub exchange: Exchange,
     /// Up to which size which of this project's exchanges is used; measured when none are given.
     pub thresholds: Option<Thresholds>,
+    /// The largest message that is measured for it, in bytes; alike on all ranks.
+    pub measured_most: usize,
     /// NCCL's library, when it is not to be searched for.
     pub nccl_lib: Option<PathBuf>,
 }
@@ -64,6 +66,7 @@ impl Default for CudaOptions {
             patience: Duration::from_secs(60),
             exchange: Exchange::Auto,
             thresholds: None,
+            measured_most: usize::MAX,
             nccl_lib: None,
         }
     }

@@ -9,7 +9,7 @@ use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Backend as _, Buffer as _};
-use crate::cpu::check::ensure;
+use crate::check::ensure;
 use crate::error::KernelError;
 
 /// The best logit of each of `rows` rows: this rank's, and every rank's.

@@ -9,7 +9,7 @@ use super::products::bias_fits;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
-use crate::cpu::check::ensure;
+use crate::check::ensure;
 use crate::error::KernelError;
 
 /// Bytes of a `TuttiExpertTile`.

@@ -26,11 +26,12 @@ impl Wanted {
         }
     }
 
-    /// File names, the one that the loader is asked for last.
+    /// File names in a folder, the best first. The first is what the loader is asked for. Those
+    /// without a version come last: a toolkit's folder of stubs has such a driver, which does nothing.
     fn files(self) -> &'static [&'static str] {
         match self {
-            Self::Driver => &["libcuda.so", "libcuda.so.1"],
-            Self::CublasLt => &["libcublasLt.so", "libcublasLt.so.12", "libcublasLt.so.13"],
+            Self::Driver => &["libcuda.so.1", "libcuda.so"],
+            Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
         }
     }
 
@@ -170,8 +171,9 @@ pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     folders
 }
 
-/// Looks for a library in `folders`, then where the system's loader does, then (but for the driver)
-/// in CUDA's usual folders and in Python's packages, and checks that it has all that is called here.
+/// Looks for a library in `folders`, of which the first that has one counts, then where the system's
+/// loader does, then (but for the driver) in CUDA's usual folders and in Python's packages, and checks
+/// that it has all that is called here.
 ///
 /// # Errors
 /// [`Missing`]; `cudarc` must not be asked for anything of that library then.
@@ -180,19 +182,23 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
     static SEARCH: Mutex<()> = Mutex::new(());
     let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
     let missing = |reason: String| Missing { library: library.name(), reason };
-    for folder in folders {
-        preload(library, folder).map_err(missing)?;
-    }
-    if !is_present(library) && library != Wanted::Driver {
-        for folder in usual_folders().into_iter().chain(python_folders(library.packages())) {
-            preload(library, &folder).map_err(missing)?;
-            if is_present(library) {
-                break;
-            }
+    let mut faults = Vec::new();
+    let mut usable = |folder: &Path| match preload(library, folder) {
+        Ok(is_loaded) => is_loaded,
+        Err(fault) => {
+            faults.push(fault);
+            false
         }
+    };
+    let _ = folders.iter().any(|folder| usable(folder));
+    if !is_present(library) && library != Wanted::Driver {
+        let others = usual_folders().into_iter().chain(python_folders(library.packages()));
+        let _ = others.into_iter().any(|folder| usable(&folder) && is_present(library));
     }
     if !is_present(library) {
-        return Err(missing(not_found(library)));
+        // What was found and does not load explains more than that nothing else was found.
+        let reason = if faults.is_empty() { not_found(library) } else { faults.join("; ") };
+        return Err(missing(reason));
     }
     let lacking: Vec<&str> =
         library.symbols().iter().copied().filter(|name| !has(library, name)).collect();
@@ -207,8 +213,8 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
 }
 
 /// Loads the library from `folder`, if it is there, so that later look-ups by bare name find it:
-/// the loader knows it by its SONAME then.
-fn preload(library: Wanted, folder: &Path) -> Result<(), String> {
+/// the loader knows it by its SONAME then. False where the folder has none.
+fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
     for file in library.files() {
         let path = folder.join(file);
         if !path.is_file() {
@@ -219,9 +225,9 @@ fn preload(library: Wanted, folder: &Path) -> Result<(), String> {
         let loaded = loaded.map_err(|error| format!("{}: {}", path.display(), reason(&error)))?;
         // Stays for the life of the process.
         let _ = loaded.into_raw();
-        return Ok(());
+        return Ok(true);
     }
-    Ok(())
+    Ok(false)
 }
 
 fn is_present(library: Wanted) -> bool {
@@ -251,7 +257,7 @@ fn has(library: Wanted, symbol: &str) -> bool {
 }
 
 fn open_by_name(library: Wanted) -> Result<Library, libloading::Error> {
-    let name = library.files().last().copied().unwrap_or_default();
+    let name = library.files().first().copied().unwrap_or_default();
     // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
     unsafe { Library::open(Some(name), RTLD_NOW) }
 }

@@ -16,8 +16,10 @@ use crate::error::KernelError;
 
 /// Launches that are measured together.
 const TIMES: usize = 5;
-/// Launches of a graph.
+/// Launches of a graph: at least so many, and one for each piece of memory that is taken in turns, of which
+/// there are at most so many. Twenty of a small one would be read from L2 from the second graph on.
 const RECORDED: usize = 20;
+const TURNS_MOST: usize = 256;
 /// Enough for `cold`: several times any GPU's L2, in bytes.
 pub const COLD: usize = 512 << 20;
 /// Words of two bf16 that memory is filled with, again and again: a prime, so that no two rows are alike.
@@ -152,14 +154,14 @@ impl CudaBackend {
         let Device { context, stream, .. } = &self.device;
         let (stride, what) = (k.next_multiple_of(8), "a product to be measured");
         let matrix = n * stride * 2;
-        let copies = cold.div_ceil(matrix);
+        let copies = cold.div_ceil(matrix).clamp(1, TURNS_MOST);
         let weights = DeviceMemory::new(context, copies * matrix, what)?;
         let x = DeviceMemory::new(context, rows * stride * 2, what)?;
         let out = DeviceMemory::new(context, rows * n * 4, what)?;
         fill(&weights, stream, &random_words(1))?;
         fill(&x, stream, &random_words(2))?;
         let product = product_of((rows, n, k), stride)?;
-        self.measure(|device, turn| {
+        self.measure(copies, |device, turn| {
             let w = weights.ptr().offset(turn % copies * matrix);
             // SAFETY: operands and result have the rows and columns that are named.
             unsafe { multiply(device, by, &product, [x.ptr(), w, out.ptr()]) }
@@ -193,7 +195,7 @@ impl CudaBackend {
         }
         let tables: Vec<u32> = (0..small(blocks)?).collect();
         let plane = blocks * ((shape.num_kv_heads * shape.head_dim * 2) << BLOCK_SHIFT);
-        let layers = cold.div_ceil(2 * plane);
+        let layers = cold.div_ceil(2 * plane).clamp(1, TURNS_MOST);
         let inputs = Batch { positions: &[], slots: &[], seqs: &seqs, block_tables: &tables };
         let windows = Windows::new(&[shape.sliding_window])?;
         let cut = Cut { group: 1, all_tiles: false, windows };
@@ -213,7 +215,7 @@ impl CudaBackend {
             (DeviceMemory::new(gpu, out * 4, what)?, DeviceMemory::new(gpu, ml * 4, what)?);
         let multiprocessors = gpu.info().multiprocessors;
         let at = |words: usize| lists.ptr().offset(words * 4);
-        self.measure(|device, turn| {
+        self.measure(layers, |device, turn| {
             let keys = cache.ptr().offset(turn % layers * 2 * plane);
             let io = AttentionIo {
                 q: rows.ptr(),
@@ -244,9 +246,10 @@ impl CudaBackend {
         })
     }
 
-    /// The time of one `launch`, which is told the number of its turn.
+    /// The time of one `launch`, which is told the number of its turn, all `pieces` being taken.
     fn measure(
         &mut self,
+        pieces: usize,
         mut launch: impl FnMut(&mut Device, usize) -> Result<(), KernelError>,
     ) -> Result<Duration, KernelError> {
         let device = &mut self.device;
@@ -254,7 +257,8 @@ impl CudaBackend {
         launch(device, 0)?;
         device.stream.synchronize()?;
         device.stream.begin_capture()?;
-        for turn in 0..RECORDED {
+        let turns = pieces.max(RECORDED);
+        for turn in 0..turns {
             if let Err(error) = launch(device, turn) {
                 device.stream.abandon_capture();
                 return Err(error);
@@ -270,6 +274,6 @@ impl CudaBackend {
         }
         ended.record(&device.stream)?;
         ended.wait(self.options.patience)?;
-        Ok(ended.since(&began)? / u32::try_from(TIMES * RECORDED).unwrap_or(u32::MAX))
+        Ok(ended.since(&began)? / u32::try_from(TIMES * turns).unwrap_or(u32::MAX))
     }
 }

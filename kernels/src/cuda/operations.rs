@@ -1,18 +1,16 @@
-//! The operations, put together from kernels, cuBLASLt and the collective.
+//! The list of operations, which modules beside this one put together from kernels, cuBLASLt and the
+//! collective.
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
 use std::ops::Range;
 use std::time::Duration;
 
-use super::backend::{CudaBackend, Part, Which};
-use super::batch::{Capacity, Cut, live};
+use super::backend::{CudaBackend, Part};
 use super::context::version_text;
-use super::device::Device;
 use super::experts::{CudaRoutes, CudaStack};
-use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
+use super::launch::{self, Rows};
 use super::memory::DevicePtr;
-use super::products::{addend_fits, bias_fits};
 use super::swap::CudaHostKv;
 use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
@@ -21,47 +19,11 @@ use crate::backend::{
     Activation, AttentionShape, Backend, Batch, Buffer, Choices, ExpertActivation, HostMatrix,
     KvShape, QkvWeights, RopeTable, Routing, StepInputs,
 };
+use crate::check::ensure;
 use crate::collective::Tally;
-use crate::cpu::check;
-use crate::cpu::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 use crate::weights::Int4Groups;
-
-fn heads(
-    op: &'static str,
-    shape: &AttentionShape,
-    cache: &CudaKvCache,
-    layer: usize,
-) -> Result<(), KernelError> {
-    let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
-    ensure!(
-        op,
-        kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
-        "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
-    );
-    ensure!(
-        op,
-        head_dim > 0 && head_dim <= HEAD_DIM_MAX && head_dim.is_multiple_of(2),
-        "head_dim is {head_dim}: GPUs take even ones up to {HEAD_DIM_MAX}"
-    );
-    ensure!(
-        op,
-        (heads * head_dim).is_multiple_of(8) && (kv_heads * head_dim).is_multiple_of(8),
-        "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
-    );
-    ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
-    let kv = cache.shape();
-    ensure!(
-        op,
-        (kv.num_kv_heads, kv.head_dim) == (kv_heads, head_dim),
-        "the cache has {} heads of {}, not {kv_heads} of {head_dim}",
-        kv.num_kv_heads,
-        kv.head_dim
-    );
-    ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
-    Ok(())
-}
 
 impl Backend for CudaBackend {
     type Buffer = CudaBuffer;
@@ -212,37 +174,7 @@ impl Backend for CudaBackend {
         scale: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "embed";
-        let width = out.width();
-        ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
-        ensure!(op, table.weight().is_bf16(), "the table is quantised: it must be bf16");
-        ensure!(
-            op,
-            table.at().stride == width,
-            "rows of {width} elements: GPUs take embeddings of a multiple of 8"
-        );
-        let rows = out.of(Element::F32, op, "out")?;
-        out.set_rows(ids.len())?;
-        if !self.step.has_ids(ids) {
-            ensure!(op, !self.step.is_open(), "the ids are not those the step began with");
-            let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
-            let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
-            let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
-        }
-        if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
-            || ids.is_empty()
-        {
-            return Ok(());
-        }
-        let count = self.step.counts().rows;
-        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
-        let from = self.step.at(self.step.layout().ids);
-        let live = self.step.at(live::ROWS);
-        let table = (table.at().ptr, table.rows());
-        let call = launch::embed(from, table, rows, width, first_id, scale, count, live);
-        // SAFETY: shapes were checked; ids beyond the table are the kernel's to see.
-        unsafe { self.device.launch(call) }
+        self.embed_rows(table, ids, first_id, scale, out)
     }
 
     fn add_rmsnorm(
@@ -253,28 +185,7 @@ impl Backend for CudaBackend {
         eps: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
-        let from = residual.of(Element::F32, op, "residual")?.ptr;
-        let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
-        let to = out.of(Element::Bf16, op, "out")?;
-        out.set_rows(rows)?;
-        let added = added.map(|delta| delta.ptr);
-        if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = residual.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
-        // SAFETY: shapes were checked.
-        unsafe { self.device.launch(call) }
+        self.add_norm(residual, delta, weight, eps, out)
     }
 
     fn add_normed_rmsnorm(
@@ -286,29 +197,7 @@ impl Backend for CudaBackend {
         eps: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_normed_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        let from = residual.of(Element::F32, op, "residual")?.ptr;
-        let added = delta.of(Element::F32, op, "delta")?.ptr;
-        let to = out.of(Element::Bf16, op, "out")?;
-        out.set_rows(rows)?;
-        if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        let added = (added, delta_weight.ptr());
-        let call =
-            launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
-        // SAFETY: shapes were checked.
-        unsafe { self.device.launch(call) }
+        self.add_normed_norm(residual, delta, delta_weight, weight, eps, out)
     }
 
     fn qkv_rope_write(
@@ -323,70 +212,7 @@ impl Backend for CudaBackend {
         layer: usize,
         q_out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "qkv_rope_write";
-        heads(op, shape, cache, layer)?;
-        let head_dim = shape.head_dim;
-        let width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
-        let (rows, cols) = (weights.weight.rows(), weights.weight.cols());
-        ensure!(op, rows == width, "weight has {rows} rows, not {width}");
-        ensure!(op, x.width() == cols, "x.width is {}, not {cols}", x.width());
-        bias_fits(op, weights.bias.as_ref(), width)?;
-        bias_fits(op, weights.q_norm.as_ref(), head_dim)?;
-        bias_fits(op, weights.k_norm.as_ref(), head_dim)?;
-        let q_width = shape.num_heads * head_dim;
-        ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
-        let rows = x.rows();
-        ensure!(
-            op,
-            batch.positions.len() == rows && batch.slots.len() == rows,
-            "x has {rows} rows, the batch {} positions and {} slots",
-            batch.positions.len(),
-            batch.slots.len()
-        );
-        let positions = rope.cos.len().min(rope.sin.len()) / (head_dim / 2);
-        let slots = cache.shape().num_blocks * cache.shape().block_size;
-        if self.step.is_unchecked(op, batch, [positions, slots]) {
-            let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
-            ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
-            let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
-            ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
-            self.step.checked(op, [positions, slots]);
-        }
-        let addend = addend_fits(op, addend, rows, width)?;
-        let from = x.of(Element::Bf16, op, "x")?;
-        let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
-        q_out.set_rows(rows)?;
-        self.stage(batch, shape)?;
-        let cache = cache.layer(layer);
-        if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = x.rows_max().min(q_out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
-        self.product(from, None, &weights.weight, None, qkv, count, live)?;
-        if let Some(addend) = addend {
-            let call = launch::add(qkv.ptr, addend, width, count, live);
-            // SAFETY: shapes were checked.
-            unsafe { self.device.launch(call) }?;
-        }
-        let layout = *self.step.layout();
-        let io = QkvFinish {
-            qkv: qkv.ptr,
-            bias: weights.bias.as_ref().map(CudaVector::ptr),
-            q_norm: weights.q_norm.as_ref().map(CudaVector::ptr),
-            k_norm: weights.k_norm.as_ref().map(CudaVector::ptr),
-            cos: rope.cos.ptr(),
-            sin: rope.sin.ptr(),
-            positions: self.step.at(layout.positions),
-            slots: self.step.at(layout.slots),
-            q_out: q,
-            cache,
-        };
-        let call = launch::qkv_finish(&io, shape, count, live);
-        // SAFETY: shapes, positions and slots were checked.
-        unsafe { self.device.launch(call) }
+        self.write_qkv(x, weights, addend, rope, shape, batch, cache, layer, q_out)
     }
 
     fn paged_attention(
@@ -399,74 +225,7 @@ impl Backend for CudaBackend {
         layer: usize,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "paged_attention";
-        heads(op, shape, cache, layer)?;
-        let width = shape.num_heads * shape.head_dim;
-        ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let (found, wanted) = (sinks.map(CudaVector::len), shape.num_heads);
-        ensure!(op, found.unwrap_or(wanted) == wanted, "{found:?} sinks, not {wanted}");
-        let from = q.of(Element::Bf16, op, "q")?.ptr;
-        let to = out.of(Element::Bf16, op, "out")?.ptr;
-        let rows = q.rows();
-        out.set_rows(rows)?;
-        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
-        if self.step.is_unchecked(op, batch, [block_size, num_blocks]) {
-            check::sequences(op, batch, rows, block_size, num_blocks)?;
-            self.step.checked(op, [block_size, num_blocks]);
-        }
-        self.stage(batch, shape)?;
-        let window = u64::from(shape.sliding_window.unwrap_or(0));
-        let cache = cache.layer(layer);
-        if self.step.skips(op, [from.0, cache.keys.0, window]) || rows == 0 {
-            return Ok(());
-        }
-        let layout = *self.step.layout();
-        let io = AttentionIo {
-            q: from,
-            cache,
-            seqs: self.step.at(layout.seqs),
-            block_tables: self.step.at(layout.tables),
-            out: to,
-            sinks: sinks.map(CudaVector::ptr),
-        };
-        let counts = self.step.counts();
-        ensure!(op, counts.rows <= out.rows_max(), "{} rows, too many", counts.rows);
-        let tiles = self.step.at(layout.tiles);
-        let live_tiles = self.step.at(live::TILES);
-        let prefill = launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles);
-        let Some(prefill) = prefill.filter(|call| self.device.has_room(call)) else {
-            let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
-            let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
-            // SAFETY: shapes and block tables were checked.
-            return unsafe { self.device.launch(call) };
-        };
-        if counts.tiles > 0 {
-            // SAFETY: as above.
-            unsafe { self.device.launch(prefill) }?;
-        }
-        if counts.items > 0 {
-            let (out, ml) = Partials::elements(shape, counts.seqs);
-            let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
-            let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
-            let (parts, live_parts, parts_most) = self.step.parts(shape.sliding_window)?;
-            let work = DecodeWork {
-                parts,
-                parts_most,
-                live_parts,
-                items: self.step.at(layout.items),
-                items_most: counts.items,
-                live_items: self.step.at(live::ITEMS),
-            };
-            let multiprocessors = self.device.context.info().multiprocessors;
-            let calls = launch::decode_attention(&io, shape, &work, partials, multiprocessors);
-            for call in calls.into_iter().flatten() {
-                // SAFETY: as above; the list names sequences of the batch, and the partial results
-                // have room for all splits of each.
-                unsafe { self.device.launch(call) }?;
-            }
-        }
-        Ok(())
+        self.attend(q, sinks, shape, batch, cache, layer, out)
     }
 
     fn linear(
@@ -497,22 +256,7 @@ impl Backend for CudaBackend {
     }
 
     fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
-        let op = "add";
-        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
-        ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
-        let to = sum.of(Element::F32, op, "sum")?.ptr;
-        let from = other.of(Element::F32, op, "other")?.ptr;
-        let rows = sum.rows();
-        // Not how many rows there are: a graph is of several numbers of them.
-        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = sum.rows_max().min(other.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        let call = launch::add(to, from, sum.width(), count, live);
-        // SAFETY: shapes were checked.
-        unsafe { self.device.launch(call) }
+        self.add_rows(sum, other)
     }
 
     fn gate_up(

@@ -6,7 +6,7 @@ use super::matmul::Product;
 use super::memory::DevicePtr;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Activation, Buffer};
-use crate::cpu::check::ensure;
+use crate::check::ensure;
 use crate::error::KernelError;
 
 /// Rows up to which this project's own kernels compute products; cuBLASLt computes more. Every 32

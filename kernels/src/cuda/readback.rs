@@ -6,7 +6,7 @@ use super::device::Device;
 use super::memory::Pinned;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::Buffer as _;
-use crate::cpu::check::ensure;
+use crate::check::ensure;
 use crate::error::KernelError;
 
 /// Where rows arrive; empty between calls.

@@ -13,7 +13,7 @@ use super::results::{QUEUED_MAX, Results, SAMPLED};
 use super::tensors::{CudaBuffer, Element};
 use super::uploads::Uploads;
 use crate::backend::{Backend as _, Buffer, NOT_FED, StepInputs};
-use crate::cpu::check::ensure;
+use crate::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 

@@ -133,6 +133,11 @@ impl Stream {
     /// nothing is broken but the graph. If the context is, calling it again will say so.
     pub(super) fn failed(&self, error: KernelError) -> KernelError {
         match error {
+            // As the driver says that a call cannot be recorded.
+            KernelError::Again(_) if self.captures.get() => {
+                self.fault.set(true);
+                error
+            }
             KernelError::Device(_)
             | KernelError::Unsupported(_)
             | KernelError::OutOfMemory { .. }

@@ -9,8 +9,8 @@ use super::launch::{LayerCache, Rows, Weight};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Stream};
 use crate::backend::{Buffer, DType, HostMatrix, KvShape};
-use crate::cpu::pool::Pool;
 use crate::error::KernelError;
+use crate::pool::Pool;
 use crate::weights::int4_groups;
 
 mod int4;

@@ -4,12 +4,12 @@
 //! elsewhere, could choose another expert on one rank only, and no rank would notice. So this
 //! product has a fixed order of sums and no fused multiply-add; it is small beside those of the
 //! experts.
-use super::super::check::ensure;
 use super::super::isa::{Isa, multiversion};
 use super::super::memory::Disjoint;
 use super::super::pack::{PANEL, PairRow, Panels};
-use super::super::pool::Pool;
+use crate::check::ensure;
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Pairs of inputs times panels per task: about 15 microseconds.
 const TASK_COST: usize = 8 * 1024;

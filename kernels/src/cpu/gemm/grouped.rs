@@ -6,12 +6,12 @@ use std::ops::Range;
 use super::super::isa::Isa;
 use super::super::memory::{Disjoint, Scratch};
 use super::super::pack::{CpuStack, Panels};
-use super::super::pool::Pool;
 use super::super::precision::Arithmetic;
 use super::layout::{Activations, Laid, lay_out_groups};
 use super::pairs::{Pair, pair_room};
 use super::{Output, Product, TASK_COST, WIDE, grain};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Rows that are multiplied with the same matrix.
 #[derive(Clone, Debug, PartialEq, Eq)]

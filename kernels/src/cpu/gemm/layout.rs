@@ -4,12 +4,12 @@ use std::ops::Range;
 use super::super::isa::{Isa, multiversion};
 use super::super::math::round_bf16;
 use super::super::memory::{Disjoint, Scratch};
-use super::super::pool::Pool;
 use super::super::precision::{Arithmetic, Precision};
 #[cfg(target_arch = "x86_64")]
 use super::one_term;
 use super::{Group, TILE_ROWS, num_tiles, tile_rows};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Activations in the layout that the inner loops read.
 #[derive(Debug)]

@@ -5,9 +5,9 @@ use std::ops::Range;
 use super::super::isa::Isa;
 use super::super::memory::Disjoint;
 use super::super::pack::{CpuMatrix, PANEL, Panels};
-use super::super::pool::Pool;
 use super::{Activations, Output, Product, WIDE, run_panels};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Consumes the sums of panels that belong together: `panels` of the first half, and the
 /// corresponding ones of the second. Sums are `[rows, 2 * PANEL * pair_panels(rows)]`, with each

@@ -8,11 +8,11 @@
 use std::ops::Range;
 
 use super::super::memory::{AlignedVec, Disjoint};
-use super::super::pool::Pool;
 use super::rows::find;
 use super::{PANEL, Shape};
 use crate::backend::HostMatrix;
 use crate::error::KernelError;
+use crate::pool::Pool;
 use crate::weights::{E2M1, Int4Groups, int4_row};
 
 /// Inputs per word.

@@ -3,11 +3,11 @@
 use half::{bf16, f16};
 
 use super::super::memory::{AlignedVec, Disjoint};
-use super::super::pool::Pool;
 use super::int4::Int4;
 use super::{Format, PANEL, Packed, Shape};
 use crate::backend::{DType, HostMatrix};
 use crate::error::KernelError;
+use crate::pool::Pool;
 
 /// Packs matrices. Each is the vertical concatenation of its `parts`, which are checked.
 pub(super) fn pack_all<'p, 'd: 'p>(

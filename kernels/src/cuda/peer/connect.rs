@@ -55,6 +55,8 @@ pub(in crate::cuda) struct Site<'a> {
     pub(in crate::cuda) retired: &'a Retired,
     /// Sizes that are to be taken as they are instead of being measured.
     pub(in crate::cuda) thresholds: Option<Thresholds>,
+    /// The largest message that is measured, in bytes.
+    pub(in crate::cuda) measured_most: usize,
 }
 
 /// A device that cannot do this has not failed.
@@ -101,7 +103,7 @@ impl PeerGroup {
         setup: &mut GroupSetup<'_>,
         large: &mut Option<Box<dyn DeviceGroup>>,
     ) -> Result<Self, AgreeError> {
-        let Site { device, collective, capabilities, retired, thresholds } = site;
+        let Site { device, collective, capabilities, retired, thresholds, measured_most } = site;
         // All ranks have left their old groups, or they would not be here: nobody uses what was
         // given to them then.
         retired.borrow_mut().clear();
@@ -170,7 +172,7 @@ impl PeerGroup {
             group.abort.add(large.abort_handle());
         }
         if thresholds.is_none()
-            && let Err(error) = group.tune(device, collective)
+            && let Err(error) = group.tune(device, collective, measured_most)
         {
             give_up(Box::new(group), &device.stream)?;
             return Err(error.into());

@@ -94,7 +94,8 @@ const MARGIN: f32 = 0.1;
 const TOO_SLOW: Duration = Duration::from_millis(20);
 
 impl PeerGroup {
-    /// Measures all ways, with all ranks, and keeps to what is found.
+    /// Measures all ways, with all ranks, for messages of up to `most` bytes, and keeps to what is
+    /// found.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -102,9 +103,10 @@ impl PeerGroup {
         &mut self,
         device: &Device,
         collective: &mut dyn Collective,
+        most: usize,
     ) -> Result<(), KernelError> {
         let mut samples = Vec::new();
-        for bytes in SIZES {
+        for bytes in SIZES.into_iter().filter(|bytes| *bytes <= most) {
             let data =
                 DeviceMemory::zeroed(&device.context, &device.stream, bytes, "a measurement")?;
             let mut own = [0.0; 3];

@@ -1,10 +1,11 @@
-//! The backend's threads: a fixed number, parked when idle, one job at a time.
+//! A backend's threads: a fixed number, parked when idle, one job at a time.
 //!
 //! Owns waking, claiming and waiting. Each thread begins with its own share of the tasks, the same
 //! share of every job: where jobs order their tasks alike (by rows, for instance), the data that a
 //! thread wrote in one job is in its cache in the next. A thread without tasks left steals the last
 //! ones of other threads, so tasks must not care where they run; a task's result never depends on
 //! it. Jobs do not allocate.
+#![allow(unsafe_code, reason = "a job is lent to threads that end with it")]
 use std::cell::UnsafeCell;
 use std::fmt;
 use std::ops::Range;

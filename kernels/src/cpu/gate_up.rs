@@ -1,0 +1,80 @@
+//! Gate and up: one product of both, and the activation of one times the other.
+use super::gemm::{self, Output};
+use super::memory::Disjoint;
+use super::pack::PANEL;
+use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, check, elementwise};
+use crate::backend::{Activation, Buffer};
+use crate::check::ensure;
+use crate::error::KernelError;
+
+impl CpuBackend {
+    /// [`crate::Backend::gate_up`].
+    pub(super) fn multiply_gate_up(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        addend: Option<&CpuBuffer>,
+        activation: Activation,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gate_up";
+        let rows = weight.rows();
+        ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
+        check::product(op, x, weight, bias, rows / 2, out)?;
+        check::addend(op, addend, x.rows(), rows)?;
+        out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, wide, .. } = self;
+        let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
+        let out = Disjoint::new(out.values_mut());
+        let bias = bias.map(|bias| &**bias);
+        // Gate and up panels in one task, so that their product finds them in the cache.
+        if inner.is_multiple_of(PANEL) {
+            let half = gemm::pair_panels(rows) * PANEL;
+            let sums = wide.get(pool.num_threads() * rows * half * 2)?;
+            return gemm::multiply_pairs(
+                isa,
+                pool,
+                &acts,
+                weight,
+                bias,
+                sums,
+                &|first, panels, sums| {
+                    let (start, len) = (panels.start * PANEL, panels.len() * PANEL);
+                    for (row, sums) in (first..).zip(sums.chunks_exact_mut(half * 2)) {
+                        let (gate, up) = sums.split_at_mut(half);
+                        if let Some(addend) = addend {
+                            let (to_gate, to_up) = addend.row(row).split_at(inner);
+                            elementwise::add(isa, &mut gate[..len], &to_gate[start..start + len]);
+                            elementwise::add(isa, &mut up[..len], &to_up[start..start + len]);
+                        }
+                        // SAFETY: the columns belong to one task.
+                        let out = unsafe { out.slice(row * inner + start, len) };
+                        let (gate, up) = (&gate[..len], &up[..len]);
+                        elementwise::activate_mul(isa, activation, gate, up, out);
+                    }
+                },
+            );
+        }
+        let both = wide.get(rows * inner * 2)?;
+        let to = Output { data: Disjoint::new(both), stride: inner * 2, first_row: 0, column: 0 };
+        gemm::multiply(isa, pool, &acts, weight, bias, &to)?;
+        let grain = (GRAIN / inner).max(1);
+        let both = Disjoint::new(both);
+        pool.run_ranges(rows, grain, &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let both = unsafe { both.slice(row * inner * 2, inner * 2) };
+                if let Some(addend) = addend {
+                    elementwise::add(isa, both, addend.row(row));
+                }
+                let (gate, up) = both.split_at(inner);
+                // SAFETY: every row belongs to one task.
+                let out = unsafe { out.slice(row * inner, inner) };
+                elementwise::activate_mul(isa, activation, gate, up, out);
+            }
+        })
+    }
+}

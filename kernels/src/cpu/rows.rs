@@ -1,0 +1,132 @@
+//! Rows in parallel: embedding, sums and norms, what each row of logits gives.
+use super::memory::Disjoint;
+use super::sample::Sampler;
+use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
+use crate::backend::Buffer;
+use crate::check::ensure;
+use crate::error::KernelError;
+use crate::sampling::Sampled;
+
+impl CpuBackend {
+    /// [`crate::Backend::embed`].
+    pub(super) fn embed_rows(
+        &mut self,
+        table: &CpuMatrix,
+        ids: &[u32],
+        first_id: u32,
+        scale: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let width = out.width();
+        ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
+        out.set_rows(ids.len())?;
+        let out = Disjoint::new(out.values_mut());
+        // A row is gathered from as many cache lines as it has pairs.
+        self.pool.run_ranges(ids.len(), (GRAIN / 8 / width).max(1), &|range, _| {
+            for i in range {
+                // SAFETY: every row belongs to one task.
+                let row = unsafe { out.slice(i * width, width) };
+                match ids[i].checked_sub(first_id).map(|id| id as usize) {
+                    Some(id) if id < table.rows() => {
+                        table.unpack_row(id, row);
+                        row.iter_mut().for_each(|x| *x *= scale);
+                    }
+                    _ => row.fill(0.0),
+                }
+            }
+        })
+    }
+
+    /// [`crate::Backend::add_rmsnorm`].
+    pub(super) fn add_norm(
+        &mut self,
+        residual: &mut CpuBuffer,
+        delta: Option<&CpuBuffer>,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        if let Some(delta) = delta {
+            let shape = (delta.rows(), delta.width());
+            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        }
+        out.set_rows(rows)?;
+        let isa = self.isa;
+        self.each_normed(residual, out, &|row, residual, out| {
+            let delta = delta.map(|delta| delta.row(row));
+            elementwise::add_rmsnorm(isa, residual, delta, weight, eps, out);
+        })
+    }
+
+    /// [`crate::Backend::add_normed_rmsnorm`].
+    pub(super) fn add_normed_norm(
+        &mut self,
+        residual: &mut CpuBuffer,
+        delta: &CpuBuffer,
+        delta_weight: &CpuVector,
+        weight: &CpuVector,
+        eps: f32,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
+            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
+        }
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        out.set_rows(rows)?;
+        let isa = self.isa;
+        self.each_normed(residual, out, &|row, residual, out| {
+            let delta = delta.row(row);
+            elementwise::add_normed_rmsnorm(isa, residual, delta, delta_weight, weight, eps, out);
+        })
+    }
+
+    /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
+    fn each_normed(
+        &mut self,
+        residual: &mut CpuBuffer,
+        out: &mut CpuBuffer,
+        norm: &(impl Fn(usize, &mut [f32], &mut [f32]) + Sync),
+    ) -> Result<(), KernelError> {
+        let (rows, width) = (residual.rows(), residual.width());
+        let residual = Disjoint::new(residual.values_mut());
+        let out = Disjoint::new(out.values_mut());
+        self.pool.run_ranges(rows, (GRAIN / width).max(1), &|range, _| {
+            for row in range {
+                // SAFETY: every row belongs to one task.
+                let residual = unsafe { residual.slice(row * width, width) };
+                // SAFETY: as above.
+                norm(row, residual, unsafe { out.slice(row * width, width) });
+            }
+        })
+    }
+
+    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
+    pub(super) fn each_row(
+        &mut self,
+        count: usize,
+        out: &mut Vec<Sampled>,
+        operation: &(dyn Fn(&mut Sampler, usize) -> Sampled + Sync),
+    ) -> Result<(), KernelError> {
+        out.clear();
+        out.resize_with(count, Sampled::default);
+        let workers = Disjoint::new(&mut self.workers);
+        let out = Disjoint::new(out);
+        self.pool.run_ranges(count, 1, &|range, worker| {
+            // SAFETY: no two running tasks have the same worker.
+            let sampler = &mut unsafe { workers.slice(worker, 1) }[0].sampler;
+            for i in range {
+                // SAFETY: every row belongs to one task.
+                let slot = &mut unsafe { out.slice(i, 1) }[0];
+                *slot = operation(sampler, i);
+            }
+        })
+    }
+}

@@ -1,0 +1,192 @@
+//! What the QKV product becomes, and attention over the cache: by rows of prompts, by parts of sequences
+//! that are decoded, or, for heads without kernels of their own, by neither.
+use super::backend::{CudaBackend, Which};
+use super::batch::live;
+use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
+use super::products::{addend_fits, bias_fits};
+use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
+use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
+use crate::check;
+use crate::check::ensure;
+use crate::error::KernelError;
+
+fn heads(
+    op: &'static str,
+    shape: &AttentionShape,
+    cache: &CudaKvCache,
+    layer: usize,
+) -> Result<(), KernelError> {
+    check::heads(op, shape, cache.shape(), layer)?;
+    let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
+    ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
+    ensure!(
+        op,
+        (heads * head_dim).is_multiple_of(8) && (kv_heads * head_dim).is_multiple_of(8),
+        "{heads} and {kv_heads} heads of {head_dim}: GPUs take rows of a multiple of 8 elements"
+    );
+    Ok(())
+}
+
+impl CudaBackend {
+    /// [`crate::Backend::qkv_rope_write`].
+    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
+    pub(super) fn write_qkv(
+        &mut self,
+        x: &CudaBuffer,
+        weights: &QkvWeights<CudaMatrix, CudaVector>,
+        addend: Option<&CudaBuffer>,
+        rope: &RopeTable<CudaVector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut CudaKvCache,
+        layer: usize,
+        q_out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "qkv_rope_write";
+        heads(op, shape, cache, layer)?;
+        let head_dim = shape.head_dim;
+        let width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
+        let (rows, cols) = (weights.weight.rows(), weights.weight.cols());
+        ensure!(op, rows == width, "weight has {rows} rows, not {width}");
+        ensure!(op, x.width() == cols, "x.width is {}, not {cols}", x.width());
+        bias_fits(op, weights.bias.as_ref(), width)?;
+        bias_fits(op, weights.q_norm.as_ref(), head_dim)?;
+        bias_fits(op, weights.k_norm.as_ref(), head_dim)?;
+        let q_width = shape.num_heads * head_dim;
+        ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
+        let rows = x.rows();
+        ensure!(
+            op,
+            batch.positions.len() == rows && batch.slots.len() == rows,
+            "x has {rows} rows, the batch {} positions and {} slots",
+            batch.positions.len(),
+            batch.slots.len()
+        );
+        let positions = rope.cos.len().min(rope.sin.len()) / (head_dim / 2);
+        let slots = cache.shape().num_blocks * cache.shape().block_size;
+        if self.step.is_unchecked(op, batch, [positions, slots]) {
+            let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
+            ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
+            let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
+            ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
+            self.step.checked(op, [positions, slots]);
+        }
+        let addend = addend_fits(op, addend, rows, width)?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
+        q_out.set_rows(rows)?;
+        self.stage(batch, shape)?;
+        let cache = cache.layer(layer);
+        if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = x.rows_max().min(q_out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
+        self.product(from, None, &weights.weight, None, qkv, count, live)?;
+        if let Some(addend) = addend {
+            let call = launch::add(qkv.ptr, addend, width, count, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+        }
+        let layout = *self.step.layout();
+        let io = QkvFinish {
+            qkv: qkv.ptr,
+            bias: weights.bias.as_ref().map(CudaVector::ptr),
+            q_norm: weights.q_norm.as_ref().map(CudaVector::ptr),
+            k_norm: weights.k_norm.as_ref().map(CudaVector::ptr),
+            cos: rope.cos.ptr(),
+            sin: rope.sin.ptr(),
+            positions: self.step.at(layout.positions),
+            slots: self.step.at(layout.slots),
+            q_out: q,
+            cache,
+        };
+        let call = launch::qkv_finish(&io, shape, count, live);
+        // SAFETY: shapes, positions and slots were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// [`crate::Backend::paged_attention`].
+    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
+    pub(super) fn attend(
+        &mut self,
+        q: &CudaBuffer,
+        sinks: Option<&CudaVector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &CudaKvCache,
+        layer: usize,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "paged_attention";
+        heads(op, shape, cache, layer)?;
+        let width = shape.num_heads * shape.head_dim;
+        ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let (found, wanted) = (sinks.map(CudaVector::len), shape.num_heads);
+        ensure!(op, found.unwrap_or(wanted) == wanted, "{found:?} sinks, not {wanted}");
+        let from = q.of(Element::Bf16, op, "q")?.ptr;
+        let to = out.of(Element::Bf16, op, "out")?.ptr;
+        let rows = q.rows();
+        out.set_rows(rows)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        if self.step.is_unchecked(op, batch, [block_size, num_blocks]) {
+            check::sequences(op, batch, rows, block_size, num_blocks)?;
+            self.step.checked(op, [block_size, num_blocks]);
+        }
+        self.stage(batch, shape)?;
+        let window = u64::from(shape.sliding_window.unwrap_or(0));
+        let cache = cache.layer(layer);
+        if self.step.skips(op, [from.0, cache.keys.0, window]) || rows == 0 {
+            return Ok(());
+        }
+        let layout = *self.step.layout();
+        let io = AttentionIo {
+            q: from,
+            cache,
+            seqs: self.step.at(layout.seqs),
+            block_tables: self.step.at(layout.tables),
+            out: to,
+            sinks: sinks.map(CudaVector::ptr),
+        };
+        let counts = self.step.counts();
+        ensure!(op, counts.rows <= out.rows_max(), "{} rows, too many", counts.rows);
+        let tiles = self.step.at(layout.tiles);
+        let live_tiles = self.step.at(live::TILES);
+        let prefill = launch::prefill_attention(&io, shape, tiles, counts.tiles, live_tiles);
+        let Some(prefill) = prefill.filter(|call| self.device.has_room(call)) else {
+            let (seqs, live) = (self.step.at(live::SEQS), self.step.at(live::ROWS));
+            let call = launch::attention_any(&io, shape, seqs, counts.rows, live);
+            // SAFETY: shapes and block tables were checked.
+            return unsafe { self.device.launch(call) };
+        };
+        if counts.tiles > 0 {
+            // SAFETY: as above.
+            unsafe { self.device.launch(prefill) }?;
+        }
+        if counts.items > 0 {
+            let (out, ml) = Partials::elements(shape, counts.seqs);
+            let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
+            let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
+            let (parts, live_parts, parts_most) = self.step.parts(shape.sliding_window)?;
+            let work = DecodeWork {
+                parts,
+                parts_most,
+                live_parts,
+                items: self.step.at(layout.items),
+                items_most: counts.items,
+                live_items: self.step.at(live::ITEMS),
+            };
+            let multiprocessors = self.device.context.info().multiprocessors;
+            let calls = launch::decode_attention(&io, shape, &work, partials, multiprocessors);
+            for call in calls.into_iter().flatten() {
+                // SAFETY: as above; the list names sequences of the batch, and the partial results
+                // have room for all splits of each.
+                unsafe { self.device.launch(call) }?;
+            }
+        }
+        Ok(())
+    }
+}

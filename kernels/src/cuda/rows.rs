@@ -1,0 +1,145 @@
+//! Rows of activations: embedding, sums and norms.
+use super::backend::CudaBackend;
+use super::batch::{Capacity, Cut, live};
+use super::device::Device;
+use super::launch;
+use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
+use crate::backend::{Batch, Buffer};
+use crate::check::ensure;
+use crate::error::KernelError;
+
+impl CudaBackend {
+    /// [`crate::Backend::embed`].
+    pub(super) fn embed_rows(
+        &mut self,
+        table: &CudaMatrix,
+        ids: &[u32],
+        first_id: u32,
+        scale: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "embed";
+        let width = out.width();
+        ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        ensure!(op, table.weight().is_bf16(), "the table is quantised: it must be bf16");
+        ensure!(
+            op,
+            table.at().stride == width,
+            "rows of {width} elements: GPUs take embeddings of a multiple of 8"
+        );
+        let rows = out.of(Element::F32, op, "out")?;
+        out.set_rows(ids.len())?;
+        if !self.step.has_ids(ids) {
+            ensure!(op, !self.step.is_open(), "the ids are not those the step began with");
+            let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
+            let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
+            let Device { context, stream, .. } = &self.device;
+            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
+        }
+        if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
+            || ids.is_empty()
+        {
+            return Ok(());
+        }
+        let count = self.step.counts().rows;
+        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
+        let from = self.step.at(self.step.layout().ids);
+        let live = self.step.at(live::ROWS);
+        let table = (table.at().ptr, table.rows());
+        let call = launch::embed(from, table, rows, width, first_id, scale, count, live);
+        // SAFETY: shapes were checked; ids beyond the table are the kernel's to see.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// [`crate::Backend::add_rmsnorm`].
+    pub(super) fn add_norm(
+        &mut self,
+        residual: &mut CudaBuffer,
+        delta: Option<&CudaBuffer>,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        if let Some(delta) = delta {
+            let shape = (delta.rows(), delta.width());
+            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        }
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        let added = added.map(|delta| delta.ptr);
+        if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// [`crate::Backend::add_normed_rmsnorm`].
+    pub(super) fn add_normed_norm(
+        &mut self,
+        residual: &mut CudaBuffer,
+        delta: &CudaBuffer,
+        delta_weight: &CudaVector,
+        weight: &CudaVector,
+        eps: f32,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add_normed_rmsnorm";
+        let (rows, width) = (residual.rows(), residual.width());
+        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
+            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
+        }
+        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
+        let shape = (delta.rows(), delta.width());
+        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        let from = residual.of(Element::F32, op, "residual")?.ptr;
+        let added = delta.of(Element::F32, op, "delta")?.ptr;
+        let to = out.of(Element::Bf16, op, "out")?;
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let added = (added, delta_weight.ptr());
+        let call =
+            launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+
+    /// [`crate::Backend::add`].
+    pub(super) fn add_rows(
+        &mut self,
+        sum: &mut CudaBuffer,
+        other: &CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "add";
+        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
+        ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        let to = sum.of(Element::F32, op, "sum")?.ptr;
+        let from = other.of(Element::F32, op, "other")?.ptr;
+        let rows = sum.rows();
+        // Not how many rows there are: a graph is of several numbers of them.
+        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        let most = sum.rows_max().min(other.rows_max());
+        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let call = launch::add(to, from, sum.width(), count, live);
+        // SAFETY: shapes were checked.
+        unsafe { self.device.launch(call) }
+    }
+}

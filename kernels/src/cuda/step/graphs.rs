@@ -1,0 +1,165 @@
+//! The graphs that steps become: which one, whether there are any, and how they come about.
+use super::{Mode, Step};
+use crate::backend::StepInputs;
+use crate::cuda::batch::Capacity;
+use crate::cuda::bucket::decode_bucket;
+use crate::cuda::stream::{Graph, Stream};
+use crate::error::KernelError;
+
+/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over whole
+/// logits, over parts, and left out of either. Each holds a few hundred nodes: about a megabyte.
+pub(super) const GRAPHS_MAX: usize = 176;
+/// What tells one graph from another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::cuda) struct GraphKey {
+    /// Rows it is made for.
+    pub(super) rows: u32,
+    /// Sampling is part of it.
+    pub(super) samples: bool,
+    /// Each rank looks at its own logits.
+    pub(super) parts: bool,
+    /// Some rows have adapters.
+    pub(super) adapters: bool,
+}
+
+/// A graph and the calls it was made of.
+#[derive(Debug)]
+pub(in crate::cuda) struct Recorded {
+    pub(super) graph: Graph,
+    pub(super) signature: u64,
+}
+
+impl Step {
+    /// A buffer of `rows` rows was made: no graph is made for more rows, and none that knows of
+    /// other buffers is kept.
+    pub(in crate::cuda) fn buffer_made(&mut self, rows: usize) {
+        self.least_room = self.least_room.min(rows);
+        self.most_room = self.most_room.max(rows);
+        self.graphs.clear();
+    }
+
+    /// Memory that graphs may name was moved.
+    pub(in crate::cuda) fn forget_graphs(&mut self) {
+        self.graphs.clear();
+    }
+
+    /// No graphs from now on.
+    pub(in crate::cuda) fn give_up_graphs(&mut self, reason: &str) {
+        self.graphs.clear();
+        self.graphs_off.get_or_insert_with(|| reason.to_owned());
+    }
+
+    /// A step could not be captured: the next one is, without kernels that begin early; where that is
+    /// how it was done, none is from now on.
+    pub(in crate::cuda) fn capture_failed(&mut self, reason: &str) {
+        self.graphs.clear();
+        if self.overlaps {
+            self.overlaps = false;
+            self.overlap_off = Some(reason.to_owned());
+        } else {
+            self.give_up_graphs(reason);
+        }
+    }
+
+    /// Whether kernels may begin before those before them are complete.
+    pub(in crate::cuda) fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// Says whether they may; graphs of the other kind are forgotten.
+    pub(in crate::cuda) fn set_overlap(&mut self, overlaps: bool) {
+        self.graphs.clear();
+        self.overlaps = overlaps && self.overlap_off.is_none();
+    }
+
+    /// Whether graphs are captured, as far as this rank decides.
+    pub(in crate::cuda) fn can_capture(&self) -> bool {
+        self.graphs_off.is_none()
+    }
+
+    /// Whether decode steps become graphs now: alike on all ranks of a group.
+    pub(in crate::cuda) fn captures(&self) -> bool {
+        self.graphs_off.is_none() && self.graphs_rest.is_none()
+    }
+
+    /// Forgets all graphs; none are made for the reason given, until this is called again.
+    pub(in crate::cuda) fn use_graphs(&mut self, not: Option<&'static str>) {
+        self.graphs.clear();
+        self.graphs_rest = not;
+    }
+
+    /// For people: how many graphs there are, or why there are none.
+    pub(in crate::cuda) fn graphs_text(&self) -> String {
+        match self.graphs_off.as_deref().or(self.graphs_rest) {
+            Some(reason) => format!("no graphs ({reason})"),
+            None => {
+                let made = self.graphs.made();
+                self.overlap_off.as_ref().map_or_else(
+                    || format!("{made} graphs"),
+                    |reason| format!("{made} graphs whose kernels do not begin early ({reason})"),
+                )
+            }
+        }
+    }
+
+    /// How many graphs there are.
+    pub(in crate::cuda) fn num_graphs(&self) -> usize {
+        self.graphs.made()
+    }
+
+    /// The graph's key, when the step can be one.
+    pub(super) fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
+        let decodes = inputs.is_plain
+            && self.captures()
+            && inputs.batch.seqs.iter().all(|seq| seq.num_rows == 1)
+            && found.samples == found.rows
+            && found.seqs == found.rows
+            && inputs.sampling.len() == found.samples;
+        if !decodes {
+            return None;
+        }
+        let rows = u32::try_from(found.rows).ok()?;
+        let most = u32::try_from(self.least_room).unwrap_or(u32::MAX);
+        Some(GraphKey {
+            rows: decode_bucket(rows, most)?,
+            parts: self.may_be_in_parts(),
+            adapters: !inputs.adapters.is_empty(),
+            samples: !inputs.masked
+                && !self.lists.edits
+                && self.lists.top == 0
+                && !inputs.sampling.is_empty(),
+        })
+    }
+
+    /// Runs what was recorded or put off; calls are run at once from now on.
+    pub(in crate::cuda) fn close(&mut self, stream: &Stream) -> Result<(), KernelError> {
+        let signature = std::mem::take(&mut self.signature);
+        match self.mode {
+            Mode::Record(key) => {
+                self.mode = Mode::Eager;
+                let graph = stream.end_capture().inspect_err(|error| {
+                    self.capture_failed(&error.to_string());
+                })?;
+                graph.launch(stream)?;
+                self.graphs.insert(key, Recorded { graph, signature });
+            }
+            Mode::Replay(key) => {
+                self.mode = Mode::Eager;
+                match self.graphs.get(&key) {
+                    Some(recorded) if recorded.signature == signature => {
+                        recorded.graph.launch(stream)?;
+                    }
+                    _ => {
+                        self.give_up_graphs("a step's calls were not the recorded ones");
+                        return Err(KernelError::Device(
+                            "a step's calls were not those of its graph: a bug in this program"
+                                .to_owned(),
+                        ));
+                    }
+                }
+            }
+            Mode::Eager | Mode::Loose => {}
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,157 @@
+//! What the kernels of a step read: laid out in pinned memory, copied before the step, and where each part
+//! of it is.
+use std::rc::Rc;
+use std::time::Duration;
+
+use super::{Counts, Step};
+use crate::backend::{AttentionShape, Batch};
+use crate::cuda::batch::{Capacity, Cut, Layout, largest, live, sizes};
+use crate::cuda::context::Context;
+use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
+use crate::cuda::parts::Windows;
+use crate::cuda::stream::{Event, Stream};
+use crate::error::KernelError;
+
+/// How long an upload may take.
+const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
+
+impl Step {
+    /// How attention's queries are cut into tiles.
+    pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> Cut {
+        let group = shape.num_heads / shape.num_kv_heads.max(1);
+        Cut { group, all_tiles: self.all_tiles, windows }
+    }
+
+    /// Lays out and uploads what a step, or a call outside of one, reads.
+    #[allow(clippy::too_many_arguments, reason = "a step's inputs, and where they go")]
+    pub(in crate::cuda) fn stage(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        capacity: Capacity,
+        ids: &[u32],
+        (feed, adapters): (&[u32], &[u32]),
+        batch: &Batch<'_>,
+        cut: Cut,
+        samples: &[u32],
+    ) -> Result<(), KernelError> {
+        let layout = Layout::new(capacity);
+        let words = layout.words(batch.block_tables.len());
+        let places_rows = self.lists.params.len() <= layout.feed - layout.params;
+        // Room for every step at once, but for block tables: moving costs all graphs.
+        let samples_most = self.least_room.min(self.most_room);
+        let most =
+            Layout::new(largest(self.most_room, samples_most, cut)).words(batch.block_tables.len());
+        self.reserve(context, stream, words, most)?;
+        let (Some(block), Some((pinned, travelled))) =
+            (&self.block, self.staging.get_mut(self.next))
+        else {
+            return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
+        };
+        // The one before the last has long travelled.
+        travelled.wait(UPLOAD_PATIENCE)?;
+        let staged = &mut pinned.as_mut_slice()[..words];
+        layout.fill(staged, ids, batch, cut, samples)?;
+        if places_rows {
+            let params = &self.lists.params;
+            staged[layout.params..][..params.len()].copy_from_slice(params);
+        }
+        if feed.len() <= layout.adapters - layout.feed {
+            staged[layout.feed..][..feed.len()].copy_from_slice(feed);
+        }
+        if adapters.len() <= layout.tables - layout.adapters {
+            staged[layout.adapters..][..adapters.len()].copy_from_slice(adapters);
+        }
+        block.upload_pinned(stream, 0, pinned, words)?;
+        travelled.record(stream)?;
+        self.next = 1 - self.next;
+        self.layout = layout;
+        self.windows = cut.windows;
+        self.actual = sizes(ids.len(), batch, cut, samples.len());
+        let Capacity { rows, seqs, tiles, parts, samples } = self.actual;
+        self.counts = Counts { rows, tiles, seqs, items: cut.items(batch), parts, samples };
+        Ok(())
+    }
+
+    fn reserve(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        words: usize,
+        most: usize,
+    ) -> Result<(), KernelError> {
+        let room = self.block.as_ref().map_or(0, |block| block.bytes() / 4);
+        if words <= room && !self.staging.is_empty() {
+            return Ok(());
+        }
+        stream.synchronize()?;
+        // Half as much again: contexts grow token by token.
+        let words = words.max(most);
+        let words = (words + words / 2).next_multiple_of(1 << 12);
+        self.graphs.clear();
+        self.staging.clear();
+        self.block = None;
+        self.block = Some(DeviceMemory::new(context, words * 4, "a step's inputs")?);
+        for _ in 0..2 {
+            let pinned = Pinned::new(context, words, "pinned memory for a step's inputs")?;
+            self.staging.push((pinned, Event::new(context, false)?));
+        }
+        Ok(())
+    }
+
+    /// Where the word at `offset` of the step's inputs is.
+    pub(in crate::cuda) fn at(&self, offset: usize) -> DevicePtr {
+        self.block.as_ref().map_or(DevicePtr::default(), |block| block.ptr().offset(offset * 4))
+    }
+
+    /// Offsets of the step's inputs.
+    pub(in crate::cuda) fn layout(&self) -> &Layout {
+        &self.layout
+    }
+
+    /// Where the parts are that the layers of a window have, where it is said how many there are, and how
+    /// many there are at most.
+    pub(in crate::cuda) fn parts(
+        &self,
+        window: Option<u32>,
+    ) -> Result<(DevicePtr, DevicePtr, usize), KernelError> {
+        let Some(place) = self.windows.place(window) else {
+            let message = format!("the window {window:?} is none that the step began with");
+            return Err(KernelError::Shape { op: "paged_attention", message });
+        };
+        let list = self.at(self.layout.parts_of(place, self.windows));
+        Ok((list, self.at(live::PARTS + place), self.counts.parts / self.windows.count().max(1)))
+    }
+
+    /// Rows to launch for an operation on `rows` rows, and the word that says how many there are.
+    pub(in crate::cuda) fn launched(
+        &self,
+        op: &'static str,
+        rows: usize,
+    ) -> Result<(usize, DevicePtr), KernelError> {
+        if self.is_open() && rows == self.actual.rows {
+            return Ok((self.counts.rows, self.at(live::ROWS)));
+        }
+        if self.is_graph() {
+            let message = format!("{rows} rows in a step of {}", self.actual.rows);
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok((rows, DevicePtr::default()))
+    }
+
+    /// As [`Step::launched`], of rows that are sampled.
+    pub(in crate::cuda) fn launched_samples(
+        &self,
+        op: &'static str,
+        rows: usize,
+    ) -> Result<(usize, DevicePtr), KernelError> {
+        if self.is_open() && rows == self.actual.samples {
+            return Ok((self.counts.samples, self.at(live::SAMPLES)));
+        }
+        if self.is_graph() {
+            let message = format!("{rows} rows in a step that samples {}", self.actual.samples);
+            return Err(KernelError::Shape { op, message });
+        }
+        Ok((rows, DevicePtr::default()))
+    }
+}

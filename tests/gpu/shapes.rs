@@ -1,0 +1,270 @@
+//! Models of random weights in the shapes of known ones.
+use kernels::backend::{
+    Activation, Backend as _, DType, ExpertActivation, HostMatrix, QkvWeights, RopeTable, Routing,
+};
+use kernels::cuda::CudaBackend;
+use shared::protocol::{EngineConfig, Quantization};
+use worker::engine::Engine;
+use worker::model::ModelError;
+use worker::model::config::ModelConfig;
+use worker::model::decoder::Decoder;
+use worker::model::experts::ExpertsConfig;
+use worker::model::rope::{RopeConfig, RopeScaling};
+use worker::model::shard::Shard;
+use worker::model::size;
+use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
+
+use crate::speed::{BLOCK_SIZE, Sizes};
+
+pub(crate) struct Shape {
+    pub(crate) name: &'static str,
+    pub(crate) hidden: usize,
+    /// Of the MLP, or of an expert.
+    pub(crate) inner: usize,
+    pub(crate) experts: Option<Routing>,
+    pub(crate) layers: usize,
+    pub(crate) heads: usize,
+    pub(crate) kv_heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) vocab: usize,
+    pub(crate) tied: bool,
+    pub(crate) quantization: Quantization,
+}
+
+/// As Llama 3.1 8B.
+const DENSE: Shape = Shape {
+    name: "8B",
+    hidden: 4096,
+    inner: 14_336,
+    experts: None,
+    layers: 32,
+    heads: 32,
+    kv_heads: 8,
+    head_dim: 128,
+    vocab: 128_256,
+    tied: false,
+    quantization: Quantization::None,
+};
+/// As Llama 3.1 8B, which is what is compared with others; Llama 3.2 1B, a third of Qwen3 30B-A3B's
+/// layers.
+pub(crate) static SHAPES: [Shape; 4] = [
+    DENSE,
+    Shape {
+        name: "1B",
+        hidden: 2048,
+        inner: 8192,
+        experts: None,
+        layers: 16,
+        heads: 32,
+        kv_heads: 8,
+        head_dim: 64,
+        vocab: 128_256,
+        tied: true,
+        quantization: Quantization::None,
+    },
+    Shape {
+        name: "30B-A3B, 16 layers",
+        hidden: 2048,
+        inner: 768,
+        experts: Some(Routing { num_experts: 128, top_k: 8, normalise: true }),
+        layers: 16,
+        heads: 32,
+        kv_heads: 4,
+        head_dim: 128,
+        vocab: 151_936,
+        tied: false,
+        quantization: Quantization::None,
+    },
+    Shape { name: "8B, int8", quantization: Quantization::Int8, ..DENSE },
+];
+pub(crate) static TINY: [Shape; 3] = [
+    TINY_DENSE,
+    Shape {
+        name: "tiny experts",
+        inner: 24,
+        experts: Some(Routing { num_experts: 4, top_k: 2, normalise: true }),
+        ..TINY_DENSE
+    },
+    Shape { name: "tiny, int8", quantization: Quantization::Int8, ..TINY_DENSE },
+];
+const TINY_DENSE: Shape = Shape {
+    name: "tiny",
+    hidden: 64,
+    inner: 96,
+    experts: None,
+    layers: 2,
+    heads: 4,
+    kv_heads: 2,
+    head_dim: 16,
+    vocab: 300,
+    tied: false,
+    quantization: Quantization::None,
+};
+
+impl Shape {
+    pub(crate) fn config(&self) -> ModelConfig {
+        let rope = RopeConfig { dim: self.head_dim, theta: 5e5, scaling: RopeScaling::None };
+        ModelConfig {
+            hidden_size: self.hidden,
+            intermediate_size: if self.experts.is_some() { 0 } else { self.inner },
+            experts: self.experts.map(|routing| ExpertsConfig {
+                routing,
+                intermediate_size: self.inner,
+                layers: vec![true; self.layers],
+                activation: ExpertActivation::Silu,
+                is_interleaved: false,
+            }),
+            sinks: false,
+            num_layers: self.layers,
+            num_heads: self.heads,
+            num_kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+            vocab_size: self.vocab,
+            max_positions: 8192,
+            norm_eps: 1e-5,
+            ropes: vec![rope; self.layers],
+            sliding_windows: vec![None; self.layers],
+            tied: self.tied,
+            qkv_bias: false,
+            output_bias: false,
+            mlp_bias: false,
+            is_fused: false,
+            qk_norm: false,
+            query_scale: 1.0,
+            embedding_scale: 1.0,
+            norm_offset: 0.0,
+            delta_norms: false,
+            activation: Activation::Silu,
+            quantised: None,
+            is_bf16: true,
+        }
+    }
+
+    /// Bytes of weights that a step of so many rows is likely to read: of experts those that some row
+    /// goes to, if they all choose at random.
+    pub(crate) fn read_bytes(&self, all: u64, rows: u32) -> u64 {
+        let Some(routing) = self.experts else { return all };
+        let experts = routing.num_experts as f64;
+        let missed = (1.0 - routing.top_k as f64 / experts).powf(f64::from(rows));
+        let one = 2 * 3 * self.hidden * self.inner * self.layers;
+        all - (experts * missed * one as f64) as u64
+    }
+
+    /// All matrices from one run of random bytes.
+    fn weights(
+        &self,
+        backend: &mut CudaBackend,
+        positions: usize,
+    ) -> Result<BackendWeights<CudaBackend>, ModelError> {
+        let config = self.config();
+        let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
+        let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
+        let mut state = 1u64;
+        // Sign and mantissa at random, exponents of about 1/32: sums stay small.
+        let mut data = vec![0u8; count * 2];
+        for element in data.chunks_exact_mut(2) {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            let bits = (state >> 48) as u16;
+            element.copy_from_slice(&(0x3c80 ^ (bits & 0x80ff)).to_le_bytes());
+        }
+        let part = |rows: usize, cols: usize| HostMatrix {
+            data: &data,
+            dtype: DType::Bf16,
+            rows,
+            cols,
+            col_start: 0,
+            row_stride: cols,
+            scales: None,
+        };
+        let quantization = self.quantization;
+        let matrix = |backend: &mut CudaBackend, rows: usize, cols: usize| match quantization {
+            Quantization::None => backend.load_matrix(&[part(rows, cols)]),
+            Quantization::Int8 => backend.load_int8_matrix(&[part(rows, cols)]),
+        };
+        let (q, kv) = (self.heads * self.head_dim, self.kv_heads * self.head_dim);
+        let embedding = backend.load_matrix(&[part(self.vocab, self.hidden)])?;
+        let lm_head = (!self.tied).then(|| matrix(backend, self.vocab, self.hidden)).transpose()?;
+        let mut products = Vec::new();
+        for _ in 0..self.layers {
+            let qkv = matrix(backend, q + 2 * kv, self.hidden)?;
+            products.push((qkv, matrix(backend, self.hidden, q)?));
+        }
+        let ones = vec![1.0; self.hidden];
+        let mut layers = Vec::new();
+        for (qkv, output) in products {
+            let mlp = match self.experts {
+                None => Mlp::Dense {
+                    gate_up: matrix(backend, 2 * self.inner, self.hidden)?,
+                    gate_up_bias: None,
+                    down: vec![matrix(backend, self.hidden, self.inner)?],
+                    down_bias: None,
+                },
+                Some(Routing { num_experts, .. }) => {
+                    let gate_up = vec![part(self.inner, self.hidden); 2 * num_experts];
+                    let down = vec![part(self.hidden, self.inner); num_experts];
+                    Mlp::Experts {
+                        router: backend.load_matrix(&[part(num_experts, self.hidden)])?,
+                        router_bias: None,
+                        gate_up: backend.load_stack(&gate_up)?,
+                        gate_up_bias: None,
+                        down: vec![backend.load_stack(&down)?],
+                        down_bias: None,
+                    }
+                }
+            };
+            layers.push(LayerWeights {
+                rope: 0,
+                input_norm: backend.load_vector(&ones)?,
+                qkv: QkvWeights { weight: qkv, bias: None, q_norm: None, k_norm: None },
+                sinks: None,
+                output: vec![output],
+                output_bias: None,
+                output_norm: None,
+                post_norm: backend.load_vector(&ones)?,
+                mlp,
+                down_norm: None,
+            });
+        }
+        let (cos, sin) = config.ropes[0].tables(config.head_dim, positions);
+        let shard = Shard::new(&config, 0, 1)?;
+        Ok(Weights {
+            embedding,
+            embedding_scale: 1.0,
+            lm_head,
+            layers,
+            final_norm: backend.load_vector(&ones)?,
+            ropes: vec![RopeTable {
+                cos: backend.load_vector(&cos)?,
+                sin: backend.load_vector(&sin)?,
+            }],
+            bytes: size::weight_bytes(&config, &shard, quantization, &|_, _| false),
+        })
+    }
+
+    pub(crate) fn engine(
+        &self,
+        mut backend: CudaBackend,
+        sizes: &Sizes,
+    ) -> Result<Engine<CudaBackend>, ModelError> {
+        let batch = sizes.rows();
+        let longest = sizes.prefill.max(sizes.context.max(sizes.long) + sizes.steps + 2);
+        let config = EngineConfig {
+            block_size: BLOCK_SIZE,
+            max_model_len: longest,
+            max_num_seqs: batch,
+            max_num_batched_tokens: sizes.prefill.max(batch),
+            kv_cache_bytes: 0,
+            swap_bytes: 0,
+        };
+        let weights = self.weights(&mut backend, longest as usize)?;
+        let model = self.config();
+        let shard = Shard::new(&model, 0, 1)?;
+        let (tokens, rows) = (config.max_num_batched_tokens as usize, batch as usize);
+        let decoder = Decoder::new(&mut backend, model, shard, weights, tokens, rows)?;
+        let mut engine = Engine::new(backend, decoder, config);
+        engine.profile()?;
+        engine.backend().settle()?;
+        engine.start(sizes.blocks())?;
+        Ok(engine)
+    }
+}
