@@ -162,6 +162,7 @@ fn step(on: bool, batch: u32, steps: u32) {
                 epoch: plan.epoch,
                 step: plan.step,
                 outputs: outputs.collect(),
+                drafted: Vec::new(),
                 digest: 0,
                 timings: StepTimings::default(),
                 stats: WorkerStats::default(),

@@ -143,6 +143,7 @@ impl Coordinator {
             dtype: options.dtype,
             quantization: options.quantization,
             lora: options.lora.clone(),
+            draft_model: options.draft_model.map(|folder| folder.to_string_lossy().into_owned()),
             engine,
             collective_timeout: COLLECTIVE_TIMEOUT,
             form_timeout: options.form_timeout,

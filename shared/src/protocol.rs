@@ -29,7 +29,7 @@ pub use lora::{Adapter, Lora};
 pub use mask::TokenMask;
 use serde::{Deserialize, Serialize};
 pub use step::{
-    NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
+    Drafts, NewSequence, SequenceOutput, SequenceStep, StepFailed, StepMasks, StepPlan, StepResult,
     StepTimings, Swap, SwapPair, TokenDigest, TokenLogprobs,
 };
 
@@ -39,7 +39,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 13;
+pub const PROTOCOL_VERSION: u16 = 14;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

@@ -7,10 +7,10 @@ use testkit::models::{demo, goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
-const OUTPUT: usize = 32;
+pub(crate) const OUTPUT: usize = 32;
 
 /// Everything that depends on the tokens before: penalties, suppressed ends, positions of draws.
-fn requests() -> Vec<SamplingParams> {
+pub(crate) fn requests() -> Vec<SamplingParams> {
     let greedy = || SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
     let sampled = |seed| SamplingParams {
         temperature: 0.9,
@@ -53,7 +53,7 @@ fn texts(rig: &mut Rig, prompts: &[Vec<u32>]) -> Vec<Seq> {
     texts.collect()
 }
 
-fn same(a: &Seq, b: &Seq, what: &str) {
+pub(crate) fn same(a: &Seq, b: &Seq, what: &str) {
     assert_eq!(a.output(), b.output(), "{what}");
     let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");

@@ -53,6 +53,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             lora: Lora::default(),
+            draft_model: None,
             collective: CollectiveSpec::SharedMemory { name },
             collective_timeout_ms: 30_000,
             model: variant("llama-gqa").to_str().unwrap().to_owned(),

@@ -7,6 +7,7 @@
 //! - [`broken`]: broken model folders give one clear error
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, one and several
+//! - [`draft_model`]: drafts of a model change nothing but the number of steps
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
 //! - `embeddings`: those of transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on one, in many chunks of slots
@@ -34,6 +35,7 @@ mod broken;
 mod checkpoint;
 mod cuda;
 mod cuda_invariance;
+mod draft_model;
 mod drafts;
 mod embeddings;
 mod experts;

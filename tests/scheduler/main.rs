@@ -13,6 +13,7 @@
 //! - [`random`]: random schedules
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
+//! - [`draft_model`]: drafts by a model that rank 0 has
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
     clippy::unwrap_used,
@@ -23,6 +24,7 @@
 )]
 
 mod agreement;
+mod draft_model;
 mod frames;
 mod guided;
 mod leaving;

@@ -2,7 +2,9 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig, Speculation};
+use coordinator::scheduler::{
+    ApplyError, EpochEnd, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
+};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 use shared::sampling::Pooling;
@@ -327,6 +329,7 @@ fn answers_of_another_epoch_or_step_change_nothing() {
             Epoch(epoch),
             StepId(step),
             Vec::new(),
+            &[],
             &mut |_, _| false,
             &mut effects,
         );
@@ -405,8 +408,7 @@ fn time_of_a_decode_step_of_256() {
 
 const DRAFTS: Option<Speculation> = Some(Speculation {
     num_speculative_tokens: 5,
-    prompt_lookup_max: 4,
-    prompt_lookup_min: 2,
+    method: Method::Ngram(Lookup { prompt_lookup_max: 4, prompt_lookup_min: 2 }),
     disable_by_batch_size: None,
 });
 
@@ -434,7 +436,9 @@ fn spent_on_256(config: SchedulerConfig) -> std::time::Duration {
         let outputs = rig.worker.as_mut().unwrap().run(&plan, &[]);
         let began = Instant::now();
         let epoch = Epoch(rig.epoch);
-        rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();
+        rig.scheduler
+            .apply(epoch, plan.step, outputs, &[], &mut |_, _| false, &mut effects)
+            .unwrap();
         spent += began.elapsed();
         effects.clear();
     }

@@ -584,7 +584,7 @@ impl World {
         let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
         let stats = if due { self.stats(slot) } else { WorkerStats::default() };
         let (epoch, step) = (plan.epoch, plan.step);
-        let result = StepResult { epoch, step, outputs, digest, timings, stats };
+        let result = StepResult { epoch, step, outputs, drafted, digest, timings, stats };
         self.tell(slot, FromWorker::Step(result));
     }
 

@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use coordinator::metrics::log_line::Field;
-use coordinator::scheduler::Speculation;
 use shared::protocol::{Dtype, Quantization};
 use worker::device::Exchange;
 
@@ -15,7 +14,7 @@ use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
 use super::lora::LoraArgs;
 use super::resources::{PlacementArgs, ResourceArgs};
-use super::speculative;
+use super::speculative::{self, Speculative};
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
 #[derive(Debug, Parser)]
@@ -478,9 +477,11 @@ pub(crate) struct ServingArgs {
     /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
     /// step; the text is the same. JSON as vLLM has it:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
+    /// or by a small model with the same tokens, whose folder the host of each replica's rank 0 has at
+    /// this path: {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
     /// with "disable_by_batch_size":N nothing is drafted while more than N sequences run
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
-    pub(crate) speculative_config: Option<Speculation>,
+    pub(crate) speculative_config: Option<Speculative>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of
