@@ -54,6 +54,7 @@ fn scrape(workers: u32) {
                 collective_us: 60 + step,
                 sample_us: 40,
                 masks_us: None,
+                draft_us: None,
                 idle_us: 3 * step,
             });
         }

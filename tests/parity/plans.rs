@@ -148,6 +148,31 @@ fn plans_that_do_not_fit() {
         ),
         (
             vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(1), ..drafts(&[7]) }],
+            "drafts are asked for, and there is no draft model",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(2), ..drafts(&[7, 8]) }],
+            "3 sequences and drafts, the bound is 2",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(2), ..run(1, 5, 2, &[2]) }],
+            "seq-1 is to be sampled at 7, it has 8 tokens",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { masked: true, drafts: Drafts::UpTo(1), ..drafts(&[7]) }],
+            "seq-1 has drafts, but is not to be sampled freely",
+        ),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![SequenceStep { drafts: Drafts::UpTo(1), ..run(2, 0, 6, &[2, 3]) }],
+            "seq-2 has 1 drafts, but 6 tokens to compute",
+        ),
+        (
+            vec![],
             vec![SequenceStep { sample: false, ..drafts(&[7]) }],
             "seq-1 has drafts, but is not to be sampled freely",
         ),
