@@ -308,8 +308,11 @@ impl Device for CudaDevice {
         // Other ranks may take longer to load.
         engine.backend().set_alone(true);
         let profiled = engine.profile().and_then(|()| {
-            let draft = engine.draft_backend().map_or(Ok(()), CudaBackend::settle);
-            draft.and_then(|()| engine.backend().settle())
+            if let Some(draft) = engine.draft_backend() {
+                draft.set_alone(false);
+                draft.settle()?;
+            }
+            engine.backend().settle()
         });
         engine.backend().set_alone(false);
         profiled

@@ -189,6 +189,13 @@ impl<D: Device> EngineRank<D> {
     }
 }
 
+/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch: its
+/// cache is another in the next.
+fn leave<D: Device>(engine: &mut Engine<D::Backend>) -> Result<(), KernelError> {
+    let own = engine.draft_backend();
+    own.map_or(Ok(()), |own| D::set_collective(own, single_rank()))
+}
+
 /// The draft model of a rank that is to have it.
 fn draft_model(form: &Form) -> Option<&str> {
     form.draft_model.as_deref().filter(|_| form.rank == 0)
@@ -302,8 +309,10 @@ impl<D: Device> Rank for EngineRank<D> {
         match self.loaded.take().filter(|loaded| loaded.key == key) {
             Some(mut loaded) => {
                 loaded.engine.reconfigure(form.engine.clone());
+                let rested = leave::<D>(&mut loaded.engine);
                 let backend = loaded.engine.backend();
-                let joined = D::set_collective(backend, collective)
+                let joined = rested
+                    .and_then(|()| D::set_collective(backend, collective))
                     .and_then(|()| join::<D>(backend, form, &all, abort, news));
                 // Whatever came of it, the weights stay.
                 self.loaded = Some(loaded);
@@ -427,7 +436,9 @@ impl<D: Device> Rank for EngineRank<D> {
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
         // Leaving the other ranks first: what the device still waits for would hold up the rest.
-        if let Err(error) = D::set_collective(loaded.engine.backend(), single_rank()) {
+        let left = D::set_collective(loaded.engine.backend(), single_rank());
+        let left = left.and_then(|()| leave::<D>(&mut loaded.engine));
+        if let Err(error) = left {
             self.note(&error);
         }
         // Freeing memory waits for the device, which may not come to rest any more, and whoever asks

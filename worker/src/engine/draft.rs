@@ -117,6 +117,11 @@ impl<B: Backend> Draft<B> {
         self.backend.as_mut()
     }
 
+    /// Its own backend, if it has one, with what it computes there.
+    pub(super) fn own_parts(&mut self) -> Option<(&mut B, &mut Decoder<B>, &mut B::KvCache)> {
+        Some((self.backend.as_mut()?, &mut self.decoder, self.cache.as_mut()?))
+    }
+
     /// What its steps are computed by.
     pub(super) fn parts<'a>(&'a mut self, shared: &'a mut B) -> (&'a mut B, &'a mut Decoder<B>) {
         (self.backend.as_mut().unwrap_or(shared), &mut self.decoder)

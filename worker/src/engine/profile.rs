@@ -101,7 +101,39 @@ impl<B: Backend> Engine<B> {
             warmed.kinds += 1;
         }
         self.cache = Some(cache);
-        result.map(|()| warmed)
+        result?;
+        self.warm_draft(rows, began, patience)?;
+        Ok(warmed)
+    }
+
+    /// The same for the draft model, where it has a backend of its own that records steps: rank 0's
+    /// alone, and not what the others wait for.
+    fn warm_draft(
+        &mut self,
+        rows: &[u32],
+        began: Instant,
+        patience: Duration,
+    ) -> Result<(), KernelError> {
+        let Some(draft) = &mut self.draft else { return Ok(()) };
+        let kind = Kind { greedy: false, masks: false, adapters: false };
+        let Some((backend, decoder, cache)) = draft.own_parts() else { return Ok(()) };
+        for &rows in rows {
+            let seqs = vec![(1, 1); rows as usize];
+            let steps = Pretended { seqs: &seqs, kind, block_size: self.config.block_size };
+            for _ in 0..2 {
+                if began.elapsed() >= patience {
+                    return Ok(());
+                }
+                match steps.run(backend, decoder, cache, true) {
+                    // The next one of this kind is called kernel by kernel.
+                    Err(KernelError::Again(reason)) => {
+                        tracing::warn!(reason, "a draft model's steps are not captured");
+                    }
+                    result => result?,
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Computes sequences of (rows, tokens in the cache), all in one block.
