@@ -112,7 +112,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
             max_num_seqs: 4,
             max_num_batched_tokens: 32,
             // Fewer than could be used.
-            kv_cache_bytes: 100_000,
+            kv_cache_bytes: 60_000,
             swap_bytes: 20_000,
         },
     }
