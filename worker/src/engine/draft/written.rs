@@ -13,7 +13,7 @@ pub(super) struct Written {
 impl Written {
     /// Nothing is written of so many blocks.
     pub(super) fn new(block_size: u32, num_blocks: u32) -> Self {
-        Self { block_size: block_size.max(1), blocks: vec![0; num_blocks as usize] }
+        Self { block_size, blocks: vec![0; num_blocks as usize] }
     }
 
     /// The parts of the table's blocks that positions are in: (block, its part).
@@ -22,7 +22,7 @@ impl Written {
         table: &'a [u32],
         positions: Range<u32>,
     ) -> impl Iterator<Item = (usize, Range<u32>)> + use<'a> {
-        let size = self.block_size;
+        let size = self.block_size.max(1);
         let (first, end) = (positions.start / size, positions.end.div_ceil(size));
         let blocks = if positions.is_empty() { 0..0 } else { first..end };
         blocks.filter_map(move |index| {
