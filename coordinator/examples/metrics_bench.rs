@@ -54,6 +54,7 @@ fn scrape(workers: u32) {
                 collective_us: 60 + step,
                 sample_us: 40,
                 masks_us: None,
+                draft_us: None,
                 idle_us: 3 * step,
             });
         }
@@ -163,6 +164,7 @@ fn step(on: bool, batch: u32, steps: u32) {
                 epoch: plan.epoch,
                 step: plan.step,
                 outputs: outputs.collect(),
+                drafted: Vec::new(),
                 digest: 0,
                 timings: StepTimings::default(),
                 stats: WorkerStats::default(),

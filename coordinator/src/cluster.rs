@@ -65,6 +65,8 @@ pub struct ClusterConfig {
     pub form_timeout: Duration,
     /// The adapters beside the model.
     pub lora: Lora,
+    /// The folder of the model that drafts, as the host of every rank 0 sees it.
+    pub draft_model: Option<String>,
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
     /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
@@ -561,6 +563,7 @@ impl Cluster {
                 dtype: self.config.dtype,
                 quantization: self.config.quantization,
                 lora: self.config.lora.clone(),
+                draft_model: self.config.draft_model.clone(),
                 engine: self.config.engine.clone(),
             });
             effects.push(Effect::Send { worker, epoch, message });

@@ -351,6 +351,8 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         dtype: options.dtype,
         quantization: options.quantization,
         lora: options.lora.clone(),
+        draft_model: (options.draft_model.as_ref())
+            .map(|folder| folder.to_string_lossy().into_owned()),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,

@@ -19,7 +19,8 @@
 //! - `masks`: guided sequences are planned ahead, too. The mask of what they may get depends on that
 //!   token, and follows its plan when it is known.
 //! - `speculation`: a sequence that repeats what it has before drafts the tokens that may come next
-//!   (`speculate`), and a step computes them all: its own tokens count as far as they are those
+//!   (`speculate`), or rank 0 drafts them by a model of its own when the step begins, as many as the
+//!   sequence's drafts are worth (`pace`); the step computes them all: its own tokens count as far as they are those
 //!   drafted, and one more. Drafts take what nobody else wants of a step; of what a step drafts only
 //!   its first token is taken for computed until the answer is there.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
@@ -34,10 +35,12 @@ mod config;
 mod drafts;
 mod effect;
 mod masks;
+mod pace;
 mod plan;
 mod queue;
 mod sequence;
 mod speculate;
+mod speculation;
 mod swap;
 mod tokens;
 mod weight;
@@ -47,13 +50,15 @@ pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};
+use pace::Pace;
 use plan::InFlight;
 use queue::Load;
 pub use sequence::HandedOver;
 use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
-use shared::protocol::Swap;
-pub use speculate::{Drafter, Speculation};
+use shared::protocol::{Drafts, Swap};
+pub use speculate::{Drafter, Lookup};
+pub use speculation::{Method, Speculation};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
@@ -483,8 +488,9 @@ impl Scheduler {
                 prompt_logprobs: Vec::new(),
                 prompt_logprobs_done: !wants_prompt,
                 drafter: None,
+                pace: Pace::default(),
                 wants_draft: false,
-                drafts: Vec::new(),
+                drafts: Drafts::none(),
             };
             if self.epoch.is_some() {
                 sequence.fit(self.room());

@@ -1,9 +1,11 @@
 //! Speculative decoding: the same answers in fewer steps, also when a worker dies, counted exactly.
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde_json::{Value, json};
 use testkit::client::Client;
 use testkit::local_cluster::LocalCluster;
+use testkit::models::{demo, variant};
 use testkit::scrape::Scrape;
 
 use crate::counters::check_invariants;
@@ -136,6 +138,109 @@ async fn drafts_change_how_many_steps_it_takes_and_nothing_else() {
         }
         assert!(cluster.log().contains("Speculative metrics: "), "{}", cluster.log());
     }
+}
+
+/// By another model, whose drafts are mostly wrong, and by the model itself.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let other = half_of_the_demo(folder.path());
+    for degree in ["1", "2"] {
+        let args = ["--tensor-parallel", degree, "--workers", degree];
+        let without = up(&args).await;
+        let (expected, ..) = answers(&without.client().unwrap(), false).await;
+        let plain = without.client().unwrap().scrape().await.unwrap();
+        drop(without);
+        for (draft, is_itself) in [(demo(), true), (other.clone(), false)] {
+            // No method: a folder is a draft model's.
+            let config = json!({"model": draft, "num_speculative_tokens": 5}).to_string();
+            let cluster = up(&[&args[..], &["--speculative-config", &config]].concat()).await;
+            let client = cluster.client().unwrap();
+            let (one_by_one, prompt, completion) = answers(&client, false).await;
+            assert_eq!(one_by_one, expected, "tp {degree}, by {}", draft.display());
+            let scrape = client.scrape().await.unwrap();
+            check_counts(&scrape, prompt, completion);
+            let sum = |name: &str| scrape.sum(name, &[]);
+            let steps = |scrape: &Scrape| scrape.sum("tutti_engine_steps_total", &[]);
+            let drafted = sum("tutti_spec_decode_draft_tokens_total");
+            let accepted = sum("tutti_spec_decode_accepted_tokens_total");
+            if is_itself {
+                assert!(accepted > 0.9 * drafted, "{accepted} of {drafted}");
+                let (with, without) = (steps(&scrape), steps(&plain));
+                assert!(with < 0.4 * without, "{with} steps, without drafts {without}");
+            }
+            // Rank 0 alone has it.
+            let weights = |rank| scrape.sum("tutti_rank_weights_bytes", &[("rank", rank)]);
+            let more = weights("0") - plain.sum("tutti_rank_weights_bytes", &[("rank", "0")]);
+            assert!(more > 1e6, "{more} bytes");
+            assert!(degree == "1" || weights("1") < weights("0"));
+            let took = |rank| scrape.sum("tutti_rank_draft_seconds_count", &[("rank", rank)]);
+            assert!(took("0") > 0.0 && took("1") == 0.0);
+            let (at_once, ..) = answers(&client, true).await;
+            assert_eq!(at_once, expected, "tp {degree}: together as alone");
+            let scrape = client.scrape().await.unwrap();
+            check_counts(&scrape, 2.0 * prompt, 2.0 * completion);
+        }
+    }
+}
+
+/// The demo model's first two layers in a folder of their own: it says something else.
+fn half_of_the_demo(folder: &Path) -> PathBuf {
+    for file in std::fs::read_dir(demo()).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), folder.join(file.file_name())).unwrap();
+    }
+    let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
+    let mut config: Value = serde_json::from_str(&config).unwrap();
+    config["num_hidden_layers"] = json!(2);
+    std::fs::write(folder.join("config.json"), config.to_string()).unwrap();
+    folder.to_owned()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn rank_0_that_is_killed_while_it_drafts_changes_nothing() {
+    let mut body = greedy(STORY, 500);
+    body["ignore_eos"] = json!(true);
+    body["stream"] = json!(true);
+    let text = |events: &[Value]| -> String {
+        events.iter().filter_map(|event| event["choices"][0]["text"].as_str()).collect()
+    };
+    let without = up(&[]).await;
+    let streamed = without.client().unwrap().stream("/v1/completions", &body).await.unwrap();
+    let undisturbed = text(&streamed.events);
+    drop(without);
+    let config = json!({"model": demo(), "num_speculative_tokens": 3}).to_string();
+    let cluster = up(&["--speculative-config", &config]).await;
+    let client = cluster.client().unwrap();
+    for victim in 0..2 {
+        let running = {
+            let (client, body) = (client.clone(), body.clone());
+            tokio::spawn(async move { client.stream("/v1/completions", &body).await.unwrap() })
+        };
+        let accepted = "tutti_spec_decode_accepted_tokens_total";
+        let before = client.scrape().await.unwrap().sum(accepted, &[]);
+        let begun = |scrape: &Scrape| scrape.sum(accepted, &[]) > before + 5.0;
+        client.scrape_until(Duration::from_secs(10), begun).await.unwrap();
+        LocalCluster::signal(cluster.worker_pids()[victim], "KILL").unwrap();
+        assert_eq!(text(&running.await.unwrap().events), undisturbed, "killed worker {victim}");
+    }
+}
+
+#[test]
+fn a_draft_model_that_cannot_be_used_ends_with_one_clear_error() {
+    let fails_with = |model: &Path, words: &[&str]| {
+        let config = json!({"model": model, "num_speculative_tokens": 3}).to_string();
+        let args = ["up", "--listen", "127.0.0.1:0", "--speculative-config", &config];
+        let mut cluster = LocalCluster::spawn(&args).unwrap();
+        let status = cluster.wait_end().unwrap();
+        std::thread::sleep(Duration::from_millis(200));
+        let log = cluster.log();
+        assert!(!status.success() && !log.contains("panicked"), "{log}");
+        assert!(words.iter().all(|word| log.contains(word)), "{words:?} in:\n{log}");
+    };
+    fails_with(Path::new("/no/such/draft"), &["error:", "/no/such/draft"]);
+    let words = ["error:", "llama-gqa/config.json", "vocab_size is 384", "draft for has 2048"];
+    fails_with(&variant("llama-gqa"), &words);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

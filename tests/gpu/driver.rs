@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{NewSequence, SequenceOutput, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{Drafts, NewSequence, SequenceOutput, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
 use worker::rank::StepSource;
@@ -95,7 +95,7 @@ impl Driver<'_> {
                     new_blocks: own.map(BlockId).collect(),
                     sample: true,
                     masked: false,
-                    drafts: Vec::new(),
+                    drafts: Drafts::none(),
                 });
                 slot += 1;
             }
@@ -166,7 +166,8 @@ impl Driver<'_> {
             let mut plan = self.decode_plan(&[seq], at);
             for entry in &mut plan.sequences {
                 entry.count += drafts;
-                entry.drafts = (at..at + drafts).map(|token| token * 7919 % self.vocab).collect();
+                let tokens = (at..at + drafts).map(|token| token * 7919 % self.vocab);
+                entry.drafts = tokens.collect::<Vec<u32>>().into();
             }
             let mut outputs = Vec::new();
             self.engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
@@ -188,7 +189,7 @@ impl Driver<'_> {
             new_blocks: Vec::new(),
             sample: true,
             masked: false,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         };
         self.step += 1;
         StepPlan {

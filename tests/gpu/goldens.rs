@@ -6,7 +6,7 @@ use kernels::Backend as _;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    Drafts, EngineConfig, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
 };
 use shared::sampling::SamplingParams;
 use testkit::models::{Golden, goldens};
@@ -133,7 +133,7 @@ pub(crate) fn follow(
             new_blocks,
             sample: true,
             masked: false,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
@@ -238,6 +238,7 @@ fn verify(
         }
         let (masked, sample) = (false, true);
         let expected = drafts.len().min(2) + 1;
+        let drafts = drafts.into();
         plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample, masked, drafts });
         let mut outputs = Vec::new();
         engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use shared::ids::{BlockId, SeqId};
-use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::Table;
@@ -109,7 +109,7 @@ fn entry(
     new_blocks: Vec<BlockId>,
     sample: bool,
 ) -> SequenceStep {
-    SequenceStep { seq, start, count, new_blocks, sample, masked: false, drafts: Vec::new() }
+    SequenceStep { seq, start, count, new_blocks, sample, masked: false, drafts: Drafts::none() }
 }
 
 /// Seconds that a step takes which `run` runs.

@@ -285,6 +285,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
                 collective_us: 200,
                 sample_us: if rank == 0 { 100 } else { 0 },
                 masks_us: (rank == 0).then_some(25),
+                draft_us: (rank == 0).then_some(40),
                 idle_us: 50,
             });
         }
@@ -302,6 +303,9 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
         assert_eq!(live.get(&of("tutti_rank_collective_seconds_sum", rank)), 0.0008);
         assert_eq!(live.get(&of("tutti_rank_weights_bytes", rank)), 1_000.0);
     }
+    // A rank that does not draft has no such series.
+    assert_eq!(live.get(&of("tutti_rank_draft_seconds_count", 0)), 4.0);
+    assert_eq!(live.matching("tutti_rank_draft_seconds_count").count(), 1);
     // By the way they took; where nobody knows how long that was, nothing is observed.
     ranks[0].exchanged("host", 100);
     ranks[0].exchanged("nccl", 7);

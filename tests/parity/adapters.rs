@@ -22,14 +22,14 @@ const TOLERANCE: f64 = 1e-3;
 const BF16_TOLERANCE: f64 = 0.15;
 
 /// Adapters in a temporary folder.
-struct Scratch {
+pub(crate) struct Scratch {
     folder: TempDir,
     lora: Lora,
     factors: Vec<Vec<Factors>>,
 }
 
 impl Scratch {
-    fn new(model: &Path, specs: &[AdapterSpec]) -> Self {
+    pub(crate) fn new(model: &Path, specs: &[AdapterSpec]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let (mut adapters, mut factors) = (Vec::new(), Vec::new());
         for (index, spec) in specs.iter().enumerate() {
@@ -39,6 +39,10 @@ impl Scratch {
             adapters.push(named(&path));
         }
         Self { folder, lora: Lora { adapters, max_rank: 64 }, factors }
+    }
+
+    pub(crate) fn lora(&self) -> &Lora {
+        &self.lora
     }
 
     fn open(&self, model: &Path) -> Result<LoraFiles, String> {

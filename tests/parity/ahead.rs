@@ -9,7 +9,7 @@ use kernels::KernelError;
 use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
 use shared::ids::{BlockId, Epoch, HostBlockId, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, Swap, SwapPair};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, Swap, SwapPair};
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use testkit::relay::SharedRelay;
@@ -120,7 +120,7 @@ impl Author {
             new_blocks,
             sample,
             masked,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         });
         self
     }
@@ -205,7 +205,7 @@ fn hindered(masked: &[u64]) -> (Script, Vec<u64>) {
     author.plan().decodes(&[1, 2]);
     // Drafts.
     author.plan().runs(1, 3, true).decodes(&[2]);
-    author.last().sequences[0].drafts = vec![383, 1];
+    author.last().sequences[0].drafts = vec![383, 1].into();
     author.written.get_mut(&1).unwrap().computed -= 2;
     author.plan().decodes(&[2]);
     author.plan().decodes(&[2]);

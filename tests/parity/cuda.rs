@@ -16,7 +16,7 @@ use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::{Backend as _, KernelError};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use worker::engine::Engine;
 use worker::rank::StepSource;
 
@@ -175,7 +175,7 @@ fn plan(number: &mut u64, running: &mut [&mut Running]) -> StepPlan {
             new_blocks,
             sample: true,
             masked: false,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         });
         seq.computed = len;
     }
@@ -455,7 +455,7 @@ pub(crate) fn plans_with(masked: &[usize]) -> Script {
                 new_blocks,
                 sample: true,
                 masked: is_masked,
-                drafts: Vec::new(),
+                drafts: Drafts::none(),
             });
         }
         script.plans.push_back(plan);

@@ -3,7 +3,7 @@
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
 
@@ -61,7 +61,7 @@ impl Request {
             new_blocks,
             sample,
             masked: false,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         });
     }
 }

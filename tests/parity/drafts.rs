@@ -7,11 +7,11 @@ use testkit::models::{demo, goldens, variant};
 
 use crate::rig::{On, Rig, Seq};
 
-const OUTPUT: usize = 32;
+pub(crate) const OUTPUT: usize = 32;
 
 /// Everything that depends on previous tokens: penalties, suppressed end tokens, positions of
 /// random draws.
-fn requests() -> Vec<SamplingParams> {
+pub(crate) fn requests() -> Vec<SamplingParams> {
     let greedy = || SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
     let sampled = |seed| SamplingParams {
         temperature: 0.9,
@@ -54,7 +54,7 @@ fn texts(rig: &mut Rig, prompts: &[Vec<u32>]) -> Vec<Seq> {
     texts.collect()
 }
 
-fn same(a: &Seq, b: &Seq, what: &str) {
+pub(crate) fn same(a: &Seq, b: &Seq, what: &str) {
     assert_eq!(a.output(), b.output(), "{what}");
     let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
     assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");

@@ -1,11 +1,11 @@
-//! Ranks on (stand-ins for) GPUs, formed as by a coordinator.
+//! Ranks on CPUs and on (stand-ins for) GPUs, formed as by a coordinator.
 use std::net::TcpListener;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId};
 use shared::protocol::{CollectiveSpec, Dtype, EngineConfig, Form, Lora, Quantization};
 use testkit::models::variant;
-use worker::device::CudaDevice;
+use worker::device::{CpuDevice, CudaDevice, Device};
 use worker::engine_rank::EngineRank;
 use worker::rank::{AbortSlot, FormNews, Rank as _};
 
@@ -53,6 +53,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             lora: Lora::default(),
+            draft_model: None,
             collective: CollectiveSpec::SharedMemory { name },
             collective_timeout_ms: 30_000,
             model: variant("llama-gqa").to_str().unwrap().to_owned(),
@@ -88,4 +89,77 @@ fn a_load_outlives_its_epoch() {
     for [first, second] in seconds {
         assert!(first > 0.0 && second == 0.0, "{first} {second}");
     }
+}
+
+/// A rank of one, with this draft model.
+fn alone(epoch: u64, draft: Option<&str>) -> Form {
+    Form {
+        epoch: Epoch(epoch),
+        replica: ReplicaId(0),
+        rank: 0,
+        world_size: 1,
+        reduction_ranks: 1,
+        dtype: Dtype::Auto,
+        quantization: Quantization::None,
+        lora: Lora::default(),
+        draft_model: draft.map(|name| variant(name).to_str().unwrap().to_owned()),
+        collective: CollectiveSpec::None,
+        collective_timeout_ms: 30_000,
+        model: variant("llama-gqa").to_str().unwrap().to_owned(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 4,
+            max_num_batched_tokens: 32,
+            // Fewer than could be used.
+            kv_cache_bytes: 60_000,
+            swap_bytes: 20_000,
+        },
+    }
+}
+
+/// The draft model takes its part of the memory, is kept with the rest, and is read where it changes.
+fn with_drafts<D: Device>(device: D) {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut form = |epoch, draft| {
+        let mut news = News { epoch: Epoch(epoch), other: &slots[1], ends: None };
+        let ready = rank.form(&alone(epoch, draft), &slots[0], &mut news).unwrap();
+        rank.start(ready.kv_blocks, ready.host_blocks).unwrap();
+        rank.release();
+        slots[0].clear();
+        ready
+    };
+    let plain = form(1, None);
+    let drafting = form(2, Some("llama-gqa"));
+    assert_eq!(drafting.weight_bytes, 2 * plain.weight_bytes, "the same model twice");
+    assert_eq!(drafting.kv_blocks, plain.kv_blocks / 2);
+    assert_eq!(drafting.host_blocks, plain.host_blocks, "nothing of drafts is swapped");
+    assert!(plain.load_seconds > 0.0 && drafting.load_seconds > 0.0);
+    let again = form(3, Some("llama-gqa"));
+    assert_eq!((again.load_seconds, again.kv_blocks), (0.0, drafting.kv_blocks));
+    let other = form(4, Some("smollm3"));
+    assert!(other.load_seconds > 0.0 && other.kv_blocks < drafting.kv_blocks, "{other:?}");
+    let mut news = News { epoch: Epoch(5), other: &slots[1], ends: None };
+    let error = rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut news).unwrap_err();
+    assert!(error.permanent, "{error}");
+    let message = error.to_string();
+    assert!(message.contains("demo/config.json: vocab_size is 2048, and the model"), "{message}");
+    assert!(!message.contains('\n'));
+}
+
+#[test]
+fn a_draft_model_is_formed_with_its_rank_on_cpus() {
+    with_drafts(CpuDevice { threads: 1 });
+}
+
+#[test]
+fn a_draft_model_is_formed_with_its_rank_on_gpus() {
+    with_drafts(CudaDevice {
+        options: fake_nccl_options(0),
+        memory_utilization: 0.9,
+        memory_free: 1 << 32,
+        warmup: Duration::from_secs(5),
+        uuid: String::new(),
+    });
 }

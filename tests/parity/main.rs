@@ -8,6 +8,7 @@
 //! - [`checkpoint`]: scratch copies of model folders with other tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
 //! - [`cuda_invariance`]: `--batch-invariant`: bits that do not depend on the batch
+//! - [`draft_model`]: drafts of a model change nothing but the number of steps
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
 //! - `embeddings`: compared with transformers, whole and in chunks, on every device and degree
 //! - `experts`: mixtures of experts on one of them, in many chunks of slots
@@ -35,6 +36,7 @@ mod broken;
 mod checkpoint;
 mod cuda;
 mod cuda_invariance;
+mod draft_model;
 mod drafts;
 mod embeddings;
 mod experts;

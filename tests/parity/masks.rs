@@ -2,7 +2,7 @@
 //! degree, alone and in a batch, and equal the choices of a sampler without masks.
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
@@ -139,7 +139,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         new_blocks: if start == 0 { vec![BlockId(seq)] } else { Vec::new() },
         sample: true,
         masked,
-        drafts: Vec::new(),
+        drafts: Drafts::none(),
     };
     let sampling = SamplingParams::greedy();
     let new = |seq| NewSequence {

@@ -8,7 +8,7 @@ use kernels::collective::{Collective, local_group};
 use kernels::cuda::CudaBackend;
 use kernels::cuda::bucket::decode_buckets;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 use testkit::relay::SharedRelay;
@@ -211,7 +211,7 @@ fn greedy(batches: &[&[u64]]) -> Script {
                 new_blocks,
                 sample: true,
                 masked,
-                drafts: Vec::new(),
+                drafts: Drafts::none(),
             });
         }
         script.plans.push_back(plan);

@@ -6,7 +6,7 @@ use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use serde_json::json;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
 
 use crate::checkpoint::{Folder, Tensor};
@@ -119,7 +119,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
         new_blocks: if start == 0 { vec![BlockId(0)] } else { Vec::new() },
         sample,
         masked: false,
-        drafts: Vec::new(),
+        drafts: Drafts::none(),
     };
     let admitted = vec![NewSequence {
         seq: SeqId(1),

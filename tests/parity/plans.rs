@@ -3,7 +3,7 @@
 use kernels::ReferenceBackend;
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
-use shared::protocol::{EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
+use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use worker::engine::Engine;
@@ -58,7 +58,7 @@ fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
         new_blocks,
         sample: true,
         masked: false,
-        drafts: Vec::new(),
+        drafts: Drafts::none(),
     }
 }
 
@@ -75,7 +75,7 @@ fn plans_that_do_not_fit() {
         ..run(seq, start, count, blocks)
     };
     let drafts = |drafts: &[u32]| SequenceStep {
-        drafts: drafts.to_vec(),
+        drafts: Drafts::Known(drafts.to_vec()),
         ..run(1, 5, 1 + drafts.len() as u32, &[2])
     };
     let pooled = |pooling| {
@@ -138,13 +138,38 @@ fn plans_that_do_not_fit() {
         ),
         (
             vec![new(2, &TOKENS, 5)],
-            vec![SequenceStep { drafts: vec![7], ..run(2, 0, 6, &[2, 3]) }],
+            vec![SequenceStep { drafts: Drafts::Known(vec![7]), ..run(2, 0, 6, &[2, 3]) }],
             "seq-2 has 1 drafts, but 6 tokens to compute",
         ),
         (
             vec![new(2, &TOKENS, 5)],
-            vec![SequenceStep { drafts: vec![7], ..run(2, 0, 2, &[2, 3]) }],
+            vec![SequenceStep { drafts: Drafts::Known(vec![7]), ..run(2, 0, 2, &[2, 3]) }],
             "seq-2 is to be sampled at 2, it has 6 tokens",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(1), ..drafts(&[7]) }],
+            "drafts are asked for, and there is no draft model",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(2), ..drafts(&[7, 8]) }],
+            "3 sequences and drafts, the bound is 2",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { drafts: Drafts::UpTo(2), ..run(1, 5, 2, &[2]) }],
+            "seq-1 is to be sampled at 7, it has 8 tokens",
+        ),
+        (
+            vec![],
+            vec![SequenceStep { masked: true, drafts: Drafts::UpTo(1), ..drafts(&[7]) }],
+            "seq-1 has drafts, but is not to be sampled freely",
+        ),
+        (
+            vec![new(2, &TOKENS, 5)],
+            vec![SequenceStep { drafts: Drafts::UpTo(1), ..run(2, 0, 6, &[2, 3]) }],
+            "seq-2 has 1 drafts, but 6 tokens to compute",
         ),
         (
             vec![],

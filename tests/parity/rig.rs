@@ -12,7 +12,7 @@ use kernels::reference::ReferenceBackend;
 use kernels::{Backend, CpuBackend};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{
-    EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
+    Drafts, EngineConfig, Lora, NewSequence, Quantization, SequenceOutput, SequenceStep, StepPlan,
     TokenMask,
 };
 use shared::sampling::SamplingParams;
@@ -22,6 +22,7 @@ use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
+use worker::model::draft::DraftFiles;
 use worker::model::lora::LoraFiles;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
@@ -51,14 +52,19 @@ impl StepSource for Given {
     }
 }
 
+/// Outputs, and how many tokens were drafted for each sequence that was to be drafted for.
+type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
+
 /// A replica whose ranks are threads.
 pub(crate) struct Rig {
     plans: Vec<Sender<Planned>>,
-    outputs: Receiver<Result<Vec<SequenceOutput>, String>>,
+    outputs: Receiver<Answer>,
     threads: Vec<JoinHandle<()>>,
     step: u64,
     next_seq: u64,
     next_block: u32,
+    /// Tokens drafted by a draft model so far, and those of them that were right.
+    pub(crate) drafted: (u32, u32),
 }
 
 /// A running sequence.
@@ -79,6 +85,8 @@ pub(crate) struct Seq {
     pub(crate) rule: Option<u64>,
     /// The drafts of its next step, if that computes only its last token.
     pub(crate) drafts: Vec<u32>,
+    /// How many tokens the draft model is to draft in that step.
+    pub(crate) asks: u32,
     admitted: bool,
 }
 
@@ -293,17 +301,35 @@ fn engine_reducing<B: Backend>(
     Ok(Engine::new(backend, decoder, sizes))
 }
 
+/// With a model that drafts, if there is one, and started anew.
+pub(crate) fn with_draft<B: Backend>(
+    mut engine: Engine<B>,
+    model: &Path,
+    draft: Option<&Path>,
+    own: impl FnOnce() -> Option<B>,
+) -> Engine<B> {
+    let Some(draft) = draft else { return engine };
+    engine.release();
+    let files = DraftFiles::open(draft, &ModelConfig::load(model).unwrap()).unwrap();
+    let sizes = engine.config().clone();
+    let draft = files.load(own(), engine.backend(), &sizes).unwrap();
+    let mut engine = engine.with_draft(Some(draft));
+    engine.start(NUM_BLOCKS).unwrap();
+    engine
+}
+
 fn serve<B: Backend>(
     rank: u32,
     mut engine: Engine<B>,
     plans: Receiver<Planned>,
-    sender: &Sender<Result<Vec<SequenceOutput>, String>>,
+    sender: &Sender<Answer>,
 ) {
     for (plan, masks) in plans {
         let mut outputs = Vec::new();
         let result = engine.step_with(&plan, &mut Given(masks), &mut outputs);
         if rank == 0 || result.is_err() {
-            let result = result.map(|_| outputs).map_err(|error| error.to_string());
+            let drafted = engine.drafted().to_vec();
+            let result = result.map(|_| (outputs, drafted)).map_err(|error| error.to_string());
             let _ = sender.send(result);
         }
     }
@@ -325,6 +351,21 @@ impl Rig {
 
     /// The same, with adapters.
     pub(crate) fn adapted(backend: On, model: &Path, degrees: (u32, u32), lora: &Lora) -> Self {
+        Self::made(backend, model, degrees, lora, None)
+    }
+
+    /// The same, with a model that drafts.
+    pub(crate) fn drafting(on: On, model: &Path, degree: u32, draft: &Path, lora: &Lora) -> Self {
+        Self::made(on, model, (degree, degree), lora, Some(draft))
+    }
+
+    fn made(
+        backend: On,
+        model: &Path,
+        degrees: (u32, u32),
+        lora: &Lora,
+        draft: Option<&Path>,
+    ) -> Self {
         let degree = degrees.0;
         let group = local_group(degree as usize, Duration::from_secs(30)).unwrap();
         if let On::FakeCuda | On::FakeCudaInt8 | On::FakeInvariant | On::FakeNccl = backend {
@@ -342,6 +383,7 @@ impl Rig {
             plans.push(plan_sender);
             let model = model.to_owned();
             let (sender, relay, lora) = (sender.clone(), relay.clone(), lora.clone());
+            let draft = draft.filter(|_| rank == 0).map(Path::to_owned);
             threads.push(std::thread::spawn(move || match backend {
                 On::Cpu | On::CpuBf16 | On::CpuInt8 | On::CpuBf16Int8 => {
                     let precision = match backend {
@@ -351,19 +393,25 @@ impl Rig {
                     let backend = CpuBackend::new(1, precision, collective).unwrap();
                     let engine =
                         engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                    let engine = with_draft(engine, &model, draft.as_deref(), || None);
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeCuda | On::FakeCudaInt8 => {
                     let backend = fake_cuda_backend(true, collective);
                     let engine =
                         engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                    let own = || Some(fake_cuda_backend(true, single_rank()));
+                    let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakeInvariant => {
                     let options = CudaOptions { batch_invariant: true, ..CudaOptions::default() };
+                    let again = options.clone();
                     let backend = fake_cuda_with(options, collective);
                     let engine =
                         engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                    let own = || Some(fake_cuda_with(again, single_rank()));
+                    let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::FakePeers(one_shot) => {
@@ -376,17 +424,21 @@ impl Rig {
                     let backend = fake_nccl_backend(rank, collective, relay);
                     let engine =
                         engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                    let own =
+                        || Some(CudaBackend::new(fake_nccl_options(rank), single_rank()).unwrap());
+                    let engine = with_draft(engine, &model, draft.as_deref(), own);
                     serve(rank, engine, plan_receiver, &sender);
                 }
                 On::Reference | On::ReferenceInt8 => {
                     let backend = ReferenceBackend::new(collective);
                     let engine =
                         engine_on(&model, rank, degrees, (quantization, &lora), backend).unwrap();
+                    let engine = with_draft(engine, &model, draft.as_deref(), || None);
                     serve(rank, engine, plan_receiver, &sender);
                 }
             }));
         }
-        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
+        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0, drafted: (0, 0) }
     }
 
     /// One rank on the CPU backend, with sequences of at most `max_model_len` tokens.
@@ -409,7 +461,7 @@ impl Rig {
             serve(0, engine, received, &sender);
         });
         let (plans, threads) = (vec![plans], vec![thread]);
-        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0 }
+        Self { plans, outputs, threads, step: 0, next_seq: 1, next_block: 0, drafted: (0, 0) }
     }
 
     /// A new sequence; `tokens` beyond `num_prompt` were accepted before.
@@ -433,6 +485,7 @@ impl Rig {
             adapter: 0,
             rule: None,
             drafts: Vec::new(),
+            asks: 0,
             admitted: false,
         }
     }
@@ -441,7 +494,7 @@ impl Rig {
     pub(crate) fn step(&mut self, seqs: &mut [&mut Seq], chunk: u32) {
         self.step += 1;
         let mut plan = StepPlan { epoch: Epoch(1), step: StepId(self.step), ..StepPlan::default() };
-        let mut masks = Vec::new();
+        let (mut masks, mut asked) = (Vec::new(), Vec::new());
         for seq in seqs.iter_mut() {
             if !seq.admitted {
                 seq.admitted = true;
@@ -454,10 +507,14 @@ impl Rig {
                 });
             }
             let len = seq.tokens.len() as u32;
-            let mut drafts = std::mem::take(&mut seq.drafts);
+            let mut drafts = match std::mem::take(&mut seq.asks) {
+                0 => Drafts::Known(std::mem::take(&mut seq.drafts)),
+                most => Drafts::UpTo(most),
+            };
             if seq.computed + 1 != len {
-                drafts.clear();
+                drafts = Drafts::none();
             }
+            asked.extend(drafts.asked().map(|_| seq.id));
             let count = (len - seq.computed).min(chunk);
             let end = seq.computed + count;
             let count = count + drafts.len() as u32;
@@ -484,7 +541,15 @@ impl Rig {
         for sender in &self.plans {
             sender.send((plan.clone(), masks.clone())).unwrap();
         }
-        let outputs = self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        let (outputs, drafted) =
+            self.outputs.recv_timeout(Duration::from_secs(60)).unwrap().unwrap();
+        assert_eq!(drafted.len(), asked.len(), "told of each that was asked for");
+        for (seq, drafted) in asked.iter().zip(&drafted) {
+            let tokens = outputs.iter().filter(|output| output.seq == *seq).count() as u32;
+            assert!((1..=drafted + 1).contains(&tokens), "{tokens} tokens, {drafted} drafted");
+            self.drafted.0 += drafted;
+            self.drafted.1 += tokens - 1;
+        }
         let mut seen = Vec::new();
         for output in outputs {
             let seq = seqs.iter_mut().find(|seq| seq.id == output.seq).unwrap();

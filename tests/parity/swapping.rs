@@ -8,8 +8,8 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use coordinator::engine::{GenerateRequest, GuideEnd, Guided, TokenGuide};
-use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig, Speculation};
-use kernels::collective::{Collective, local_group};
+use coordinator::scheduler::{Effect, Lookup, Method, Scheduler, SchedulerConfig, Speculation};
+use kernels::collective::{Collective, local_group, single_rank};
 use kernels::cpu::Precision;
 use kernels::cuda::CudaOptions;
 use kernels::{Backend, CpuBackend, ReferenceBackend};
@@ -23,13 +23,16 @@ use worker::engine::Engine;
 use worker::rank::StepSource;
 
 use crate::masks;
-use crate::rig::{engine_of, fake_cuda_with};
+use crate::rig::{engine_of, fake_cuda_with, with_draft};
 
 const BLOCK_SIZE: u32 = 16;
 const SEQS: u32 = 6;
 const TOKENS: u32 = 48;
 const MAX_LEN: u32 = 112;
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Outputs, and how many tokens were drafted for who asked.
+type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
 
 /// Tokens with their log-probabilities.
 type Text = Vec<(u32, Option<TokenLogprobs>)>;
@@ -42,6 +45,7 @@ struct Outcome {
     preemptions: u32,
     recomputed: u32,
     drafted: u32,
+    accepted: u32,
     /// Steps that rank 0 began while the previous step ran: only decode; with chunks of prompts or
     /// admissions; with copies to or from host memory; and, of all these, those with masks.
     ahead: [u32; 4],
@@ -172,7 +176,7 @@ fn load() -> Vec<GenerateRequest> {
 fn serve<B: Backend>(
     mut engine: Engine<B>,
     receiver: Receiver<ToWorker>,
-    results: &std::sync::mpsc::Sender<Result<Vec<SequenceOutput>, String>>,
+    results: &std::sync::mpsc::Sender<Answer>,
 ) -> [u32; 4] {
     let mut ahead = [0; 4];
     let mut plans = Plans { receiver, held: None, masks: Vec::new() };
@@ -188,7 +192,8 @@ fn serve<B: Backend>(
             ahead[kind] += 1;
             ahead[3] += u32::from(begun.sequences.iter().any(|entry| entry.masked));
         }
-        let result = stepped.map(|_| outputs).map_err(|error| error.to_string());
+        let drafted = engine.drafted().to_vec();
+        let result = stepped.map(|_| (outputs, drafted)).map_err(|error| error.to_string());
         let failed = result.is_err();
         if engine.backend().rank() == 0 || failed {
             let _ = results.send(result);
@@ -208,6 +213,8 @@ fn run<B: Backend>(
     (prefix_caching, speculation): (bool, Option<Speculation>),
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
+    // Its steps are recorded.
+    let is_cuda = make(single_rank()).queues_samples();
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
         max_model_len: MAX_LEN,
@@ -238,7 +245,12 @@ fn run<B: Backend>(
             let (sender, sizes) = (sender.clone(), sizes.clone());
             threads.push(scope.spawn(move || {
                 let model = variant("llama-gqa");
-                let mut engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
+                let engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
+                let drafts = speculation.is_some_and(|it| it.method == Method::DraftModel);
+                // The same model: nearly all that it drafts is right.
+                let draft = Some(model.as_path()).filter(|_| drafts && rank == 0);
+                let own = || is_cuda.then(|| make(single_rank()));
+                let mut engine = with_draft(engine, &model, draft, own);
                 engine.start_with(blocks, host).unwrap();
                 serve(engine, receiver, &sender)
             }));
@@ -268,9 +280,11 @@ fn run<B: Backend>(
                 ranks.iter().for_each(|rank| rank.send(masks.clone()).unwrap());
             }
             let step = plan.step.0 + 1 - u64::from(scheduler.gauges().steps_in_flight);
-            let outputs = results.recv_timeout(PATIENCE).unwrap().unwrap();
+            let (outputs, drafted) = results.recv_timeout(PATIENCE).unwrap().unwrap();
             let step = StepId(step);
-            scheduler.apply(Epoch(1), step, outputs, &mut |_, _| false, &mut effects).unwrap();
+            scheduler
+                .apply(Epoch(1), step, outputs, &drafted, &mut |_, _| false, &mut effects)
+                .unwrap();
             for effect in effects.drain(..) {
                 match effect {
                     Effect::Token { request, choice, token, logprobs } => {
@@ -279,7 +293,10 @@ fn run<B: Backend>(
                     }
                     Effect::Preempted { .. } => outcome.preemptions += 1,
                     Effect::StepDone(step) => outcome.recomputed += step.recomputed,
-                    Effect::Drafted { tokens, .. } => outcome.drafted += tokens,
+                    Effect::Drafted { tokens, accepted, .. } => {
+                        outcome.drafted += tokens;
+                        outcome.accepted += accepted;
+                    }
                     Effect::Dropped { error, .. } => panic!("{error:?}"),
                     _ => {}
                 }
@@ -295,8 +312,7 @@ fn run<B: Backend>(
 
 const DRAFTS: Speculation = Speculation {
     num_speculative_tokens: 3,
-    prompt_lookup_max: 3,
-    prompt_lookup_min: 1,
+    method: Method::Ngram(Lookup { prompt_lookup_max: 3, prompt_lookup_min: 1 }),
     disable_by_batch_size: None,
 };
 
@@ -326,6 +342,14 @@ fn all_alike<B: Backend>(
     let drafting = run(degree, (FEW, 100), (false, Some(DRAFTS)), make);
     assert!(drafting.drafted > 0 && drafting.swapped.1 > 0, "{drafting:?}");
     assert_eq!(drafting.choices, undisturbed.choices, "swapped with drafts");
+    let model = Speculation { method: Method::DraftModel, ..DRAFTS };
+    for (host, prefix_caching) in [(100, true), (100, false), (3, true), (0, true)] {
+        let modelled = run(degree, (FEW, host), (prefix_caching, Some(model)), make);
+        let (drafted, accepted) = (modelled.drafted, modelled.accepted);
+        assert!(drafted > 30 && accepted * 5 >= drafted * 4, "{accepted} of {drafted}");
+        assert!(modelled.preemptions > 0);
+        assert_eq!(modelled.choices, undisturbed.choices, "drafted by a model, {host} swapped");
+    }
     // Host memory for one or two sequences: the others are recomputed.
     let mixed = run(degree, (FEW, 3), (false, None), make);
     assert!(mixed.recomputed > 0 && mixed.swapped.1 > 0, "{:?}", mixed.swapped);

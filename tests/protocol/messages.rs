@@ -8,7 +8,7 @@ use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wan
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    Adapter, CollectiveSpec, DeviceKind, Dtype, EngineConfig, EngineError, EngineEvent,
+    Adapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError, EngineEvent,
     FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
     FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
     MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization, Rejoin,
@@ -63,7 +63,7 @@ fn plan() -> StepPlan {
             new_blocks: vec![BlockId(0), BlockId(77)],
             sample: true,
             masked: true,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         }],
     }
 }
@@ -83,6 +83,7 @@ fn result() -> StepResult {
             corrupted: false,
             embedding: vec![0.5, -2.0],
         }],
+        drafted: vec![2, 300],
         digest: 0x0102_0304,
         timings: StepTimings {
             step_us: 1,
@@ -90,6 +91,7 @@ fn result() -> StepResult {
             collective_us: 3,
             sample_us: 4,
             masks_us: Some(7),
+            draft_us: Some(8),
             idle_us: 5,
         },
         stats: WorkerStats { sequence: 8, snapshot: vec![1, 2, 3] },
@@ -113,6 +115,7 @@ fn form(collective: CollectiveSpec) -> ToWorker {
         dtype: Dtype::Bfloat16,
         quantization: Quantization::Int8,
         lora: Lora { adapters: vec![adapter()], max_rank: 16 },
+        draft_model: Some("/models/\u{e8}".to_owned()),
         engine: EngineConfig {
             block_size: 16,
             max_model_len: 1024,
@@ -392,11 +395,11 @@ fn the_form_of_messages_is_pinned() {
         new_blocks: vec![BlockId(7)],
         sample: true,
         masked: false,
-        drafts: Vec::new(),
+        drafts: Drafts::none(),
     };
-    assert_eq!(hex(codec::encode(&entry).unwrap()), "0903010107010000");
+    assert_eq!(hex(codec::encode(&entry).unwrap()), "090301010701000000");
     let masked = SequenceStep { masked: true, ..entry.clone() };
-    assert_eq!(hex(codec::encode(&masked).unwrap()), "0903010107010100");
+    assert_eq!(hex(codec::encode(&masked).unwrap()), "090301010701010000");
     let masks = [
         TokenMask::Only(vec![5, 70_000]),
         TokenMask::Except(vec![300]),
@@ -426,11 +429,13 @@ fn the_form_of_messages_is_pinned() {
     let adapter = Adapter { name: "a".to_owned(), path: "/b".to_owned() };
     let lora = Lora { adapters: vec![adapter], max_rank: 16 };
     assert_eq!(hex(codec::encode(&lora).unwrap()), "010161022f6210");
-    let drafts = SequenceStep { count: 3, drafts: vec![5, 70_000], ..entry };
+    let drafts = SequenceStep { count: 3, drafts: Drafts::Known(vec![5, 70_000]), ..entry };
     assert_eq!(
         hex(codec::encode(&drafts).unwrap()),
-        "09030301070100".to_owned() + "0205fc70110100"
+        "09030301070100".to_owned() + "000205fc70110100"
     );
+    let asks = SequenceStep { drafts: Drafts::UpTo(300), ..drafts };
+    assert_eq!(hex(codec::encode(&asks).unwrap()), "09030301070100".to_owned() + "01fb2c01");
 }
 
 #[test]

@@ -98,7 +98,7 @@ pub(crate) fn result(plan: &StepPlan, digest: u32) -> StepResult {
     });
     let (timings, stats) = (StepTimings::default(), WorkerStats::default());
     let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());
-    StepResult { epoch, step, outputs, digest, timings, stats }
+    StepResult { epoch, step, outputs, drafted: Vec::new(), digest, timings, stats }
 }
 
 pub(crate) fn request() -> GenerateRequest {

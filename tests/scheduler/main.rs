@@ -14,6 +14,7 @@
 //! - [`readiness`]: when a replica counts as ready
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
+//! - [`draft_model`]: drafts by a model that rank 0 has
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
     clippy::unwrap_used,
@@ -24,6 +25,7 @@
 )]
 
 mod agreement;
+mod draft_model;
 mod frames;
 mod guided;
 mod leaving;

@@ -1,6 +1,6 @@
 //! Random schedules of everything that can happen, with few blocks.
 use coordinator::engine::EngineError;
-use coordinator::scheduler::{SchedulerConfig, Speculation};
+use coordinator::scheduler::{Lookup, Method, SchedulerConfig, Speculation};
 use proptest::prelude::*;
 
 use shared::sampling::Pooling;
@@ -124,13 +124,17 @@ fn host_blocks() -> impl Strategy<Value = u32> {
 
 fn speculation() -> impl Strategy<Value = Option<Speculation>> {
     let size = prop::option::weighted(0.2, 2u32..6);
-    let speculation =
-        (1u32..6, 1u32..4, 0u32..3, size).prop_map(|(tokens, min, more, size)| Speculation {
-            num_speculative_tokens: tokens,
-            prompt_lookup_max: min + more,
-            prompt_lookup_min: min,
-            disable_by_batch_size: size,
-        });
+    let method = prop_oneof![
+        (1u32..4, 0u32..3).prop_map(|(min, more)| {
+            Method::Ngram(Lookup { prompt_lookup_max: min + more, prompt_lookup_min: min })
+        }),
+        Just(Method::DraftModel),
+    ];
+    let speculation = (1u32..6, method, size).prop_map(|(tokens, method, size)| Speculation {
+        num_speculative_tokens: tokens,
+        method,
+        disable_by_batch_size: size,
+    });
     prop::option::weighted(0.6, speculation)
 }
 

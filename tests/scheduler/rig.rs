@@ -91,7 +91,8 @@ pub(crate) struct Rig {
     /// Plans that the worker has, the oldest first, and the masks that have come for them.
     planned: VecDeque<(StepPlan, Option<StepMasks>)>,
     /// Its answers.
-    in_flight: VecDeque<(StepId, Vec<SequenceOutput>)>,
+    /// Answers on their way: outputs, and how many tokens were drafted for who asked.
+    in_flight: VecDeque<(StepId, Vec<SequenceOutput>, Vec<u32>)>,
     pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
     stop_tokens: BTreeMap<SeqId, u32>,
     effects: Vec<Effect>,
@@ -308,17 +309,17 @@ impl Rig {
         while let Some((plan, masks)) = self.planned.pop_front_if(has_all) {
             let worker = self.worker.as_mut().expect("plans are made while a replica is ready");
             let outputs = worker.run(&plan, &masks.unwrap_or_default().masks);
-            self.in_flight.push_back((plan.step, outputs));
+            self.in_flight.push_back((plan.step, outputs, worker.drafted.clone()));
         }
     }
 
     /// The worker answers the step that waits for masks before they come, as soon as it has answered the
     /// one before: each sequence gets this token.
     pub(crate) fn rush(&mut self, tokens: &[u32]) {
-        let (before, outputs) = self.in_flight.pop_front().unwrap();
+        let (before, outputs, drafted) = self.in_flight.pop_front().unwrap();
         let epoch = Epoch(self.epoch);
         let effects = &mut self.effects;
-        self.scheduler.apply(epoch, before, outputs, &mut |_, _| false, effects).unwrap();
+        self.scheduler.apply(epoch, before, outputs, &drafted, &mut |_, _| false, effects).unwrap();
         let (plan, _) = self.planned.pop_front().unwrap();
         let outputs = plan.sequences.iter().zip(tokens).map(|(entry, token)| SequenceOutput {
             seq: entry.seq,
@@ -330,7 +331,7 @@ impl Rig {
             corrupted: false,
             embedding: Vec::new(),
         });
-        self.in_flight.push_back((plan.step, outputs.collect()));
+        self.in_flight.push_back((plan.step, outputs.collect(), Vec::new()));
         assert!(self.deliver());
     }
 
@@ -341,11 +342,12 @@ impl Rig {
 
     /// Delivers the oldest answer.
     pub(crate) fn deliver(&mut self) -> bool {
-        let Some((step, outputs)) = self.in_flight.pop_front() else { return false };
+        let Some((step, outputs, drafted)) = self.in_flight.pop_front() else { return false };
         let stops = &self.stop_tokens;
         let mut stopped = |seq: SeqId, token: u32| stops.get(&seq) == Some(&token);
         let epoch = Epoch(self.epoch);
-        self.scheduler.apply(epoch, step, outputs, &mut stopped, &mut self.effects).unwrap();
+        let effects = &mut self.effects;
+        self.scheduler.apply(epoch, step, outputs, &drafted, &mut stopped, effects).unwrap();
         self.send_masks();
         self.settle();
         true

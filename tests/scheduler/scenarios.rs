@@ -2,7 +2,9 @@
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
-use coordinator::scheduler::{ApplyError, EpochEnd, Scheduler, SchedulerConfig, Speculation};
+use coordinator::scheduler::{
+    ApplyError, EpochEnd, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
+};
 use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 use shared::sampling::Pooling;
@@ -327,6 +329,7 @@ fn answers_of_another_epoch_or_step_change_nothing() {
             Epoch(epoch),
             StepId(step),
             Vec::new(),
+            &[],
             &mut |_, _| false,
             &mut effects,
         );
@@ -435,7 +438,9 @@ fn time_of_a_plan_before_a_long_prompt_that_waits() {
         assert!(plan.admitted.is_empty(), "it waits");
         let outputs = rig.worker.as_mut().unwrap().run(&plan, &[]);
         let epoch = Epoch(rig.epoch);
-        rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();
+        rig.scheduler
+            .apply(epoch, plan.step, outputs, &[], &mut |_, _| false, &mut effects)
+            .unwrap();
         effects.clear();
     }
     println!("plan before a prompt of 131,000 tokens: {:.1} us", spent.as_secs_f64() * 1e6 / 200.0);
@@ -443,8 +448,7 @@ fn time_of_a_plan_before_a_long_prompt_that_waits() {
 
 const DRAFTS: Option<Speculation> = Some(Speculation {
     num_speculative_tokens: 5,
-    prompt_lookup_max: 4,
-    prompt_lookup_min: 2,
+    method: Method::Ngram(Lookup { prompt_lookup_max: 4, prompt_lookup_min: 2 }),
     disable_by_batch_size: None,
 });
 
@@ -472,7 +476,9 @@ fn spent_on_256(config: SchedulerConfig) -> std::time::Duration {
         let outputs = rig.worker.as_mut().unwrap().run(&plan, &[]);
         let began = Instant::now();
         let epoch = Epoch(rig.epoch);
-        rig.scheduler.apply(epoch, plan.step, outputs, &mut |_, _| false, &mut effects).unwrap();
+        rig.scheduler
+            .apply(epoch, plan.step, outputs, &[], &mut |_, _| false, &mut effects)
+            .unwrap();
         spent += began.elapsed();
         effects.clear();
     }

@@ -4,7 +4,9 @@ use std::time::Duration;
 use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateRequest};
 use coordinator::metrics::Hub;
 use coordinator::replica::driver::{DriverLimits, ReplicaDriver};
-use coordinator::scheduler::{ApplyError, Effect, Scheduler, SchedulerConfig, Speculation};
+use coordinator::scheduler::{
+    ApplyError, Effect, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
+};
 use shared::ids::{BlockId, Epoch, Incarnation, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::Limits;
 use shared::metrics::catalogue::INTER_TOKEN_LATENCY;
@@ -29,8 +31,7 @@ fn config() -> SchedulerConfig {
         hidden_size: 2,
         speculation: Some(Speculation {
             num_speculative_tokens: 4,
-            prompt_lookup_max: 3,
-            prompt_lookup_min: 2,
+            method: Method::Ngram(Lookup { prompt_lookup_max: 3, prompt_lookup_min: 2 }),
             disable_by_batch_size: None,
         }),
     }
@@ -413,14 +414,20 @@ fn more_than_was_verified_is_not_believed() {
         let apply = |scheduler: &mut Scheduler, step, outputs: &[(u32, u32)]| {
             let outputs = outputs.iter().map(|(position, token)| output(*position, *token));
             let (outputs, mut effects) = (outputs.collect(), Vec::new());
-            let applied: Result<(), ApplyError> =
-                scheduler.apply(Epoch(1), StepId(step), outputs, &mut |_, _| false, &mut effects);
+            let applied: Result<(), ApplyError> = scheduler.apply(
+                Epoch(1),
+                StepId(step),
+                outputs,
+                &[],
+                &mut |_, _| false,
+                &mut effects,
+            );
             applied.unwrap();
             effects
         };
         apply(scheduler, 1, &[(8, 3)]);
         assert!(scheduler.plan(&mut plan, &mut effects));
-        assert_eq!(plan.sequences[0].drafts, [4, 0, 1, 2]);
+        assert_eq!(plan.sequences[0].drafts.known(), [4, 0, 1, 2]);
         let effects = apply(scheduler, 2, outputs);
         let is_token = |effect: &&Effect| matches!(effect, Effect::Token { .. });
         let tokens = effects.iter().filter(is_token).count();
@@ -487,7 +494,10 @@ fn a_drafts_tokens_share_the_time_they_took() {
         });
         let (timings, stats) = (StepTimings::default(), WorkerStats::default());
         let (epoch, step, outputs) = (plan.epoch, plan.step, outputs.collect());
-        driver.apply(now, StepResult { epoch, step, outputs, digest: 0, timings, stats });
+        driver.apply(
+            now,
+            StepResult { epoch, step, outputs, drafted: Vec::new(), digest: 0, timings, stats },
+        );
     };
     answer(&mut driver, 1000, [0, 0]);
     answer(&mut driver, 1600, [4, 2]);

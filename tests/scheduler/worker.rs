@@ -1,7 +1,7 @@
 //! A worker that applies plans exactly as the protocol says, and refuses any other.
 use std::collections::{BTreeMap, BTreeSet};
 
-use coordinator::scheduler::SchedulerConfig;
+use coordinator::scheduler::{Method, SchedulerConfig};
 use shared::ids::SeqId;
 use shared::protocol::{SequenceOutput, SequenceStep, StepPlan, TokenLogprobs, TokenMask};
 use shared::sampling::SamplingParams;
@@ -64,6 +64,47 @@ pub(crate) struct FakeWorker {
     last_step: u64,
     /// Blocks copied out and in.
     pub(crate) swapped: (u32, u32),
+    /// What its draft model knows.
+    pub(crate) skill: Skill,
+    /// Tokens drafted for each share of the last plan that asked for some.
+    pub(crate) drafted: Vec<u32>,
+}
+
+/// What a draft model knows of what comes.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) enum Skill {
+    /// Mostly all of it; at times it drafts fewer tokens than it may, or none.
+    #[default]
+    Some,
+    /// All.
+    All,
+    /// Nothing.
+    Nothing,
+    /// It never catches up.
+    Behind,
+}
+
+impl Skill {
+    /// What it drafts for a sequence with these tokens.
+    fn drafts(self, sampling: &SamplingParams, tokens: &[u32], most: u32) -> Vec<u32> {
+        let mut text = tokens.to_vec();
+        let hash = tokens.iter().fold(sampling.seed, |hash, token| extend(hash, *token)) >> 20;
+        let count = match self {
+            Self::Some if hash.is_multiple_of(7) => most * (hash / 7 % 3) as u32 / 3,
+            Self::Behind => 0,
+            Self::Some | Self::All | Self::Nothing => most,
+        };
+        for at in 0..count {
+            let right = next_token(sampling, &text, None);
+            let errs = match self {
+                Self::Some => (hash >> (at % 16)).is_multiple_of(5),
+                Self::Nothing => true,
+                Self::All | Self::Behind => false,
+            };
+            text.push(if errs { (right + 1) % VOCABULARY } else { right });
+        }
+        text.split_off(tokens.len())
+    }
 }
 
 /// What the cache holds behind `before` for one more token.
@@ -77,7 +118,18 @@ impl FakeWorker {
         let host = vec![0; (host_blocks * config.block_size) as usize];
         let host_held = vec![false; host_blocks as usize];
         let known = BTreeMap::new();
-        Self { config, num_blocks, known, cache, host, host_held, last_step: 0, swapped: (0, 0) }
+        Self {
+            config,
+            num_blocks,
+            known,
+            cache,
+            host,
+            host_held,
+            last_step: 0,
+            swapped: (0, 0),
+            skill: Skill::default(),
+            drafted: Vec::new(),
+        }
     }
 
     /// Copies what the plan says, out before in.
@@ -148,8 +200,24 @@ impl FakeWorker {
         }
         self.budget_respected(plan);
         let mut outputs = Vec::new();
+        self.drafted.clear();
         for entry in &plan.sequences {
             let known = self.known.get_mut(&entry.seq).expect("a planned sequence is known");
+            let mut drafted = entry.clone();
+            if let Some(most) = entry.drafts.asked() {
+                let method = self.config.speculation.map(|config| config.method);
+                assert_eq!(method, Some(Method::DraftModel), "who asks has a draft model");
+                assert_eq!(entry.count, most + 1, "there is room for all of them");
+                assert!(most > 0 && known.tokens.len() > known.num_prompt as usize);
+                let room = (known.blocks.len() + entry.new_blocks.len()) as u32;
+                assert!(room * self.config.block_size >= entry.start + entry.count);
+                assert!(entry.start + entry.count <= self.config.max_model_len);
+                let drafts = self.skill.drafts(&known.sampling, &known.tokens, most);
+                self.drafted.push(drafts.len() as u32);
+                drafted.count = 1 + drafts.len() as u32;
+                drafted.drafts = drafts.into();
+            }
+            let entry = &drafted;
             // The first share may begin behind what the cache has already.
             assert!(known.host.is_none(), "{} is in host memory", entry.seq);
             if known.computed == 0 && entry.start > 0 {
@@ -164,7 +232,7 @@ impl FakeWorker {
                 assert_eq!(entry.start as usize + 1, known.tokens.len(), "drafts_at_the_end");
                 assert_eq!(entry.count as usize, 1 + entry.drafts.len());
                 assert!(entry.sample && !entry.masked && self.config.speculation.is_some());
-                known.tokens.extend(&entry.drafts);
+                known.tokens.extend(entry.drafts.known());
             }
             assert!(entry.count > 0 && end as usize <= known.tokens.len(), "{entry:?}");
             known.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
@@ -243,7 +311,7 @@ fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
             corrupted: false,
             embedding: Vec::new(),
         });
-        if entry.drafts.get(row) != Some(&token) {
+        if entry.drafts.known().get(row) != Some(&token) {
             break;
         }
     }

@@ -10,7 +10,7 @@ use shared::protocol::{
 };
 use shared::sampling::{Pooling, SamplingParams};
 
-use crate::model::{ADAPTERS, POISON, before, embedding, extend};
+use crate::model::{ADAPTERS, POISON, VOCABULARY, before, choose, embedding, extend};
 use crate::switches::Switches;
 
 /// As the real engine: sequences held for each that a step can run.
@@ -50,9 +50,20 @@ pub(crate) struct RankEngine {
     last_step: u64,
     /// It has learned something else than was sampled.
     pub(crate) has_other_tokens: bool,
+    /// What was drafted for each sequence that asked, in the step under way.
+    drafted: BTreeMap<SeqId, Vec<u32>>,
     /// Guards that are taken away: see [`crate::switches`].
     pub(crate) believes_drafts: bool,
     pub(crate) keeps_rejected: bool,
+    pub(crate) drafts_alone: bool,
+}
+
+/// An entry's drafts: those it brings, or those it asked for.
+fn drafts_of<'a>(drafted: &'a BTreeMap<SeqId, Vec<u32>>, entry: &'a SequenceStep) -> &'a [u32] {
+    match entry.drafts.asked() {
+        Some(_) => drafted.get(&entry.seq).map_or(&[], Vec::as_slice),
+        None => entry.drafts.known(),
+    }
 }
 
 impl RankEngine {
@@ -91,6 +102,7 @@ impl RankEngine {
             let one_adapter = |known: &mut Known| known.adapter = last.adapter;
             self.known.values_mut().filter(|known| known.states.is_empty()).for_each(one_adapter);
         }
+        self.draft(plan)?;
         let tokens: u32 = plan.sequences.iter().map(|entry| entry.count).sum();
         let rows: usize = plan.sequences.iter().map(|entry| 1 + entry.drafts.len()).sum();
         if tokens > config.max_num_batched_tokens || rows > config.max_num_seqs as usize {
@@ -107,13 +119,48 @@ impl RankEngine {
             if entry.sample
                 && let Some(known) = self.known.get(&entry.seq)
             {
-                shares.extend(&known.states[known.states.len() - entry.drafts.len() - 1..]);
+                let drafts = drafts_of(&self.drafted, entry).len();
+                shares.extend(&known.states[known.states.len() - drafts - 1..]);
             }
         }
         for pair in before.iter().flatten().flat_map(|swap| &swap.blocks) {
             self.copy_out(*pair, config.block_size as usize);
         }
         Ok(shares)
+    }
+
+    /// Drafts as rank 0's draft model would, and as it would tell the others: mostly what comes, at
+    /// times something else, at times fewer tokens than it may.
+    fn draft(&mut self, plan: &StepPlan) -> Result<(), String> {
+        self.drafted.clear();
+        for entry in &plan.sequences {
+            let Some(most) = entry.drafts.asked() else { continue };
+            let known = self.known.get(&entry.seq);
+            let known = known.ok_or_else(|| format!("{} is not known, and drafts", entry.seq))?;
+            let begun = before(known.adapter);
+            let mut state = known.tokens.iter().fold(begun, |state, token| extend(state, *token));
+            let mut last = known.tokens.last().copied().unwrap_or_default();
+            let drawn = state >> 13;
+            let count =
+                if drawn.is_multiple_of(5) { drawn / 5 % u64::from(most) } else { most.into() };
+            let SamplingParams { seed, choice, .. } = known.sampling;
+            let drafts = (0..count).map(|at| {
+                let right = choose(state, last, (seed, choice), None);
+                let errs = (drawn >> (at % 24)).is_multiple_of(6) || self.drafts_alone;
+                last = if errs { (right + 1) % VOCABULARY } else { right };
+                state = extend(state, last);
+                last
+            });
+            let drafts = drafts.collect();
+            self.drafted.insert(entry.seq, drafts);
+        }
+        Ok(())
+    }
+
+    /// How many tokens were drafted for who asked, in the plan's order.
+    pub(crate) fn told(&self, plan: &StepPlan) -> Vec<u32> {
+        let asked = plan.sequences.iter().filter(|entry| entry.drafts.asked().is_some());
+        asked.map(|entry| drafts_of(&self.drafted, entry).len() as u32).collect()
     }
 
     fn forget(&mut self, plan: &StepPlan) {
@@ -203,15 +250,20 @@ impl RankEngine {
 
     fn compute(&mut self, entry: &SequenceStep, config: &EngineConfig) -> Result<(), String> {
         let known = self.known.get_mut(&entry.seq).ok_or("is not known")?;
+        let drafts = drafts_of(&self.drafted, entry);
+        let mut count = entry.count;
         if !entry.drafts.is_empty() {
-            let (drafts, count, start) = (entry.drafts.len(), entry.count, entry.start);
+            let (drafts, start) = (entry.drafts.len(), entry.start);
             let is_last = start as usize + 1 == known.tokens.len();
             if count as usize != drafts + 1 || !entry.sample || entry.masked || !is_last {
                 return Err(format!("{drafts} drafts in {count} tokens from {start}"));
             }
-            known.tokens.extend(&entry.drafts);
         }
-        let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+        if entry.drafts.asked().is_some() {
+            count = 1 + drafts.len() as u32;
+        }
+        known.tokens.extend(drafts);
+        let (start, end) = (entry.start as usize, (entry.start + count) as usize);
         if known.host.is_some() {
             return Err("is in host memory".to_owned());
         }
@@ -291,7 +343,8 @@ impl RankEngine {
             .filter_map(|entry| Some((entry, self.known.get(&entry.seq)?)))
             .flat_map(|(entry, known)| {
                 let SamplingParams { seed, choice, .. } = known.sampling;
-                let rows = &known.tokens[known.states.len() - entry.drafts.len() - 1..];
+                let drafts = drafts_of(&self.drafted, entry).len();
+                let rows = &known.tokens[known.states.len() - drafts - 1..];
                 let mask = if entry.masked { masks.next() } else { None };
                 let allowed = mask.and_then(Option::as_ref);
                 rows.iter().map(move |last| Chooser {
@@ -321,13 +374,14 @@ impl RankEngine {
             if !entry.sample {
                 continue;
             }
-            let rows = 1 + entry.drafts.len();
+            let drafts = drafts_of(&self.drafted, entry);
+            let rows = 1 + drafts.len();
             let (all, mine);
             (all, tokens) = tokens.split_at(rows.min(tokens.len()));
             (mine, learned) = learned.split_at(rows.min(learned.len()));
             // Of what was sampled behind drafts counts what agrees with them, and one more.
             let counting = |of: &[u32]| {
-                let agrees = of.iter().zip(&entry.drafts).take_while(|(it, draft)| it == draft);
+                let agrees = of.iter().zip(drafts).take_while(|(it, draft)| it == draft);
                 if self.believes_drafts { rows } else { agrees.count() + 1 }
             };
             let (told, mine) = (&all[..counting(all)], &mine[..counting(mine)]);

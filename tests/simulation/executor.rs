@@ -394,6 +394,8 @@ impl World {
         let executor = &mut self.processes[slot].executor;
         executor.engine.believes_drafts = self.switches.drafts_are_believed;
         executor.engine.keeps_rejected = self.switches.rejected_drafts_stay;
+        let is_first = executor.collective.as_ref().is_none_or(|it| it.rank == 0);
+        executor.engine.drafts_alone = self.switches.drafts_are_not_told && !is_first;
         let shares = match executor.engine.run(plan, &self.switches) {
             Ok(shares) => shares,
             // Of other tokens other drafts are right: the next plan does not fit what it has.
@@ -568,8 +570,13 @@ impl World {
         }
         let (mut outputs, digest): (Vec<SequenceOutput>, u32) =
             process.executor.engine.sampled(plan, tokens, &learned);
+        let mut drafted = process.executor.engine.told(plan);
         if process.executor.collective.as_ref().is_none_or(|it| it.rank != 0) {
             outputs.clear();
+            drafted.clear();
+        }
+        if self.switches.drafted_is_not_told {
+            drafted.clear();
         }
         if !self.switches.masks_are_for_anybody {
             let over = (process.executor.entered, plan.epoch, plan.step);
@@ -584,7 +591,7 @@ impl World {
         let due = process.last_report.is_none_or(|last| self.now - last >= REPORT_INTERVAL);
         let stats = if due { self.stats(slot) } else { WorkerStats::default() };
         let (epoch, step) = (plan.epoch, plan.step);
-        let result = StepResult { epoch, step, outputs, digest, timings, stats };
+        let result = StepResult { epoch, step, outputs, drafted, digest, timings, stats };
         self.tell(slot, FromWorker::Step(result));
     }
 

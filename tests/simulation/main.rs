@@ -128,7 +128,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 53] = [
+const MUTATIONS: [Mutation; 55] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -164,6 +164,8 @@ const MUTATIONS: [Mutation; 53] = [
     ("drafts_are_believed", |it| it.drafts_are_believed = true),
     ("rejected_drafts_stay", |it| it.rejected_drafts_stay = true),
     ("drafts_are_cut", |it| it.drafts_are_cut = true),
+    ("drafts_are_not_told", |it| it.drafts_are_not_told = true),
+    ("drafted_is_not_told", |it| it.drafted_is_not_told = true),
     ("no_canary", |it| it.no_canary = true),
     ("old_words_pass", |it| it.old_words_pass = true),
     ("collectives_share_names", |it| it.collectives_share_names = true),

@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use coordinator::engine::FinishReason;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::scheduler::{SchedulerConfig, Speculation};
+use coordinator::scheduler::{Lookup, Method, SchedulerConfig, Speculation};
 use shared::protocol::EngineConfig;
 use shared::sampling::Pooling;
 
@@ -153,11 +153,15 @@ pub(crate) struct Scenario {
 fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
     let random = &mut Random::new(seed ^ 0xd4af7);
     let min = random.range(1, 3) as u32;
-    random.chance(50).then(|| Speculation {
-        num_speculative_tokens: random.range(1, u64::from(max_num_seqs - 1)) as u32,
-        prompt_lookup_max: min + random.range(0, 2) as u32,
-        prompt_lookup_min: min,
-        disable_by_batch_size: random.chance(20).then_some(3),
+    random.chance(50).then(|| {
+        let num_speculative_tokens = random.range(1, u64::from(max_num_seqs - 1)) as u32;
+        let prompt_lookup_max = min + random.range(0, 2) as u32;
+        let disable_by_batch_size = random.chance(20).then_some(3);
+        let method = match random.chance(50) {
+            true => Method::DraftModel,
+            false => Method::Ngram(Lookup { prompt_lookup_max, prompt_lookup_min: min }),
+        };
+        Speculation { num_speculative_tokens, method, disable_by_batch_size }
     })
 }
 

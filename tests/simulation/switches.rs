@@ -75,6 +75,10 @@ pub(crate) struct Switches {
     pub(crate) rejected_drafts_stay: bool,
     /// Of several tokens of a sequence in one answer the last is lost.
     pub(crate) drafts_are_cut: bool,
+    /// Ranks do not hear what rank 0 has drafted, and verify drafts of their own.
+    pub(crate) drafts_are_not_told: bool,
+    /// Rank 0 does not say how many tokens it has drafted.
+    pub(crate) drafted_is_not_told: bool,
     /// What a worker has to say of an earlier link's epochs goes over the present one.
     pub(crate) old_words_pass: bool,
     /// Names of collectives come again: for other epochs, and for those of other coordinators.

@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{Collective, local_group};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
-use shared::protocol::{Dtype, EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan};
+use shared::protocol::{
+    Drafts, Dtype, EngineConfig, NewSequence, Quantization, SequenceStep, StepPlan,
+};
 use shared::sampling::SamplingParams;
 
-use crate::device::{Device, DeviceChoice};
+use crate::device::{Beside, Device, DeviceChoice};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -187,7 +189,7 @@ impl Replica {
                 new_blocks: own.map(BlockId).collect(),
                 sample: true,
                 masked: false,
-                drafts: Vec::new(),
+                drafts: Drafts::none(),
             }];
             let began = Instant::now();
             self.run(StepPlan { admitted, sequences, ..StepPlan::default() })?;
@@ -202,7 +204,7 @@ impl Replica {
                 new_blocks: Vec::new(),
                 sample: true,
                 masked: false,
-                drafts: Vec::new(),
+                drafts: Drafts::none(),
             };
             let sequences = seqs.iter().map(entry).collect();
             self.run(StepPlan { sequences, ..StepPlan::default() })?;
@@ -270,8 +272,8 @@ fn engine<D: Device>(
         swap_bytes: 0,
     };
     let quantization = options.quantization;
-    let unadapted = (quantization, &LoraFiles::default());
-    device.check_fit(&backend, &config, &shard, unadapted, &sizes)?;
+    let alone = Beside { quantization, adapters: &LoraFiles::default(), draft: None };
+    device.check_fit(&backend, &config, &shard, alone, &sizes)?;
     let source = Source { files: &files, config: &config, shard: &shard };
     let weights = weights::load(&mut backend, &source, quantization, positions, &mut |_, _| {})?;
     let tokens = sizes.max_num_batched_tokens as usize;

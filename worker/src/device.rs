@@ -2,6 +2,7 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
+use kernels::collective::single_rank;
 pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::Exchange;
 use kernels::cuda::bucket::decode_buckets;
@@ -17,12 +18,24 @@ use shared::protocol::{Dtype, EngineConfig, Quantization};
 use crate::engine::{Engine, Warmed};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
 
 /// KV cache memory on CPUs where the coordinator names none.
 const CPU_KV_BYTES: u64 = 512 << 20;
+
+/// What a shard is kept in, and with.
+#[derive(Clone, Copy, Debug)]
+pub struct Beside<'a> {
+    /// How its weights are kept.
+    pub quantization: Quantization,
+    /// Adapters.
+    pub adapters: &'a LoraFiles,
+    /// The draft model, where this rank has it.
+    pub draft: Option<&'a DraftFiles>,
+}
 
 /// A device.
 pub trait Device: Debug {
@@ -52,6 +65,15 @@ pub trait Device: Debug {
         precision: Precision,
         collective: Box<dyn Collective>,
     ) -> Result<Self::Backend, KernelError>;
+
+    /// A backend of its own for the draft model, where that of the model it drafts for is made for one
+    /// model; else they share one.
+    ///
+    /// # Errors
+    /// [`KernelError`].
+    fn draft_backend(&self) -> Result<Option<Self::Backend>, KernelError> {
+        Ok(None)
+    }
 
     /// Exchanges data through `collective` from now on.
     ///
@@ -86,10 +108,10 @@ pub trait Device: Debug {
         backend: &Self::Backend,
         config: &ModelConfig,
         shard: &Shard,
-        (quantization, adapters): (Quantization, &LoraFiles),
+        beside: Beside<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
-        let _ = (backend, config, shard, quantization, adapters, sizes);
+        let _ = (backend, config, shard, beside, sizes);
         Ok(())
     }
 
@@ -221,6 +243,11 @@ impl Device for CudaDevice {
         Ok(backend)
     }
 
+    fn draft_backend(&self) -> Result<Option<CudaBackend>, KernelError> {
+        // Recorded steps are of one model.
+        CudaBackend::new(self.options.clone(), single_rank()).map(Some)
+    }
+
     fn set_collective(
         backend: &mut CudaBackend,
         collective: Box<dyn Collective>,
@@ -250,7 +277,7 @@ impl Device for CudaDevice {
         backend: &CudaBackend,
         config: &ModelConfig,
         shard: &Shard,
-        (quantization, adapters): (Quantization, &LoraFiles),
+        Beside { quantization, adapters, draft }: Beside<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
@@ -260,11 +287,14 @@ impl Device for CudaDevice {
         let tokens = sizes.max_num_batched_tokens as usize;
         let need = |shard: &Shard| -> Result<Need, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
+            let weights = size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices;
+            let activations = size::activation_bytes(config, shard, widens, sizes) + room;
+            let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes));
             Ok(Need {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
-                weights: size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices,
-                activations: size::activation_bytes(config, shard, widens, sizes) + room,
-                one_sequence: size::sequence_bytes(config, shard, sizes),
+                weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps_int4)),
+                activations: activations + drafting,
+                one_sequence: size::sequence_bytes(config, shard, sizes) + drafted,
             })
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
@@ -277,7 +307,13 @@ impl Device for CudaDevice {
     fn prepare(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
         // Other ranks may take longer to load.
         engine.backend().set_alone(true);
-        let profiled = engine.profile().and_then(|()| engine.backend().settle());
+        let profiled = engine.profile().and_then(|()| {
+            if let Some(draft) = engine.draft_backend() {
+                draft.set_alone(false);
+                draft.settle()?;
+            }
+            engine.backend().settle()
+        });
         engine.backend().set_alone(false);
         profiled
     }

@@ -4,31 +4,35 @@
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
 mod ahead;
+mod draft;
+mod layout;
 mod masks;
 mod pool;
 mod profile;
+mod report;
 mod sequence;
 mod swap;
 mod verify;
 
+use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{Batch, NOT_ASSIGNED, SeqRows, StepInputs};
-use kernels::sampling::{SampleRow, Sampled};
+use kernels::backend::{Batch, StepInputs};
+use kernels::sampling::SampleRow;
 use kernels::{Backend, KernelError};
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{
-    EngineConfig, SequenceOutput, SequenceStep, StepPlan, StepTimings, TokenDigest, TokenLogprobs,
-};
+use shared::protocol::{EngineConfig, SequenceOutput, StepPlan, StepTimings, TokenDigest};
 
 use self::ahead::Queued;
+pub use self::draft::Draft;
+use self::layout::StepBuffers;
 use self::masks::Masks;
 pub use self::profile::Warmed;
+use self::report::{merge_output, prompt_logprobs};
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
-use crate::model::lora;
 use crate::rank::{NoSteps, StepSource};
 
 /// A plan cannot be run.
@@ -66,39 +70,16 @@ pub struct Engine<B: Backend> {
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
     masks: Masks,
+    /// What drafts, on rank 0 where there is something.
+    draft: Option<Draft<B>>,
+    /// Of the last step: how many tokens it drafted, and how long that took.
+    drafted: Vec<u32>,
+    drafting: Option<Duration>,
     /// Of the last step's tokens.
     digest: TokenDigest,
     /// Steps whose tokens are on their way, the oldest first.
     queued: VecDeque<Queued>,
     begun_ahead: u64,
-}
-
-/// What a step needs, kept from step to step.
-#[derive(Debug, Default)]
-struct StepBuffers {
-    ids: Vec<u32>,
-    positions: Vec<u32>,
-    slots: Vec<u32>,
-    seqs: Vec<SeqRows>,
-    block_tables: Vec<u32>,
-    /// The first row of each entry of the plan.
-    entry_rows: Vec<u32>,
-    /// Rows of the logits that are sampled, and which entry of the plan each is of.
-    sample_rows: Vec<u32>,
-    sample_entries: Vec<usize>,
-    /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
-    feed: Vec<u32>,
-    /// Which adapter each row has; empty when none has one.
-    adapters: Vec<u32>,
-    /// Empty between steps: kept for its memory.
-    sampling: Vec<SampleRow<'static>>,
-    sampled: Vec<Sampled>,
-    tokens: Vec<u32>,
-    /// Rows and next tokens of one chunk of prompt log-probabilities.
-    prompt_rows: Vec<u32>,
-    targets: Vec<u32>,
-    /// Rows that an embedding is made of.
-    hidden: Vec<f32>,
 }
 
 impl<B: Backend> std::fmt::Debug for Engine<B> {
@@ -124,10 +105,26 @@ impl<B: Backend> Engine<B> {
             sequences: HashMap::new(),
             step: StepBuffers::default(),
             masks: Masks::default(),
+            draft: None,
+            drafted: Vec::new(),
+            drafting: None,
             digest: TokenDigest::of(StepId(0)),
             queued: VecDeque::new(),
             begun_ahead: 0,
         }
+    }
+
+    /// With a model that drafts: rank 0's.
+    #[must_use]
+    pub fn with_draft(self, draft: Option<Draft<B>>) -> Self {
+        Self { draft, ..self }
+    }
+
+    /// How many tokens were drafted for each sequence of the last step that was to be drafted for, on
+    /// rank 0.
+    #[must_use]
+    pub fn drafted(&self) -> &[u32] {
+        &self.drafted
     }
 
     /// The digest of the last step's tokens, as this rank has them.
@@ -136,9 +133,17 @@ impl<B: Backend> Engine<B> {
         self.digest.value()
     }
 
-    /// Bytes that a KV block takes.
+    /// Bytes that a KV block takes, what the draft model keeps for it included.
     #[must_use]
     pub fn block_bytes(&self) -> u64 {
+        let block_size = self.config.block_size as usize;
+        let drafts = self.draft.as_ref().map_or(0, |it| it.block_bytes(&self.backend, block_size));
+        self.host_block_bytes() + drafts
+    }
+
+    /// Bytes that a KV block takes in host memory.
+    #[must_use]
+    pub fn host_block_bytes(&self) -> u64 {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         self.backend.kv_block_bytes(&shape).max(1)
     }
@@ -155,7 +160,7 @@ impl<B: Backend> Engine<B> {
     /// Bytes of weights held.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
-        self.decoder.weight_bytes()
+        self.decoder.weight_bytes() + self.draft.as_ref().map_or(0, Draft::weight_bytes)
     }
 
     /// Steps begun while the one before was still running, so far.
@@ -173,6 +178,11 @@ impl<B: Backend> Engine<B> {
     /// The backend: for a new epoch's collective.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend
+    }
+
+    /// The draft model's own backend, if it has one.
+    pub fn draft_backend(&mut self) -> Option<&mut B> {
+        self.draft.as_mut().and_then(Draft::own_backend)
     }
 
     /// Changes the sizes for a new epoch with the same weights.
@@ -199,6 +209,9 @@ impl<B: Backend> Engine<B> {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
         self.make_host_blocks(host_blocks)?;
         self.cache = Some(self.backend.new_kv_cache(shape)?);
+        if let Some(draft) = &mut self.draft {
+            draft.start(&mut self.backend, self.config.block_size, num_blocks)?;
+        }
         self.num_blocks = num_blocks;
         Ok(())
     }
@@ -206,6 +219,9 @@ impl<B: Backend> Engine<B> {
     /// Drops the cache and all sequences; keeps the weights, and the host memory swapped to.
     pub fn release(&mut self) {
         self.cache = None;
+        if let Some(draft) = &mut self.draft {
+            draft.release();
+        }
         if let Some(host) = &mut self.host {
             host.clear();
         }
@@ -240,15 +256,24 @@ impl<B: Backend> Engine<B> {
     ) -> Result<StepTimings, EngineError> {
         let began = Instant::now();
         self.digest = TokenDigest::of(plan.step);
+        self.drafted.clear();
+        self.drafting = None;
         let _ = self.backend.take_collective_time();
         let (mut sampling, mut waited) = (Duration::ZERO, None);
-        if !self.is_begun(plan)? {
-            self.admit(plan)?;
-            self.prepare(plan)?;
-            if self.can_queue(plan) {
-                self.begin(plan)?;
+        // What is computed: the plan with what was drafted.
+        let mut plan = Cow::Borrowed(plan);
+        if !self.is_begun(&plan)? {
+            self.admit(&plan)?;
+            self.check(&plan)?;
+            if let Some(drafted) = self.draft(&plan)? {
+                plan = Cow::Owned(drafted);
+            }
+            self.lay_out(&plan);
+            if self.can_queue(&plan) {
+                self.begin(&plan)?;
             }
         }
+        let plan = &*plan;
         if let Some(queued) = self.queued.front_mut() {
             if std::mem::take(&mut queued.awaits_masks) {
                 waited = Some(self.sample_masked(plan, source, true)?.0);
@@ -273,133 +298,17 @@ impl<B: Backend> Engine<B> {
         }
         let collective = self.backend.take_collective_time();
         // What others are waited for is no work of this rank.
-        let others = collective + sampling + waited.unwrap_or_default();
+        let drafting = self.drafting.unwrap_or_default();
+        let others = collective + sampling + waited.unwrap_or_default() + drafting;
         let forward = began.elapsed().saturating_sub(others);
         Ok(StepTimings {
             forward_us: micros(forward),
             collective_us: micros(collective),
             sample_us: micros(sampling),
             masks_us: waited.map(micros),
+            draft_us: self.drafting.map(micros),
             ..StepTimings::default()
         })
-    }
-
-    /// Forgets, swaps and learns sequences.
-    fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
-        let on_host = self.host.as_ref().map_or(0, HostBlocks::count);
-        let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING + on_host;
-        for seq in &plan.finished {
-            let forgotten = self.sequences.remove(seq).and_then(|seq| seq.host);
-            if let (Some(blocks), Some(host)) = (forgotten, &mut self.host) {
-                host.free(&blocks);
-            }
-        }
-        self.swap(plan)?;
-        for new in &plan.admitted {
-            let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
-            let max = self.config.max_model_len as usize;
-            if new.tokens.is_empty() || new.tokens.len() > max {
-                let len = new.tokens.len();
-                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
-            }
-            let adapters = self.decoder.num_adapters();
-            if new.adapter > adapters {
-                let (seq, adapter) = (new.seq, new.adapter);
-                return Err(fault(format!("{seq} has adapter {adapter} of {adapters}")));
-            }
-            if new.num_prompt as usize > new.tokens.len() {
-                return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
-            }
-            new.sampling
-                .check(self.decoder.config().vocab_size as u32)
-                .map_err(|message| fault(format!("{}: {message}", new.seq)))?;
-            if self.sequences.len() >= held_max {
-                return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
-            }
-            if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
-                return Err(fault(format!("{} is admitted twice", new.seq)));
-            }
-        }
-        Ok(())
-    }
-
-    /// Checks the plan and lays out its batch.
-    fn prepare(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
-        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
-        let step = &mut self.step;
-        step.clear();
-        if self.cache.is_none() && !plan.sequences.is_empty() {
-            return Err(fault("there is no KV cache yet".to_owned()));
-        }
-        let vocab = self.decoder.config().vocab_size as u32;
-        if plan.sequences.len() > self.config.max_num_seqs as usize {
-            let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
-            return Err(fault(format!("{len} sequences, the bound is {max}")));
-        }
-        for (index, entry) in plan.sequences.iter().enumerate() {
-            let seq = self
-                .sequences
-                .get_mut(&entry.seq)
-                .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
-            if seq.last_step.replace(plan.step) == Some(plan.step) {
-                return Err(fault(format!("{} occurs twice", entry.seq)));
-            }
-            seq.check(entry, &self.config, self.num_blocks)
-                .and_then(|()| masks::check(entry))
-                .and_then(|()| match entry.drafts.is_empty() {
-                    true => Ok(()),
-                    false => verify::check(seq, entry, vocab),
-                })
-                .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
-            seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
-            seq.tokens.extend_from_slice(&entry.drafts);
-            let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
-            let tokens = &seq.tokens[start..end];
-            if let Some(token) = tokens.iter().find(|token| **token >= vocab) {
-                return Err(fault(format!("{} has token {token} of {vocab}", entry.seq)));
-            }
-            let row_start = step.ids.len() as u32;
-            step.entry_rows.push(row_start);
-            if self.decoder.num_adapters() > 0 {
-                let rows = step.adapters.len() + entry.count as usize;
-                step.adapters.resize(rows, lora::row_of(seq.adapter));
-            }
-            let table_start = step.block_tables.len() as u32;
-            step.block_tables.extend_from_slice(&seq.blocks);
-            if !entry.drafts.is_empty() {
-                step.lay_out_drafts(entry, index, seq, table_start, &self.config);
-                continue;
-            }
-            step.ids.extend_from_slice(tokens);
-            step.positions.extend(entry.start..entry.start + entry.count);
-            let positions = entry.start..entry.start + entry.count;
-            step.slots.extend(positions.map(|position| seq.slot(position, self.config.block_size)));
-            step.seqs.push(SeqRows {
-                row_start,
-                num_rows: entry.count,
-                context_len: entry.start + entry.count,
-                table_start,
-                table_len: seq.blocks.len() as u32,
-            });
-            seq.computed = Some(entry.start + entry.count);
-            if entry.sample {
-                step.sample_rows.push(row_start + entry.count - 1);
-                step.sample_entries.push(index);
-            }
-        }
-        if step.adapters.iter().all(|row| *row == NOT_ASSIGNED) {
-            step.adapters.clear();
-        }
-        let max = self.config.max_num_batched_tokens as usize;
-        if step.ids.len() > max {
-            return Err(fault(format!("{} tokens, the bound is {max}", step.ids.len())));
-        }
-        // Each draft is a row of decode of its own; no other share has more rows to sample than one.
-        let (rows, max) = (step.seqs.len(), self.config.max_num_seqs as usize);
-        if rows > max {
-            return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));
-        }
-        Ok(())
     }
 
     /// Computes the batch and samples the logits where they are, or leaves that queued; returns how
@@ -499,7 +408,7 @@ impl<B: Backend> Engine<B> {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<(), EngineError> {
-        let Self { backend, sequences, step, digest, .. } = self;
+        let Self { backend, sequences, step, digest, draft, .. } = self;
         if step.sample_rows.is_empty() {
             return Ok(());
         }
@@ -523,6 +432,11 @@ impl<B: Backend> Engine<B> {
             let wants_logprobs = seq.params.logprobs.is_some();
             if !entry.drafts.is_empty() {
                 let counting = seq.verify(entry, tokens, digest);
+                if let Some(draft) = draft {
+                    // Of what was drafted behind them nothing stays.
+                    let end = entry.start + entry.count;
+                    draft.overwrite(&seq.blocks, entry.start + counting as u32..end);
+                }
                 if rank == 0 {
                     verify::report(entry, sampled.by_ref().take(counting), wants_logprobs, outputs);
                 }
@@ -539,102 +453,6 @@ impl<B: Backend> Engine<B> {
         }
         Ok(())
     }
-
-    /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
-    fn reports_prompt(&self, entry: &SequenceStep) -> bool {
-        self.sequences
-            .get(&entry.seq)
-            .is_some_and(|seq| seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some())
-    }
-}
-
-/// Reports log-probabilities of prompt tokens, for sequences that want them.
-fn prompt_logprobs<B: Backend>(
-    backend: &mut B,
-    decoder: &mut Decoder<B>,
-    sequences: &HashMap<SeqId, Sequence>,
-    step: &mut StepBuffers,
-    plan: &StepPlan,
-    rows_max: u32,
-    outputs: &mut Vec<SequenceOutput>,
-) -> Result<(), EngineError> {
-    let vocab = decoder.config().vocab_size;
-    for (index, entry) in plan.sequences.iter().enumerate() {
-        let Some(seq) = sequences.get(&entry.seq) else { continue };
-        let Some(top_n) = seq.prompt_logprobs else { continue };
-        let Some(targets) = seq.prompt_targets(entry) else { continue };
-        let last = targets.end - 1;
-        let mut report = Vec::with_capacity((last - entry.start) as usize);
-        let mut corrupted = false;
-        let row_start = step.entry_rows[index];
-        let mut from = entry.start;
-        while from < last {
-            let to = last.min(from + rows_max);
-            step.targets.clear();
-            step.targets.extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
-            let rows = &mut step.prompt_rows;
-            rows.clear();
-            rows.extend((from..to).map(|position| row_start + position - entry.start));
-            let logits = decoder.logits(backend, rows)?;
-            if backend.rank() == 0 {
-                let sampled = &mut step.sampled;
-                backend.logprobs(logits, vocab, 0, &step.targets, top_n, sampled)?;
-                corrupted |= sampled.iter().any(|scored| scored.corrupted);
-                report.extend(sampled.drain(..).map(token_logprobs));
-            }
-            from = to;
-        }
-        if backend.rank() == 0 {
-            outputs.push(SequenceOutput {
-                seq: entry.seq,
-                position: entry.start + entry.count,
-                token: None,
-                logprobs: None,
-                prompt_logprobs: report,
-                prompt_start: entry.start + 1,
-                corrupted,
-                embedding: Vec::new(),
-            });
-        }
-    }
-    Ok(())
-}
-
-/// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
-fn merge_output(
-    outputs: &mut Vec<SequenceOutput>,
-    entry: &SequenceStep,
-    sampled: Sampled,
-    wants_logprobs: bool,
-) {
-    let (token, corrupted) = (sampled.token, sampled.corrupted);
-    let logprobs = wants_logprobs.then(|| token_logprobs(sampled));
-    let position = entry.start + entry.count;
-    if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
-        begun.token = Some(token);
-        begun.logprobs = logprobs;
-        begun.corrupted |= corrupted;
-        return;
-    }
-    outputs.push(SequenceOutput {
-        seq: entry.seq,
-        position,
-        token: Some(token),
-        logprobs,
-        prompt_logprobs: Vec::new(),
-        prompt_start: 0,
-        corrupted,
-        embedding: Vec::new(),
-    });
-}
-
-fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
-    TokenLogprobs {
-        token: sampled.token,
-        logprob: sampled.logprob,
-        rank: sampled.rank,
-        top: sampled.top,
-    }
 }
 
 /// An empty vector with the same memory, free of the borrows that the old contents had.
@@ -647,24 +465,4 @@ fn recycle(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
 
 fn micros(duration: Duration) -> u64 {
     u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
-}
-
-impl StepBuffers {
-    /// Tokens that a sampled row is computed behind, itself included.
-    fn known(&self, row: usize) -> usize {
-        self.positions[self.sample_rows[row] as usize] as usize + 1
-    }
-
-    fn clear(&mut self) {
-        self.ids.clear();
-        self.positions.clear();
-        self.slots.clear();
-        self.seqs.clear();
-        self.block_tables.clear();
-        self.entry_rows.clear();
-        self.sample_rows.clear();
-        self.sample_entries.clear();
-        self.feed.clear();
-        self.adapters.clear();
-    }
 }

@@ -19,11 +19,12 @@ use shared::protocol::{
     CollectiveSpec, Dtype, Form, Lora, Quantization, SequenceOutput, StepPlan, StepTimings,
 };
 
-use crate::device::{Device, bytes_text};
+use crate::device::{Beside, Device, bytes_text};
 use crate::engine::{Engine, EngineError};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::decoder::Decoder;
+use crate::model::draft::DraftFiles;
 use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
@@ -46,9 +47,9 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder and adapters, precision and format of weights, rank, degree and that
+/// What was loaded: model folder, adapters and draft model, precision and format of weights, rank, degree and that
 /// of its sums, and the sizes the buffers were made for.
-type Key = ((String, Lora), (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
+type Key = ((String, Lora, Option<String>), (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
@@ -96,9 +97,13 @@ impl<D: Device> EngineRank<D> {
             return Ok(());
         }
         let Some(available) = available_memory(Path::new("/")) else { return Ok(()) };
-        let bytes = |blocks: u32| u64::from(blocks).saturating_mul(engine.block_bytes());
-        let kv = if self.device.computes_on_host() { bytes(kv_blocks) } else { 0 };
-        check_host(available, ranks, swap.max(bytes(host_blocks)), kv)
+        let bytes = |blocks: u32, each: u64| u64::from(blocks).saturating_mul(each);
+        let kv = match self.device.computes_on_host() {
+            true => bytes(kv_blocks, engine.block_bytes()),
+            false => 0,
+        };
+        let swap = swap.max(bytes(host_blocks, engine.host_block_bytes()));
+        check_host(available, ranks, swap, kv)
     }
 
     fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
@@ -138,6 +143,8 @@ impl<D: Device> EngineRank<D> {
             .with_reduction(&config, form.reduction_ranks)?;
         let files = WeightFiles::open(folder)?;
         let adapters = LoraFiles::open(&form.lora, &config)?;
+        let draft = draft_model(form).map(|folder| DraftFiles::open(Path::new(folder), &config));
+        let draft = draft.transpose()?;
         let precision = self.device.precision(form.dtype, &config)?;
         let mut backend = self.device.backend(precision, collective)?;
         // Now, for those that have loaded wait for this one. What becomes of them while it loads, it
@@ -152,8 +159,9 @@ impl<D: Device> EngineRank<D> {
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
-        let kept = (form.quantization, &adapters);
-        self.device.check_fit(&backend, &config, &shard, kept, &form.engine)?;
+        let (quantization, adapting) = (form.quantization, &adapters);
+        let beside = Beside { quantization, adapters: adapting, draft: draft.as_ref() };
+        self.device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
         let source = Source { files: &files, config: &config, shard: &shard };
         let mut progress = |done, total| news.progress(done, total);
         let weights =
@@ -167,11 +175,30 @@ impl<D: Device> EngineRank<D> {
         }
         let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?
             .with_adapters(adapters);
-        let mut engine = Engine::new(backend, decoder, form.engine.clone());
+        let draft = match draft {
+            Some(files) => {
+                let own = self.device.draft_backend()?;
+                Some(files.load(own, &mut backend, &form.engine)?)
+            }
+            None => None,
+        };
+        let mut engine = Engine::new(backend, decoder, form.engine.clone()).with_draft(draft);
         self.device.prepare(&mut engine)?;
         D::set_alone(engine.backend(), false);
         Ok(engine)
     }
+}
+
+/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch: its
+/// cache is another in the next.
+fn leave<D: Device>(engine: &mut Engine<D::Backend>) -> Result<(), KernelError> {
+    let own = engine.draft_backend();
+    own.map_or(Ok(()), |own| D::set_collective(own, single_rank()))
+}
+
+/// The draft model of a rank that is to have it.
+fn draft_model(form: &Form) -> Option<&str> {
+    form.draft_model.as_deref().filter(|_| form.rank == 0)
 }
 
 /// KV blocks that `bytes` of host memory hold.
@@ -269,7 +296,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort.set(form.epoch, all.clone());
         let sizes = &form.engine;
         let key = (
-            (form.model.clone(), form.lora.clone()),
+            (form.model.clone(), form.lora.clone(), draft_model(form).map(str::to_owned)),
             (form.dtype, form.quantization),
             form.rank,
             (form.world_size, form.reduction_ranks),
@@ -282,8 +309,10 @@ impl<D: Device> Rank for EngineRank<D> {
         match self.loaded.take().filter(|loaded| loaded.key == key) {
             Some(mut loaded) => {
                 loaded.engine.reconfigure(form.engine.clone());
+                let rested = leave::<D>(&mut loaded.engine);
                 let backend = loaded.engine.backend();
-                let joined = D::set_collective(backend, collective)
+                let joined = rested
+                    .and_then(|()| D::set_collective(backend, collective))
                     .and_then(|()| join::<D>(backend, form, &all, abort, news));
                 // Whatever came of it, the weights stay.
                 self.loaded = Some(loaded);
@@ -324,7 +353,7 @@ impl<D: Device> Rank for EngineRank<D> {
             );
             return Err(FormError { message, permanent: true });
         }
-        let block_bytes = loaded.engine.block_bytes();
+        let block_bytes = loaded.engine.host_block_bytes();
         let host_blocks = swap_space(sizes.swap_bytes, block_bytes)
             .map_err(|message| FormError { message, permanent: true })?;
         // Ranks that share memory are on this host. Of others nothing is known: each looks at what
@@ -396,6 +425,10 @@ impl<D: Device> Rank for EngineRank<D> {
         })
     }
 
+    fn drafted(&self) -> Vec<u32> {
+        self.loaded.as_ref().map_or_else(Vec::new, |loaded| loaded.engine.drafted().to_vec())
+    }
+
     fn digest(&self) -> u32 {
         self.loaded.as_ref().map_or(0, |loaded| loaded.engine.digest())
     }
@@ -403,7 +436,9 @@ impl<D: Device> Rank for EngineRank<D> {
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
         // Leaving the other ranks first: what the device still waits for would hold up the rest.
-        if let Err(error) = D::set_collective(loaded.engine.backend(), single_rank()) {
+        let left = D::set_collective(loaded.engine.backend(), single_rank());
+        let left = left.and_then(|()| leave::<D>(&mut loaded.engine));
+        if let Err(error) = left {
             self.note(&error);
         }
         // Freeing memory waits for the device, which may not come to rest any more, and whoever asks

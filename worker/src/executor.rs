@@ -399,6 +399,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     epoch: plan.epoch,
                     step: plan.step,
                     outputs,
+                    drafted: self.rank.drafted(),
                     digest: self.rank.digest(),
                     timings,
                     stats: WorkerStats::default(),
@@ -454,7 +455,7 @@ fn encoded_max(result: &StepResult) -> usize {
         64 + own + prompt + it.embedding.len() * size_of::<f32>()
     };
     let outputs: usize = result.outputs.iter().map(output).sum();
-    256 + outputs + result.stats.snapshot.len()
+    256 + outputs + result.drafted.len() * 5 + result.stats.snapshot.len()
 }
 
 fn micros(duration: Duration) -> u64 {

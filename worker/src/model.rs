@@ -6,6 +6,7 @@
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
 //! - `modules`: PURE: a layer's matrices, and where checkpoints have them
 //! - [`lora`]: LoRA adapters beside the model
+//! - [`draft`]: a small model that drafts for it
 //! - [`experts`]: mixtures of experts: their configuration, their tensors
 //! - [`quantization`]: quantised checkpoints
 //! - [`rope`]: PURE: rotary frequencies and their scalings
@@ -13,6 +14,7 @@
 //! - [`decoder`]: the forward pass, written once over `kernels::Backend`
 pub mod config;
 pub mod decoder;
+pub mod draft;
 pub mod experts;
 pub mod lora;
 pub(crate) mod modules;

@@ -48,6 +48,12 @@ pub trait Rank {
     /// The digest of the last step's tokens, as this rank has them.
     fn digest(&self) -> u32;
 
+    /// How many tokens the last step's draft model drafted for each sequence that it was asked to draft
+    /// for, on rank 0.
+    fn drafted(&self) -> Vec<u32> {
+        Vec::new()
+    }
+
     /// As `step`; while it waits for its device it may begin the next step, which it finds in
     /// `source` and which it is then given next.
     ///

@@ -115,7 +115,12 @@ pub(crate) fn coordinator_options(
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
-        speculation: args.speculative_config,
+        speculation: args.speculative_config.as_ref().map(|config| config.speculation),
+        draft_model: args
+            .speculative_config
+            .as_ref()
+            .and_then(|config| config.draft_model.as_deref())
+            .map(|folder| std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned())),
         api: api::options(&args.api, args.listen)?,
         priorities: args.scheduling_policy == PolicyArg::Priority,
         max_queued_requests: args.max_queued_requests,

@@ -1,6 +1,8 @@
 //! Options and configuration files: precedence and error texts.
 use std::io::Write as _;
 
+use coordinator::scheduler::{Lookup, Method};
+
 use super::options::Workers;
 use super::*;
 
@@ -133,8 +135,12 @@ fn speculation_is_json_on_the_command_line_and_in_a_file() {
     };
     assert_eq!(up(&[], "").unwrap().serving.speculative_config, None);
     let args = up(&[], &format!("speculative-config = '{}'", config(4))).unwrap();
-    let speculation = args.serving.speculative_config.unwrap();
-    assert_eq!((speculation.num_speculative_tokens, speculation.prompt_lookup_min), (4, 3));
+    let speculation = args.serving.speculative_config.unwrap().speculation;
+    let lookup = Lookup { prompt_lookup_max: 3, prompt_lookup_min: 3 };
+    assert_eq!(
+        (speculation.num_speculative_tokens, speculation.method),
+        (4, Method::Ngram(lookup))
+    );
     let error = up(&["--speculative-config", &config(65)], "").unwrap_err();
     assert!(error.contains("--speculative-config"), "{error}");
     assert!(error.contains("num_speculative_tokens is 65, it must be 1 to 64"), "{error}");

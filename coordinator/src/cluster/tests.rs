@@ -26,6 +26,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         collective_timeout: Duration::from_secs(5),
         form_timeout: Duration::from_secs(60),
         lora: Lora::default(),
+        draft_model: None,
         worker_stats: true,
         collective_key: Secret::of_random([5; 32]),
         placement: PlacementRules::default(),

@@ -61,6 +61,8 @@ pub struct CoordinatorOptions {
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
+    /// The folder of the model that drafts, where one does, as workers see it too.
+    pub draft_model: Option<PathBuf>,
     /// Whether requests have priorities; else all are alike, in order of arrival.
     pub priorities: bool,
     /// Most requests of each replica that wait for their first step.

@@ -345,9 +345,9 @@ impl ReplicaDriver {
         let stop_checks = &mut self.stop_checks;
         let mut stopped =
             |seq: SeqId, token| stop_checks.get_mut(&seq).is_some_and(|check| check.push(token));
-        let StepResult { epoch, step, outputs, .. } = result;
+        let StepResult { epoch, step, outputs, drafted, .. } = result;
         let effects = &mut self.effects;
-        match self.scheduler.apply(epoch, step, outputs, &mut stopped, effects) {
+        match self.scheduler.apply(epoch, step, outputs, &drafted, &mut stopped, effects) {
             Ok(()) => {
                 self.in_flight.pop_front();
                 if let Some(next) = self.in_flight.front_mut() {

@@ -1,8 +1,10 @@
 //! PURE: what a step's answer changes: tokens that count, sequences that end.
-use shared::ids::{Epoch, SeqId, StepId};
-use shared::protocol::{SequenceOutput, TokenLogprobs};
+use std::vec;
 
-use super::drafts::Verifying;
+use shared::ids::{Epoch, SeqId, StepId};
+use shared::protocol::{Drafts, SequenceOutput, TokenLogprobs};
+
+use super::drafts::{Verifying, told};
 use super::{Effect, Scheduler, StepSummary, keep_full, plan};
 use crate::engine::{EngineError, FinishReason, Guided};
 
@@ -23,11 +25,18 @@ pub enum ApplyError {
     },
 }
 
+/// The next output, if it is of this sequence.
+fn next_of(outputs: &mut vec::IntoIter<SequenceOutput>, seq: SeqId) -> Option<SequenceOutput> {
+    let is_of = outputs.as_slice().first().is_some_and(|output| output.seq == seq);
+    if is_of { outputs.next() } else { None }
+}
+
 /// Told of every accepted token; returns true when it completes a stop string.
 pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
 
 impl Scheduler {
-    /// Takes the answer of the oldest step in flight.
+    /// Takes the answer of the oldest step in flight; `drafted` is how many tokens a draft model drafted
+    /// for each sequence that it was asked to draft for.
     ///
     /// # Errors
     /// [`ApplyError`]; nothing has changed then.
@@ -36,6 +45,7 @@ impl Scheduler {
         epoch: Epoch,
         step: StepId,
         outputs: Vec<SequenceOutput>,
+        drafted: &[u32],
         stopped: Stopped<'_>,
         effects: &mut Vec<Effect>,
     ) -> Result<(), ApplyError> {
@@ -51,9 +61,11 @@ impl Scheduler {
             None => return Err(ApplyError::UnexpectedStep { got: step }),
         };
         let (mut generated, mut wasted, mut recomputed) = (0, 0, answered.recomputed_tokens);
-        let mut outputs = outputs.into_iter().peekable();
+        let mut outputs = outputs.into_iter();
+        let mut drafted = drafted.iter().copied();
         for entry in &answered.entries {
-            let mut output = outputs.next_if(|output| output.seq == entry.seq);
+            let told = entry.asks.then(|| told(drafted.next(), entry.seq, outputs.as_slice()));
+            let mut output = next_of(&mut outputs, entry.seq);
             let mut verifying = Verifying::default();
             if let Some(seq) = self.current(entry) {
                 seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
@@ -61,12 +73,25 @@ impl Scheduler {
                     seq.progressed = true;
                     seq.suspicion = 0;
                 }
+                let mut is_told = true;
                 if entry.verifies {
-                    verifying.drafts = std::mem::take(&mut seq.drafts);
+                    verifying.drafts =
+                        match (std::mem::replace(&mut seq.drafts, Drafts::none()), told) {
+                            (Drafts::Known(tokens), _) => tokens,
+                            (Drafts::UpTo(most), told) => {
+                                let told =
+                                    told.flatten().filter(|told| told.len() <= most as usize);
+                                is_told = told.is_some();
+                                told.unwrap_or_default()
+                            }
+                        };
                 }
                 let (token, request) =
                     (output.as_ref().and_then(|output| output.token), seq.request);
-                if entry.masked && answered.owes_masks {
+                if !is_told {
+                    // Nobody knows what its tokens stand behind.
+                    self.end_request(request, Some(EngineError::Corrupted), effects);
+                } else if entry.masked && answered.owes_masks {
                     // It was sampled before anybody knew what was allowed.
                     self.end_request(request, Some(EngineError::Corrupted), effects);
                 } else if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
@@ -75,9 +100,7 @@ impl Scheduler {
             }
             // More than one where drafts were verified; what the sequence did not live to see is
             // ignored.
-            while let Some(output) =
-                output.take().or_else(|| outputs.next_if(|output| output.seq == entry.seq))
-            {
+            while let Some(output) = output.take().or_else(|| next_of(&mut outputs, entry.seq)) {
                 let token = output.token;
                 if self.current(entry).is_none() {
                     wasted += u32::from(token.is_some());

@@ -1,9 +1,11 @@
 //! PURE: who drafts tokens in the next step, and what comes of it.
-use shared::protocol::{SequenceOutput, StepPlan};
+use shared::ids::SeqId;
+use shared::protocol::{Drafts, SequenceOutput, StepPlan};
 
 use super::plan::{Entry, InFlight};
 use super::sequence::Sequence;
-use super::speculate::{Drafter, Speculation};
+use super::speculate::{Drafter, Lookup};
+use super::speculation::{Method, Speculation, TOKENS_MAX};
 use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
 
@@ -23,6 +25,26 @@ pub(super) struct Verifying {
     /// Tokens taken, and how many of them were drafted.
     pub(super) emitted: u32,
     accepted: u32,
+}
+
+/// Stands for a draft that was wrong: nobody here knows what it was.
+const WRONG: u32 = u32::MAX;
+
+/// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right are the
+/// tokens that were sampled in their places, which all but the last stand for; of the others there is
+/// but the number. None where no number was told.
+pub(super) fn told(
+    drafted: Option<u32>,
+    seq: SeqId,
+    outputs: &[SequenceOutput],
+) -> Option<Vec<u32>> {
+    // A step samples no more rows.
+    let drafted = drafted.filter(|drafted| *drafted <= TOKENS_MAX)? as usize;
+    let own = outputs.iter().take_while(|output| output.seq == seq);
+    let mut tokens: Vec<u32> = own.filter_map(|output| output.token).collect();
+    tokens.pop();
+    tokens.resize(drafted, WRONG);
+    Some(tokens)
 }
 
 impl Verifying {
@@ -83,12 +105,23 @@ impl Sequence {
         self.guide.is_none() && self.drafts_most(max_model_len) > 0
     }
 
-    /// Whether a draft can be made of its index: nothing but its last token is to be computed, or that
-    /// is under way.
-    fn has_draft(&self) -> bool {
-        let is_ready = |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
-        self.drafter.as_deref().is_some_and(is_ready)
-            && self.computed + 1 >= self.tokens.len() as u32
+    /// How long its next draft may be: nothing but its last token is to be computed, or that is under
+    /// way.
+    fn draft_length(&self, config: &Speculation) -> u32 {
+        let (len, most) = (self.tokens.len() as u32, config.num_speculative_tokens);
+        if self.computed + 1 < len {
+            return 0;
+        }
+        match config.method {
+            Method::Ngram(_) => {
+                let is_ready =
+                    |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+                if self.drafter.as_deref().is_some_and(is_ready) { most } else { 0 }
+            }
+            // What it has not computed of a prompt delays no first token.
+            Method::DraftModel if self.len_ahead() > self.num_prompt => self.pace.length(len, most),
+            Method::DraftModel => 0,
+        }
     }
 }
 
@@ -101,8 +134,8 @@ impl Scheduler {
         let max_model_len = self.config.max_model_len;
         let most = config.disable_by_batch_size.unwrap_or(u32::MAX);
         let is_off = self.running.len() > most as usize;
-        if !is_off {
-            self.enter_tokens(&config);
+        if let (false, Method::Ngram(lookup)) = (is_off, &config.method) {
+            self.enter_tokens(lookup, config.num_speculative_tokens);
         }
         let room = self.room_for_drafts();
         // Of this step, for those whose last token is known; of the next, for those who wait for it.
@@ -110,9 +143,10 @@ impl Scheduler {
         let (mut now, mut next) = (room, room);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
-            let could = !is_off && seq.may_draft(max_model_len) && seq.has_draft();
+            let could = !is_off && seq.may_draft(max_model_len);
+            let length = if could { seq.draft_length(&config) } else { 0 };
             let room = if seq.pending == 0 { &mut now } else { &mut next };
-            seq.wants_draft = could && room.take(seq, config.num_speculative_tokens, &self.config);
+            seq.wants_draft = length > 0 && room.take(seq, length, &self.config);
         }
     }
 
@@ -148,7 +182,7 @@ impl Scheduler {
 
     /// Enters what is new into the indices, up to a bound for all of them: first the tokens that came
     /// with the last answers, so that those who draft go on, then what the most urgent have.
-    fn enter_tokens(&mut self, config: &Speculation) {
+    fn enter_tokens(&mut self, config: &Lookup, draft_max: u32) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
         let drafters = self.running().filter_map(|seq| seq.drafter.as_deref());
@@ -163,8 +197,7 @@ impl Scheduler {
                     continue;
                 }
                 let behind = seq.drafter.as_ref().map(|drafter| drafter.behind(&seq.tokens));
-                let is_last =
-                    behind.is_some_and(|count| count <= config.num_speculative_tokens as usize + 1);
+                let is_last = behind.is_some_and(|count| count <= draft_max as usize + 1);
                 if is_last != are_last {
                     continue;
                 }
@@ -202,11 +235,20 @@ impl Scheduler {
             let blocks = (seq.blocks.len() as u32).saturating_add(spare);
             let room = blocks.saturating_mul(size).saturating_sub(len);
             let most = seq.drafts_most(self.config.max_model_len);
-            let most = most.min(config.num_speculative_tokens).min(left).min(room);
-            let Some(drafter) = &seq.drafter else { continue };
-            drafter.draft(&seq.tokens, most as usize, &mut seq.drafts);
+            let most = most.min(seq.draft_length(config)).min(left).min(room);
+            match config.method {
+                Method::Ngram(_) => {
+                    let Some(drafter) = &seq.drafter else { continue };
+                    let mut tokens = Vec::new();
+                    drafter.draft(&seq.tokens, most as usize, &mut tokens);
+                    seq.drafts = Drafts::Known(tokens);
+                }
+                Method::DraftModel if most > 0 => seq.drafts = Drafts::UpTo(most),
+                Method::DraftModel => continue,
+            }
             let drafted = seq.drafts.len() as u32;
             entry.verifies = drafted > 0;
+            entry.asks = seq.drafts.asked().is_some();
             while (seq.blocks.len() as u32) < self.config.blocks_for(len + drafted) {
                 let Some(block) = self.blocks.take() else { break };
                 spare = spare.saturating_sub(1);
@@ -255,15 +297,14 @@ impl Scheduler {
         verifying: Verifying,
         effects: &mut Vec<Effect>,
     ) {
-        let Verifying { mut drafts, emitted, accepted } = verifying;
+        let Verifying { drafts, emitted, accepted } = verifying;
         let tokens = drafts.len() as u32;
-        if tokens == 0 {
-            return;
+        if tokens > 0 {
+            effects.push(Effect::Drafted { tokens, accepted, emitted });
         }
-        effects.push(Effect::Drafted { tokens, accepted, emitted });
-        if let Some(seq) = self.current(entry) {
-            drafts.clear();
-            seq.drafts = drafts;
+        let most = self.config.speculation.map_or(0, |config| config.num_speculative_tokens);
+        if let Some(seq) = self.current(entry).filter(|_| entry.asks) {
+            seq.pace.verified((tokens, accepted), most, seq.tokens.len() as u32);
         }
     }
 }
@@ -276,11 +317,14 @@ mod tests {
     use super::*;
     use crate::engine::GenerateRequest;
 
+    fn lookup(lengths: u32) -> Lookup {
+        Lookup { prompt_lookup_max: 1 + lengths, prompt_lookup_min: 2 }
+    }
+
     fn scheduler(max_num_seqs: u32, lengths: u32) -> Scheduler {
         let speculation = Speculation {
             num_speculative_tokens: 4,
-            prompt_lookup_max: 1 + lengths,
-            prompt_lookup_min: 2,
+            method: Method::Ngram(lookup(lengths)),
             disable_by_batch_size: None,
         };
         let config = SchedulerConfig {
@@ -335,8 +379,7 @@ mod tests {
         // Who has but a last token to be entered goes before those more urgent.
         let slot = scheduler.running[63];
         let seq = scheduler.sequences[slot].as_mut().unwrap();
-        let config = scheduler.config.speculation.unwrap();
-        let mut drafter = Box::new(Drafter::new(&config, 1030));
+        let mut drafter = Box::new(Drafter::new(&lookup(4), 1030));
         drafter.enter(&seq.tokens, 1000, &mut 1000);
         seq.drafter = Some(drafter);
         seq.tokens.push(0);

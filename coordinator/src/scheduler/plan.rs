@@ -1,6 +1,6 @@
 //! PURE: what the next step computes.
 use shared::ids::{RequestId, SeqId, StepId};
-use shared::protocol::{NewSequence, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
 
 use super::effect::Place;
@@ -51,6 +51,8 @@ pub(super) struct Entry {
     pub(super) masked: bool,
     /// It verifies the sequence's drafts. Parts of a prompt before it may be in flight, too.
     pub(super) verifies: bool,
+    /// Its drafts are a draft model's: the answer says how many there were.
+    pub(super) asks: bool,
     /// It computes more of the sequence than was ever computed before.
     pub(super) fresh: bool,
     /// The sequence was looked up in the KV cache for the first time.
@@ -420,7 +422,7 @@ impl Scheduler {
             new_blocks: seq.blocks[seq.told as usize..].to_vec(),
             sample: samples,
             masked,
-            drafts: Vec::new(),
+            drafts: Drafts::none(),
         });
         seq.told = seq.blocks.len() as u32;
         seq.known = true;
@@ -437,6 +439,7 @@ impl Scheduler {
             samples,
             masked,
             verifies: false,
+            asks: false,
             fresh,
             looks_up,
             computed_max,

@@ -1,11 +1,12 @@
 //! PURE: one sequence's state, and one request's.
 use shared::ids::{BlockId, RequestId, SeqId};
-use shared::protocol::TokenLogprobs;
+use shared::protocol::{Drafts, TokenLogprobs};
 use shared::sampling::SamplingParams;
 
 use super::AwaitedMask;
 use super::blocks::Prefix;
 use super::effect::Place;
+use super::pace::Pace;
 use super::queue::Load;
 use super::speculate::Drafter;
 use super::swap::Swapped;
@@ -69,12 +70,14 @@ pub(super) struct Sequence {
     /// Prompt log-probabilities gathered so far; taken when complete.
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     pub(super) prompt_logprobs_done: bool,
-    /// What its tokens repeat; while it is admitted, where there is speculation.
+    /// What its tokens repeat; while it is admitted, where that is what drafts are made of.
     pub(super) drafter: Option<Box<Drafter>>,
+    /// How many tokens a draft model shall draft.
+    pub(super) pace: Pace,
     /// Its next share shall have drafts: of the last look, made before every plan.
     pub(super) wants_draft: bool,
     /// Those of the step in flight that is to verify them; empty when there is none.
-    pub(super) drafts: Vec<u32>,
+    pub(super) drafts: Drafts,
 }
 
 impl Sequence {
@@ -165,7 +168,7 @@ impl Sequence {
         self.admission = None;
         self.drafter = None;
         self.wants_draft = false;
-        self.drafts.clear();
+        self.drafts = Drafts::none();
         if !self.prompt_logprobs_done {
             self.prompt_logprobs.clear();
         }

@@ -11,13 +11,10 @@
 //! sequence that does not repeat itself drafts nothing, the longer it goes wrong the longer it must go
 //! right before it drafts again, and all that depends on its tokens alone.
 use super::config::ConfigError;
+use super::speculation::within;
 
-/// Most tokens that a draft may be asked to have.
-const TOKENS_MAX: u32 = 64;
 /// Longest n-gram that may be looked up, in tokens.
 const LOOKUP_MAX: u32 = 16;
-/// Fewest sequences that drafts may be given up beyond, as elsewhere.
-const BATCH_SIZE_MIN: u32 = 2;
 
 /// N-grams that one step's planning enters into all indices together: a prompt of a hundred thousand
 /// tokens delays nobody, nor do many of them.
@@ -33,48 +30,24 @@ const TRUST_NEEDED: i32 = 4;
 const TRUST_MOST: i32 = 12;
 const TRUST_LEAST: i32 = -16;
 
-/// What drafts are made of. Names as in vLLM's `--speculative-config`.
+/// Which n-grams are looked up. Names as in vLLM's `--speculative-config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Speculation {
-    /// Most tokens of a draft: 1 to 64.
-    pub num_speculative_tokens: u32,
+pub struct Lookup {
     /// Longest n-gram looked up, in tokens: `prompt_lookup_min` to 16.
     pub prompt_lookup_max: u32,
     /// Shortest n-gram looked up, in tokens: at least 1.
     pub prompt_lookup_min: u32,
-    /// Nothing is drafted while more sequences than this are admitted; at least 2.
-    pub disable_by_batch_size: Option<u32>,
 }
 
-impl Speculation {
-    /// Checks the bounds; a draft is sampled in one step, of at most `max_num_seqs` rows.
-    ///
-    /// # Errors
-    /// One sentence naming the field, its value and its bound.
-    pub fn validate(&self, max_num_seqs: u32) -> Result<(), ConfigError> {
-        let Self { num_speculative_tokens: tokens, prompt_lookup_max: max, .. } = *self;
-        let min = self.prompt_lookup_min;
-        let within = |name: &str, value: u32, least: u32, most: u32| {
-            let is_within = (least..=most).contains(&value);
-            let error = format!("{name} is {value}, it must be {least} to {most}");
-            is_within.then_some(()).ok_or(ConfigError(error))
-        };
-        within("num_speculative_tokens", tokens, 1, TOKENS_MAX)?;
+impl Lookup {
+    /// Checks the bounds.
+    pub(super) fn validate(&self) -> Result<(), ConfigError> {
+        let Self { prompt_lookup_max: max, prompt_lookup_min: min } = *self;
         within("prompt_lookup_max", max, 1, LOOKUP_MAX)?;
         within("prompt_lookup_min", min, 1, LOOKUP_MAX)?;
         if min > max {
             return Err(ConfigError(format!(
                 "prompt_lookup_min ({min}) is above prompt_lookup_max ({max})"
-            )));
-        }
-        if let Some(size) = self.disable_by_batch_size {
-            within("disable_by_batch_size", size, BATCH_SIZE_MIN, u32::MAX)?;
-        }
-        if tokens >= max_num_seqs {
-            return Err(ConfigError(format!(
-                "num_speculative_tokens ({tokens}) needs a max_num_seqs of at least {}, which is \
-                 {max_num_seqs}: a step samples at most so many rows, those of drafts included",
-                tokens + 1
             )));
         }
         Ok(())
@@ -122,7 +95,7 @@ pub struct Drafter {
 impl Drafter {
     /// An empty index with room for sequences of up to `room` tokens.
     #[must_use]
-    pub fn new(config: &Speculation, room: usize) -> Self {
+    pub fn new(config: &Lookup, room: usize) -> Self {
         let slots = slots(room);
         Self {
             index: vec![0; slots * config.lengths()],
@@ -140,7 +113,7 @@ impl Drafter {
 
     /// Bytes of an index with room for sequences of up to `room` tokens.
     #[must_use]
-    pub fn bytes_of(config: &Speculation, room: usize) -> usize {
+    pub fn bytes_of(config: &Lookup, room: usize) -> usize {
         slots(room) * config.lengths() * size_of::<u32>()
     }
 
@@ -234,13 +207,8 @@ mod tests {
 
     use super::*;
 
-    fn config(min: u32, max: u32) -> Speculation {
-        Speculation {
-            num_speculative_tokens: 5,
-            prompt_lookup_max: max,
-            prompt_lookup_min: min,
-            disable_by_batch_size: None,
-        }
+    fn config(min: u32, max: u32) -> Lookup {
+        Lookup { prompt_lookup_max: max, prompt_lookup_min: min }
     }
 
     /// By definition: the longest n-gram that the tokens end with and that stands before, where it
@@ -424,21 +392,5 @@ mod tests {
             entered(&mut drafter, &tokens[..end], 10);
             assert!(!drafter.is_ready());
         }
-    }
-
-    #[test]
-    fn bounds_are_named_with_field_and_value() {
-        let error = |config: Speculation| config.validate(8).unwrap_err().to_string();
-        assert!(config(1, 16).validate(8).is_ok());
-        let bad = error(Speculation { num_speculative_tokens: 65, ..config(1, 1) });
-        assert_eq!(bad, "num_speculative_tokens is 65, it must be 1 to 64");
-        let bad = error(Speculation { num_speculative_tokens: 8, ..config(1, 1) });
-        assert!(bad.contains("num_speculative_tokens (8) needs a max_num_seqs of at least 9"));
-        assert!(bad.contains("which is 8"), "{bad}");
-        assert_eq!(error(config(0, 3)), "prompt_lookup_min is 0, it must be 1 to 16");
-        assert_eq!(error(config(3, 17)), "prompt_lookup_max is 17, it must be 1 to 16");
-        assert_eq!(error(config(4, 3)), "prompt_lookup_min (4) is above prompt_lookup_max (3)");
-        let bad = error(Speculation { disable_by_batch_size: Some(1), ..config(1, 1) });
-        assert!(bad.starts_with("disable_by_batch_size is 1, it must be 2 to"), "{bad}");
     }
 }

@@ -12,7 +12,7 @@ const U64: usize = 9;
 /// lists.
 const HEAD: usize = U32 + 7 * U64;
 /// A `SequenceStep` but for its blocks and its drafts.
-const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 2;
+const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 3;
 /// A `NewSequence` but for its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING;
 /// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, three

@@ -328,6 +328,10 @@ catalogue! {
     histogram(STEP_SECONDS) RANK_MASKS: "tutti_rank_mask_wait_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
         "Waiting for masks of structured output when a step was computed, or on its way through a GPU, per step that has some.";
+    histogram(STEP_SECONDS) RANK_DRAFT: "tutti_rank_draft_seconds", Seconds,
+        model [RANK, REPLICA, WORKER], EveryRank,
+        "Drafting by the draft model (rank 0), per step that drafts; what it had missed of prompts included.",
+        when "a draft model drafts";
     histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
         "The executor had nothing to do before a step, per step.";

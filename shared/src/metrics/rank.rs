@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use super::application::Metrics;
 use super::catalogue::{
-    RANK_COLLECTIVE, RANK_COLLECTIVE_ABORTS, RANK_COLLECTIVE_BYTES, RANK_FORWARD, RANK_IDLE,
-    RANK_LOAD, RANK_MASKS, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
+    RANK_COLLECTIVE, RANK_COLLECTIVE_ABORTS, RANK_COLLECTIVE_BYTES, RANK_DRAFT, RANK_FORWARD,
+    RANK_IDLE, RANK_LOAD, RANK_MASKS, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
 use super::local::{Counter, Gauge, Histogram, LocalStats, SharedStats};
 use super::report::{SnapshotError, encode_snapshot};
@@ -43,6 +43,8 @@ struct Handles {
     exchanged: Vec<(&'static str, Counter)>,
     sample: Histogram,
     masks: Histogram,
+    /// When something was drafted.
+    draft: Option<Histogram>,
     idle: Histogram,
     weights: Gauge,
     load: Gauge,
@@ -92,6 +94,7 @@ impl RankStats {
             exchanged: Vec::new(),
             sample: stats.histogram(RANK_SAMPLE, labels),
             masks: stats.histogram(RANK_MASKS, labels),
+            draft: None,
             idle: stats.histogram(RANK_IDLE, labels),
             weights: stats.gauge(RANK_WEIGHTS, labels),
             load: stats.gauge(RANK_LOAD, labels),
@@ -119,7 +122,7 @@ impl RankStats {
 
     /// One step was run. Before [`RankStats::formed`] there is nothing to count it under.
     pub fn step(&mut self, timings: &StepTimings) {
-        let Some(rank) = &self.rank else { return };
+        let Some(rank) = &mut self.rank else { return };
         let micros = Duration::from_micros;
         self.stats.observe_duration(rank.step, micros(timings.step_us));
         self.stats.observe_duration(rank.forward, micros(timings.forward_us));
@@ -132,6 +135,12 @@ impl RankStats {
         }
         if let Some(masks_us) = timings.masks_us {
             self.stats.observe_duration(rank.masks, micros(masks_us));
+        }
+        if let Some(draft_us) = timings.draft_us {
+            let [number, replica, worker] = &rank.labels;
+            let labels = [number.as_str(), replica.as_str(), worker.as_str()];
+            let draft = rank.draft.get_or_insert_with(|| self.stats.histogram(RANK_DRAFT, labels));
+            self.stats.observe_duration(*draft, micros(draft_us));
         }
     }
 

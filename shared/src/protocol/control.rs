@@ -252,6 +252,9 @@ pub struct Form {
     pub quantization: Quantization,
     /// The adapters beside it.
     pub lora: Lora,
+    /// The draft model's folder, as a path on the host of rank 0, which alone has it; none where
+    /// there is no draft model.
+    pub draft_model: Option<String>,
     /// The sizes.
     pub engine: EngineConfig,
 }

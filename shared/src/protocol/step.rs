@@ -83,11 +83,68 @@ pub struct SequenceStep {
     /// Not all tokens may be sampled: which, is in the step's [`StepMasks`]. Only where `sample` is
     /// set.
     pub masked: bool,
-    /// Tokens that may come next, drafted by the coordinator; mostly none. Where there are, the share
-    /// is the sequence's last token, known to the coordinator, and the drafts behind it: `count` is one
-    /// more than they are, `sample` is set and `masked` is not. A token is sampled after each, and
-    /// those count up to the first that is not the draft in its place, that one included.
-    pub drafts: Vec<u32>,
+    /// Tokens that may come next; mostly none. Where there are, the share is the sequence's last token,
+    /// known to the coordinator, and the drafts behind it: `count` is one more than they are at most,
+    /// `sample` is set and `masked` is not. A token is sampled after each, and those count up to the
+    /// first that is not the draft in its place, that one included.
+    pub drafts: Drafts,
+}
+
+/// Tokens that may come next in a sequence, to be verified.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Drafts {
+    /// These, drafted by the coordinator.
+    Known(Vec<u32>),
+    /// Up to so many, at least 1: rank 0 drafts them by its draft model before the step is computed,
+    /// and tells the other ranks. It may draft fewer, or none.
+    UpTo(u32),
+}
+
+impl From<Vec<u32>> for Drafts {
+    fn from(tokens: Vec<u32>) -> Self {
+        Self::Known(tokens)
+    }
+}
+
+impl Drafts {
+    /// None.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self::Known(Vec::new())
+    }
+
+    /// How many there are at most.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Known(tokens) => tokens.len(),
+            Self::UpTo(most) => *most as usize,
+        }
+    }
+
+    /// Whether there can be none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Those that are known.
+    #[must_use]
+    pub fn known(&self) -> &[u32] {
+        match self {
+            Self::Known(tokens) => tokens,
+            Self::UpTo(_) => &[],
+        }
+    }
+
+    /// How many a draft model is asked for, if it is.
+    #[must_use]
+    pub fn asked(&self) -> Option<u32> {
+        match self {
+            Self::Known(_) => None,
+            Self::UpTo(most) => Some(*most),
+        }
+    }
 }
 
 /// The tokens that may be sampled in a step, for its masked sequences. What a sequence may get
@@ -116,6 +173,9 @@ pub struct StepResult {
     /// order; of a sequence with drafts one per token that counts, at consecutive positions. Empty
     /// on other ranks than 0.
     pub outputs: Vec<SequenceOutput>,
+    /// How many tokens the draft model drafted for each sequence that it was asked to draft for, in the
+    /// plan's order. Empty on other ranks than 0.
+    pub drafted: Vec<u32>,
     /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
     pub digest: u32,
     /// Where the time went.
@@ -203,6 +263,8 @@ pub struct StepTimings {
     pub sample_us: u64,
     /// Waiting for the step's masks; none where it has none, or the rank does not sample.
     pub masks_us: Option<u64>,
+    /// Drafting by the draft model (rank 0); none where it was asked for nothing.
+    pub draft_us: Option<u64>,
     /// How long the executor had nothing to do before this plan.
     pub idle_us: u64,
 }

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use kernels::Backend;
 use kernels::backend::NOT_FED;
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{NewSequence, SequenceOutput, SequenceStep, StepPlan};
+use shared::protocol::{Drafts, NewSequence, SequenceOutput, SequenceStep, StepPlan};
 
 use super::sequence::prompt_targets;
 use super::{Engine, EngineError, masks, merge_output};
@@ -93,7 +93,7 @@ impl<B: Backend> Engine<B> {
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
             // Lists are not asked for again.
-            let step = SequenceStep { new_blocks: Vec::new(), drafts: Vec::new(), ..*step };
+            let step = SequenceStep { new_blocks: Vec::new(), drafts: Drafts::none(), ..*step };
             entries.push(Entry { step, place, wants_logprobs });
         }
         let awaits_masks = masks::are_in(plan);
@@ -132,7 +132,8 @@ impl<B: Backend> Engine<B> {
         let rows: HashMap<SeqId, u32> =
             (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
         self.admit(plan)?;
-        self.prepare(plan)?;
+        self.check(plan)?;
+        self.lay_out(plan);
         if plan.sequences.iter().any(|entry| rows.contains_key(&entry.seq)) {
             for entry in &plan.sequences {
                 let row = rows.get(&entry.seq).copied().unwrap_or(NOT_FED);

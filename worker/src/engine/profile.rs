@@ -7,7 +7,10 @@ use kernels::backend::{Batch, SeqRows, StepInputs};
 use kernels::sampling::{SampleParams, SampleRow};
 use kernels::{Backend, KernelError};
 
+use shared::protocol::EngineConfig;
+
 use super::Engine;
+use crate::model::decoder::Decoder;
 use crate::model::lora;
 
 /// What steps are made up of, besides tokens.
@@ -36,21 +39,26 @@ impl<B: Backend> Engine<B> {
         self.release();
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         let mut cache = self.backend.new_kv_cache(shape)?;
-        let (tokens, seqs) = (self.config.max_num_batched_tokens, self.config.max_num_seqs);
         let longest = self.config.max_model_len.max(1);
-        // Prompts of the greatest length, then decode at the greatest length.
-        let mut prompts = Vec::new();
-        let mut left = tokens;
-        while left > 0 && prompts.len() < seqs as usize {
-            let rows = left.min(longest);
-            prompts.push((rows, rows));
-            left -= rows;
-        }
-        let decode = vec![(1, longest); seqs.min(tokens) as usize];
         // Every row has a mask: there is room for all of them from now on.
         let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
-        for steps in [prompts, decode] {
+        for steps in largest(&self.config, longest) {
             self.pretend(&mut cache, &steps, kind)?;
+        }
+        self.profile_draft()
+    }
+
+    /// The same for the draft model: what it misses of prompts, then drafts.
+    fn profile_draft(&mut self) -> Result<(), KernelError> {
+        let Self { backend, draft: Some(draft), config, .. } = self else { return Ok(()) };
+        let longest = draft.positions().max(1);
+        let (backend, decoder) = draft.parts(backend);
+        let shape = decoder.kv_shape(config.block_size as usize, 1);
+        let mut cache = backend.new_kv_cache(shape)?;
+        let kind = Kind { greedy: false, masks: false, adapters: false };
+        for steps in largest(config, longest) {
+            let steps = Pretended { seqs: &steps, kind, block_size: config.block_size };
+            steps.run(backend, decoder, &mut cache, true)?;
         }
         Ok(())
     }
@@ -93,7 +101,39 @@ impl<B: Backend> Engine<B> {
             warmed.kinds += 1;
         }
         self.cache = Some(cache);
-        result.map(|()| warmed)
+        result?;
+        self.warm_draft(rows, began, patience)?;
+        Ok(warmed)
+    }
+
+    /// The same for the draft model, where it has a backend of its own that records steps: rank 0's
+    /// alone, and not what the others wait for.
+    fn warm_draft(
+        &mut self,
+        rows: &[u32],
+        began: Instant,
+        patience: Duration,
+    ) -> Result<(), KernelError> {
+        let Some(draft) = &mut self.draft else { return Ok(()) };
+        let kind = Kind { greedy: false, masks: false, adapters: false };
+        let Some((backend, decoder, cache)) = draft.own_parts() else { return Ok(()) };
+        for &rows in rows {
+            let seqs = vec![(1, 1); rows as usize];
+            let steps = Pretended { seqs: &seqs, kind, block_size: self.config.block_size };
+            for _ in 0..2 {
+                if began.elapsed() >= patience {
+                    return Ok(());
+                }
+                match steps.run(backend, decoder, cache, true) {
+                    // The next one of this kind is called kernel by kernel.
+                    Err(KernelError::Again(reason)) => {
+                        tracing::warn!(reason, "a draft model's steps are not captured");
+                    }
+                    result => result?,
+                }
+            }
+        }
+        Ok(())
     }
 
     /// Computes sequences of (rows, tokens in the cache), all in one block.
@@ -103,7 +143,44 @@ impl<B: Backend> Engine<B> {
         seqs: &[(u32, u32)],
         kind: Kind,
     ) -> Result<(), KernelError> {
-        let block_size = self.config.block_size;
+        let samples = self.samples();
+        let Self { backend, decoder, config, .. } = self;
+        let steps = Pretended { seqs, kind, block_size: config.block_size };
+        steps.run(backend, decoder, cache, samples)
+    }
+}
+
+/// The largest steps of sequences of up to `longest` tokens: prompts of the greatest length, then decode
+/// at the greatest length. Of each sequence its rows, and its tokens in the cache.
+fn largest(config: &EngineConfig, longest: u32) -> [Vec<(u32, u32)>; 2] {
+    let (tokens, seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
+    let mut prompts = Vec::new();
+    let mut left = tokens;
+    while left > 0 && prompts.len() < seqs as usize {
+        let rows = left.min(longest);
+        prompts.push((rows, rows));
+        left -= rows;
+    }
+    [prompts, vec![(1, longest); seqs.min(tokens) as usize]]
+}
+
+/// A step on made-up tokens.
+struct Pretended<'a> {
+    /// Of each sequence its rows, and its tokens in the cache: all in one block.
+    seqs: &'a [(u32, u32)],
+    kind: Kind,
+    block_size: u32,
+}
+
+impl Pretended<'_> {
+    fn run<B: Backend>(
+        &self,
+        backend: &mut B,
+        decoder: &mut Decoder<B>,
+        cache: &mut B::KvCache,
+        samples: bool,
+    ) -> Result<(), KernelError> {
+        let Self { seqs, kind, block_size } = *self;
         let (mut positions, mut entries, mut sample_rows) = (Vec::new(), Vec::new(), Vec::new());
         let mut tables = 0;
         for &(num_rows, context_len) in seqs {
@@ -120,11 +197,10 @@ impl<B: Backend> Engine<B> {
         let block_tables = vec![0; tables as usize];
         let temperature = if kind.greedy { 0.0 } else { 1.0 };
         let params = SampleParams { temperature, top_p: 0.9, top_k: 50, ..SampleParams::default() };
-        let vocab = self.decoder.config().vocab_size;
+        let vocab = decoder.config().vocab_size;
         let mask = vec![u32::MAX; vocab.div_ceil(32)];
         let allowed = kind.masks.then_some(mask.as_slice());
         let row = SampleRow { params: &params, prompt: &[], output: &[], allowed: None };
-        let samples = self.samples();
         let sampling = vec![row; sample_rows.len()];
         let masked = vec![SampleRow { allowed, ..row }; sample_rows.len()];
         let batch = Batch {
@@ -133,7 +209,6 @@ impl<B: Backend> Engine<B> {
             seqs: &entries,
             block_tables: &block_tables,
         };
-        let Self { backend, decoder, .. } = self;
         let rows = if kind.adapters { ids.len() } else { 0 };
         let adapters = vec![lora::row_of(1); rows];
         backend.begin_step(&StepInputs {

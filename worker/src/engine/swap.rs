@@ -95,6 +95,10 @@ impl<B: Backend> Engine<B> {
             return Err(none());
         };
         self.backend.swap_in(cache, &mut host.kv, &pairs)?;
+        if let Some(draft) = &mut self.draft {
+            // What it had computed did not go with them.
+            draft.replace(pairs.iter().map(|(device, _)| *device));
+        }
         Ok(())
     }
 

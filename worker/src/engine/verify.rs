@@ -6,8 +6,9 @@ use kernels::backend::SeqRows;
 use kernels::sampling::Sampled;
 use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, TokenDigest};
 
+use super::layout::StepBuffers;
+use super::report::token_logprobs;
 use super::sequence::Sequence;
-use super::{StepBuffers, token_logprobs};
 
 /// Checks a share with drafts; the rest of its checks are those of any share.
 pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<(), String> {
@@ -23,7 +24,7 @@ pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<
         let (start, known) = (entry.start, seq.tokens.len());
         return Err(format!("has drafts behind position {start}, but {known} tokens"));
     }
-    match entry.drafts.iter().find(|token| **token >= vocab) {
+    match entry.drafts.known().iter().find(|token| **token >= vocab) {
         Some(token) => Err(format!("has draft {token} of {vocab}")),
         None => Ok(()),
     }
@@ -60,7 +61,8 @@ impl StepBuffers {
 impl Sequence {
     /// How many of `tokens`, sampled after each row of a share, count.
     fn counting(&self, entry: &SequenceStep, tokens: &[u32]) -> usize {
-        let agreeing = tokens.iter().zip(&entry.drafts).take_while(|(token, draft)| token == draft);
+        let agreeing =
+            tokens.iter().zip(entry.drafts.known()).take_while(|(token, draft)| token == draft);
         agreeing.count() + 1
     }
 

@@ -175,6 +175,7 @@ fn form(epoch: u64, model: &str) -> ExecutorCommand {
         dtype: Dtype::Auto,
         quantization: Quantization::None,
         lora: Lora::default(),
+        draft_model: None,
         collective: CollectiveSpec::None,
         collective_timeout_ms: 1000,
         model: model.into(),

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 
 use clap::{Args, ValueEnum};
 use coordinator::metrics::log_line::Field;
-use coordinator::scheduler::Speculation;
 use shared::protocol::{Dtype, Quantization};
 
 use super::super::api::ApiArgs;
 use super::super::lora::LoraArgs;
 use super::super::resources::PlacementArgs;
-use super::super::{speculative, vllm};
+use super::super::speculative::{self, Speculative};
+use super::super::vllm;
 use super::parse_bytes;
 
 /// A server whose metric names can be published too.
@@ -110,9 +110,11 @@ pub(crate) struct ServingArgs {
     /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
     /// step; the text is the same. JSON as vLLM has it:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
+    /// or by a small model with the same tokens, whose folder the host of each replica's rank 0 has at
+    /// this path: {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
     /// with "disable_by_batch_size":N nothing is drafted while more than N sequences run
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
-    pub(crate) speculative_config: Option<Speculation>,
+    pub(crate) speculative_config: Option<Speculative>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of

@@ -1,0 +1,152 @@
+//! PURE: how many tokens a draft model drafts for a sequence, by what became of its drafts so far: more
+//! while all of them are right, fewer when some are wrong, for a while none when nearly none was right.
+//! A sequence that is not drafted for is one step ahead, as it is without a draft model.
+
+/// A draft of which all were right is followed by one of so many more.
+const FASTER: u32 = 2;
+/// Fewest tokens of a draft, if drafts may be as long: fewer are not worth waiting for.
+const LEAST: u32 = 2;
+
+/// Trust at the beginning, behind a pause, and at most. Each draft of which some token was right adds
+/// one, each other takes one away; at zero there is a pause.
+const TRUST_AT_FIRST: u32 = 4;
+const TRUST_AGAIN: u32 = 2;
+const TRUST_MOST: u32 = 8;
+
+/// Tokens that a first pause lasts, and the longest; each is twice the one before, until there is as
+/// much trust as at the beginning.
+const PAUSE: u32 = 16;
+const PAUSE_MOST: u32 = 512;
+
+/// Times in a row that a draft model drafts nothing before there is a pause, too: it may be computing
+/// what it misses, a part in each step. Or the sequence is longer than it can compute.
+const MISSED_MOST: u32 = 32;
+
+/// One sequence's.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Pace {
+    /// Tokens of its next draft; all that may be where nothing is known.
+    length: Option<u32>,
+    trust: u32,
+    /// The next pause's.
+    pause: u32,
+    missed: u32,
+    /// Nothing is drafted before it has so many tokens.
+    resumes_at: u32,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self { length: None, trust: TRUST_AT_FIRST, pause: PAUSE, missed: 0, resumes_at: 0 }
+    }
+}
+
+impl Pace {
+    /// Tokens of the next draft of a sequence of `len` tokens, `most` at most.
+    pub(super) fn length(&self, len: u32, most: u32) -> u32 {
+        if len < self.resumes_at { 0 } else { self.length.unwrap_or(most).min(most) }
+    }
+
+    /// Of `drafted` tokens, `most` at most, so many were right; the sequence has `len` tokens now.
+    pub(super) fn verified(&mut self, (drafted, accepted): (u32, u32), most: u32, len: u32) {
+        if drafted == 0 {
+            self.missed += 1;
+            if self.missed >= MISSED_MOST {
+                // It is asked once more behind the pause.
+                self.missed = MISSED_MOST - 1;
+                self.rest(len);
+            }
+            return;
+        }
+        self.missed = 0;
+        let least = LEAST.min(most);
+        let length = self.length.unwrap_or(most);
+        let next = if accepted == drafted { length + FASTER } else { length.saturating_sub(1) };
+        self.length = Some(next.clamp(least, most));
+        if accepted > 0 {
+            self.trust = (self.trust + 1).min(TRUST_MOST);
+            if self.trust >= TRUST_AT_FIRST {
+                self.pause = PAUSE;
+            }
+            return;
+        }
+        self.trust = self.trust.saturating_sub(1);
+        if self.trust == 0 {
+            self.trust = TRUST_AGAIN;
+            self.length = Some(least);
+            self.rest(len);
+        }
+    }
+
+    /// Nothing is drafted for a while.
+    fn rest(&mut self, len: u32) {
+        self.resumes_at = len.saturating_add(self.pause);
+        self.pause = (self.pause * 2).min(PAUSE_MOST);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Drafts of which the first `right` tokens are right; returns steps and drafted tokens of a text of
+    /// so many tokens.
+    fn run(tokens: u32, most: u32, right: impl Fn(u32) -> u32) -> (u32, u32, Pace) {
+        let (mut pace, mut len, mut steps, mut drafted) = (Pace::default(), 0, 0, 0);
+        while len < tokens {
+            let draft = pace.length(len, most);
+            let accepted = right(len).min(draft);
+            steps += 1;
+            drafted += draft;
+            len += accepted + 1;
+            if draft > 0 {
+                pace.verified((draft, accepted), most, len);
+            }
+        }
+        (steps, drafted, pace)
+    }
+
+    #[test]
+    fn drafts_that_are_right_stay_as_long_as_they_may_be() {
+        assert_eq!(run(600, 5, |_| 5).0, 100);
+        assert_eq!(run(100, 1, |_| 1).0, 50);
+    }
+
+    #[test]
+    fn drafts_that_are_wrong_are_all_but_given_up() {
+        let (steps, drafted, _) = run(2000, 5, |_| 0);
+        assert_eq!(steps, 2000);
+        // Four at first, then two tokens twice for each pause of 16, 32, .. 512.
+        assert!((20..60).contains(&drafted), "{drafted}");
+    }
+
+    #[test]
+    fn drafts_become_as_long_as_what_is_right() {
+        for (right, between) in [(1, 2..=3), (3, 3..=5)] {
+            let (_, _, pace) = run(1000, 12, |_| right);
+            let length = pace.length(2000, 12);
+            assert!(between.contains(&length), "{length} tokens where {right} are right");
+        }
+    }
+
+    #[test]
+    fn a_draft_model_that_does_not_catch_up_is_asked_ever_less() {
+        let (mut pace, mut asked) = (Pace::default(), 0);
+        for len in 0..5000 {
+            if pace.length(len, 4) > 0 {
+                asked += 1;
+                pace.verified((0, 0), 4, len);
+            }
+        }
+        assert!((MISSED_MOST..60).contains(&asked), "{asked}");
+        // When it has, it drafts as many as it may.
+        assert_eq!(pace.length(10_000, 4), 4);
+    }
+
+    #[test]
+    fn a_text_that_the_draft_model_knows_again_is_drafted_again() {
+        let (_, _, pace) = run(3000, 8, |len| if len < 1000 { 0 } else { 8 });
+        assert_eq!(pace.length(5000, 8), 8);
+        assert_eq!(pace.pause, PAUSE);
+    }
+}

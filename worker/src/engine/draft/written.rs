@@ -1,0 +1,169 @@
+//! PURE: which positions of the KV cache's blocks hold what the draft model has computed. Blocks are
+//! those of the model that verifies, with their numbers: what is written there anew, is rejected, or
+//! came from host memory has to be computed by the draft model again, and nobody tells it when.
+use std::ops::Range;
+
+/// For each block, how many of its first positions hold what belongs there.
+#[derive(Debug, Default)]
+pub(super) struct Written {
+    block_size: u32,
+    blocks: Vec<u32>,
+}
+
+impl Written {
+    /// Nothing is written of so many blocks.
+    pub(super) fn new(block_size: u32, num_blocks: u32) -> Self {
+        Self { block_size, blocks: vec![0; num_blocks as usize] }
+    }
+
+    /// The parts of the table's blocks that positions are in: (block, its part).
+    fn parts<'a>(
+        &self,
+        table: &'a [u32],
+        positions: Range<u32>,
+    ) -> impl Iterator<Item = (usize, Range<u32>)> + use<'a> {
+        let size = self.block_size.max(1);
+        let (first, end) = (positions.start / size, positions.end.div_ceil(size));
+        let blocks = if positions.is_empty() { 0..0 } else { first..end };
+        blocks.filter_map(move |index| {
+            let block = *table.get(index as usize)? as usize;
+            let (start, end) = (index * size, (index + 1) * size);
+            Some((block, positions.start.max(start) - start..positions.end.min(end) - start))
+        })
+    }
+
+    /// Other tokens come to these positions of a sequence: what is there, and in their blocks behind
+    /// them, is nothing.
+    pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
+        for (block, part) in self.parts(table, positions) {
+            if let Some(written) = self.blocks.get_mut(block) {
+                *written = part.start.min(*written);
+            }
+        }
+    }
+
+    /// A block holds something else.
+    pub(super) fn replace(&mut self, block: u32) {
+        if let Some(written) = self.blocks.get_mut(block as usize) {
+            *written = 0;
+        }
+    }
+
+    /// The first of a sequence's `len` positions that is not written.
+    pub(super) fn missing(&self, table: &[u32], len: u32) -> u32 {
+        let whole = self.parts(table, 0..len);
+        let mut at = 0;
+        for (block, part) in whole {
+            let written = self.blocks.get(block).copied().unwrap_or(0).min(part.end);
+            if written < part.end {
+                return at + written;
+            }
+            at += written;
+        }
+        at
+    }
+
+    /// These positions of a sequence are written, as were those before.
+    pub(super) fn write(&mut self, table: &[u32], positions: Range<u32>) {
+        for (block, part) in self.parts(table, positions) {
+            if let Some(written) = self.blocks.get_mut(block)
+                && part.start <= *written
+            {
+                *written = part.end.max(*written);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    #[test]
+    fn what_was_rejected_and_what_is_behind_it_is_missing() {
+        let mut written = Written::new(4, 10);
+        let table = [7, 2, 9];
+        assert_eq!(written.missing(&table, 9), 0);
+        written.write(&table, 0..9);
+        assert_eq!((written.missing(&table, 12), written.missing(&table, 9)), (9, 9));
+        assert_eq!(written.missing(&table, 3), 3);
+        // Of four drafts from 9 on the first was right.
+        written.write(&table, 9..12);
+        written.overwrite(&table, 10..12);
+        assert_eq!(written.missing(&table, 12), 10);
+        // Another sequence has the first block, and what was there.
+        assert_eq!(written.missing(&[7, 5], 8), 4);
+        // It gets the second, too, with other tokens.
+        written.overwrite(&[7, 2], 4..5);
+        assert_eq!(written.missing(&table, 12), 4);
+        written.replace(7);
+        assert_eq!(written.missing(&table, 12), 0);
+        // Of a cache that is not there nothing is.
+        assert_eq!(Written::default().missing(&[3], 5), 0);
+    }
+
+    /// Numbers below a bound, one behind the other.
+    fn numbers(seed: u64) -> impl FnMut(u32) -> u32 {
+        let mut state = seed;
+        move |below| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as u32 % below
+        }
+    }
+
+    /// Against places that remember what each was computed for.
+    #[test]
+    fn it_knows_what_a_cache_of_places_would_hold() {
+        // The first two sequences share their first two blocks.
+        let tables = [[0u32, 1, 2, 3, 4, 5], [0, 1, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15]];
+        let (mut computed, mut kept) = (0, 0);
+        for seed in 0..2000 {
+            let mut number = numbers(seed);
+            let mut written = Written::new(4, 16);
+            // What belongs at a place, and for what the draft model computed it.
+            let mut wanted: BTreeMap<(u32, u32), u32> = BTreeMap::new();
+            let mut held: BTreeMap<(u32, u32), u32> = BTreeMap::new();
+            for step in 1..60 {
+                let (seq, from) = (number(3) as usize, number(24));
+                let end = (from + 1 + number(11)).min(24);
+                let table = &tables[seq];
+                let place = |at: u32| (table[(at / 4) as usize], at % 4);
+                // Nobody writes to places that two share: they hold what both have.
+                let is_own = seq == 2 || from >= 8;
+                match number(4) {
+                    0 if is_own => {
+                        written.overwrite(table, from..end);
+                        // Behind them in the last block stood what is gone.
+                        for at in from..end.next_multiple_of(4) {
+                            wanted.insert(place(at), step);
+                        }
+                    }
+                    1 if is_own => {
+                        let block = table[(from / 4) as usize];
+                        written.replace(block);
+                        (0..4).for_each(|at| {
+                            wanted.insert((block, at), step);
+                        });
+                    }
+                    _ => {
+                        let missing = written.missing(table, end);
+                        for at in 0..missing {
+                            let belongs = wanted.get(&place(at)).copied().unwrap_or(0);
+                            assert_eq!(held.get(&place(at)), Some(&belongs), "{seed}: {at}");
+                        }
+                        written.write(table, missing..end);
+                        for at in missing..end {
+                            let belongs = wanted.get(&place(at)).copied().unwrap_or(0);
+                            held.insert(place(at), belongs);
+                        }
+                        assert_eq!(written.missing(table, end), end);
+                        (computed, kept) = (computed + end - missing, kept + missing);
+                    }
+                }
+            }
+        }
+        assert!(kept > computed, "{kept} were kept, {computed} computed");
+    }
+}

@@ -1,0 +1,194 @@
+//! What a plan says, checked whole before anything is computed, and its batch laid out in rows.
+use kernels::Backend;
+use kernels::backend::{NOT_ASSIGNED, SeqRows};
+use kernels::sampling::{SampleRow, Sampled};
+use shared::protocol::StepPlan;
+
+use super::sequence::Sequence;
+use super::swap::HostBlocks;
+use super::{Engine, EngineError, HELD_PER_RUNNING, masks, verify};
+use crate::model::lora;
+
+/// What a step needs, kept from step to step.
+#[derive(Debug, Default)]
+pub(super) struct StepBuffers {
+    pub(super) ids: Vec<u32>,
+    pub(super) positions: Vec<u32>,
+    pub(super) slots: Vec<u32>,
+    pub(super) seqs: Vec<SeqRows>,
+    pub(super) block_tables: Vec<u32>,
+    /// The first row of each entry of the plan.
+    pub(super) entry_rows: Vec<u32>,
+    /// Rows of the logits that are sampled, and which entry of the plan each is of.
+    pub(super) sample_rows: Vec<u32>,
+    pub(super) sample_entries: Vec<usize>,
+    /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
+    pub(super) feed: Vec<u32>,
+    /// Which adapter each row has; empty when none has one.
+    pub(super) adapters: Vec<u32>,
+    /// Empty between steps: kept for its memory.
+    pub(super) sampling: Vec<SampleRow<'static>>,
+    pub(super) sampled: Vec<Sampled>,
+    pub(super) tokens: Vec<u32>,
+    /// Rows and next tokens of one chunk of prompt log-probabilities.
+    pub(super) prompt_rows: Vec<u32>,
+    pub(super) targets: Vec<u32>,
+    /// Rows that an embedding is made of.
+    pub(super) hidden: Vec<f32>,
+}
+
+impl StepBuffers {
+    /// Tokens that a sampled row is computed behind, itself included.
+    pub(super) fn known(&self, row: usize) -> usize {
+        self.positions[self.sample_rows[row] as usize] as usize + 1
+    }
+
+    fn clear(&mut self) {
+        self.ids.clear();
+        self.positions.clear();
+        self.slots.clear();
+        self.seqs.clear();
+        self.block_tables.clear();
+        self.entry_rows.clear();
+        self.sample_rows.clear();
+        self.sample_entries.clear();
+        self.feed.clear();
+        self.adapters.clear();
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// Forgets, swaps and learns sequences.
+    pub(super) fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let on_host = self.host.as_ref().map_or(0, HostBlocks::count);
+        let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING + on_host;
+        for seq in &plan.finished {
+            let forgotten = self.sequences.remove(seq).and_then(|seq| seq.host);
+            if let (Some(blocks), Some(host)) = (forgotten, &mut self.host) {
+                host.free(&blocks);
+            }
+        }
+        self.swap(plan)?;
+        for new in &plan.admitted {
+            let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+            let max = self.config.max_model_len as usize;
+            if new.tokens.is_empty() || new.tokens.len() > max {
+                let len = new.tokens.len();
+                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
+            }
+            let adapters = self.decoder.num_adapters();
+            if new.adapter > adapters {
+                let (seq, adapter) = (new.seq, new.adapter);
+                return Err(fault(format!("{seq} has adapter {adapter} of {adapters}")));
+            }
+            if new.num_prompt as usize > new.tokens.len() {
+                return Err(fault(format!("{} has fewer tokens than its prompt", new.seq)));
+            }
+            new.sampling
+                .check(self.decoder.config().vocab_size as u32)
+                .map_err(|message| fault(format!("{}: {message}", new.seq)))?;
+            if self.sequences.len() >= held_max {
+                return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
+            }
+            if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
+                return Err(fault(format!("{} is admitted twice", new.seq)));
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks the plan, and gives its sequences their blocks.
+    pub(super) fn check(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
+        let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
+        if self.cache.is_none() && !plan.sequences.is_empty() {
+            return Err(fault("there is no KV cache yet".to_owned()));
+        }
+        let vocab = self.decoder.config().vocab_size as u32;
+        if plan.sequences.len() > self.config.max_num_seqs as usize {
+            let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
+            return Err(fault(format!("{len} sequences, the bound is {max}")));
+        }
+        let (mut tokens, mut rows) = (0, 0);
+        for entry in &plan.sequences {
+            let seq = self
+                .sequences
+                .get_mut(&entry.seq)
+                .ok_or_else(|| fault(format!("{} is not known", entry.seq)))?;
+            if seq.last_step.replace(plan.step) == Some(plan.step) {
+                return Err(fault(format!("{} occurs twice", entry.seq)));
+            }
+            seq.check(entry, &self.config, self.num_blocks)
+                .and_then(|()| masks::check(entry))
+                .and_then(|()| match entry.drafts.is_empty() {
+                    true => Ok(()),
+                    false => verify::check(seq, entry, vocab),
+                })
+                .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
+            seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
+            if let Some(draft) = &mut self.draft {
+                draft.overwrite(&seq.blocks, entry.start..entry.start + entry.count);
+            }
+            let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+            let known = &seq.tokens[start..end.min(seq.tokens.len())];
+            if let Some(token) = known.iter().find(|token| **token >= vocab) {
+                return Err(fault(format!("{} has token {token} of {vocab}", entry.seq)));
+            }
+            tokens += entry.count as usize;
+            rows += 1 + entry.drafts.len();
+        }
+        let max = self.config.max_num_batched_tokens as usize;
+        if tokens > max {
+            return Err(fault(format!("{tokens} tokens, the bound is {max}")));
+        }
+        // Each draft is a row of decode of its own; no other share has more rows to sample than one.
+        let max = self.config.max_num_seqs as usize;
+        if rows > max {
+            return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));
+        }
+        Ok(())
+    }
+
+    /// Lays out the batch of a plan that was checked, and whose drafts are known.
+    pub(super) fn lay_out(&mut self, plan: &StepPlan) {
+        let step = &mut self.step;
+        step.clear();
+        for (index, entry) in plan.sequences.iter().enumerate() {
+            // It was there when the plan was checked.
+            let Some(seq) = self.sequences.get_mut(&entry.seq) else { continue };
+            seq.tokens.extend_from_slice(entry.drafts.known());
+            let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
+            let tokens = &seq.tokens[start..end];
+            let row_start = step.ids.len() as u32;
+            step.entry_rows.push(row_start);
+            if self.decoder.num_adapters() > 0 {
+                let rows = step.adapters.len() + entry.count as usize;
+                step.adapters.resize(rows, lora::row_of(seq.adapter));
+            }
+            let table_start = step.block_tables.len() as u32;
+            step.block_tables.extend_from_slice(&seq.blocks);
+            if !entry.drafts.is_empty() {
+                step.lay_out_drafts(entry, index, seq, table_start, &self.config);
+                continue;
+            }
+            step.ids.extend_from_slice(tokens);
+            step.positions.extend(entry.start..entry.start + entry.count);
+            let positions = entry.start..entry.start + entry.count;
+            step.slots.extend(positions.map(|position| seq.slot(position, self.config.block_size)));
+            step.seqs.push(SeqRows {
+                row_start,
+                num_rows: entry.count,
+                context_len: entry.start + entry.count,
+                table_start,
+                table_len: seq.blocks.len() as u32,
+            });
+            seq.computed = Some(entry.start + entry.count);
+            if entry.sample {
+                step.sample_rows.push(row_start + entry.count - 1);
+                step.sample_entries.push(index);
+            }
+        }
+        if step.adapters.iter().all(|row| *row == NOT_ASSIGNED) {
+            step.adapters.clear();
+        }
+    }
+}

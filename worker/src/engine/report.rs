@@ -1,0 +1,110 @@
+//! What a step tells of its sequences: tokens with their log-probabilities, and those of prompts.
+use std::collections::HashMap;
+
+use kernels::Backend;
+use kernels::sampling::Sampled;
+use shared::ids::SeqId;
+use shared::protocol::{SequenceOutput, SequenceStep, StepPlan, TokenLogprobs};
+
+use super::layout::StepBuffers;
+use super::sequence::Sequence;
+use super::{Engine, EngineError};
+use crate::model::decoder::Decoder;
+
+impl<B: Backend> Engine<B> {
+    /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
+    pub(super) fn reports_prompt(&self, entry: &SequenceStep) -> bool {
+        self.sequences
+            .get(&entry.seq)
+            .is_some_and(|seq| seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some())
+    }
+}
+
+/// Reports log-probabilities of prompt tokens, for sequences that want them.
+pub(super) fn prompt_logprobs<B: Backend>(
+    backend: &mut B,
+    decoder: &mut Decoder<B>,
+    sequences: &HashMap<SeqId, Sequence>,
+    step: &mut StepBuffers,
+    plan: &StepPlan,
+    rows_max: u32,
+    outputs: &mut Vec<SequenceOutput>,
+) -> Result<(), EngineError> {
+    let vocab = decoder.config().vocab_size;
+    for (index, entry) in plan.sequences.iter().enumerate() {
+        let Some(seq) = sequences.get(&entry.seq) else { continue };
+        let Some(top_n) = seq.prompt_logprobs else { continue };
+        let Some(targets) = seq.prompt_targets(entry) else { continue };
+        let last = targets.end - 1;
+        let mut report = Vec::with_capacity((last - entry.start) as usize);
+        let mut corrupted = false;
+        let row_start = step.entry_rows[index];
+        let mut from = entry.start;
+        while from < last {
+            let to = last.min(from + rows_max);
+            step.targets.clear();
+            step.targets.extend_from_slice(&seq.tokens[from as usize + 1..to as usize + 1]);
+            let rows = &mut step.prompt_rows;
+            rows.clear();
+            rows.extend((from..to).map(|position| row_start + position - entry.start));
+            let logits = decoder.logits(backend, rows)?;
+            if backend.rank() == 0 {
+                let sampled = &mut step.sampled;
+                backend.logprobs(logits, vocab, 0, &step.targets, top_n, sampled)?;
+                corrupted |= sampled.iter().any(|scored| scored.corrupted);
+                report.extend(sampled.drain(..).map(token_logprobs));
+            }
+            from = to;
+        }
+        if backend.rank() == 0 {
+            outputs.push(SequenceOutput {
+                seq: entry.seq,
+                position: entry.start + entry.count,
+                token: None,
+                logprobs: None,
+                prompt_logprobs: report,
+                prompt_start: entry.start + 1,
+                corrupted,
+                embedding: Vec::new(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
+pub(super) fn merge_output(
+    outputs: &mut Vec<SequenceOutput>,
+    entry: &SequenceStep,
+    sampled: Sampled,
+    wants_logprobs: bool,
+) {
+    let (token, corrupted) = (sampled.token, sampled.corrupted);
+    let logprobs = wants_logprobs.then(|| token_logprobs(sampled));
+    let position = entry.start + entry.count;
+    if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
+        begun.token = Some(token);
+        begun.logprobs = logprobs;
+        begun.corrupted |= corrupted;
+        return;
+    }
+    outputs.push(SequenceOutput {
+        seq: entry.seq,
+        position,
+        token: Some(token),
+        logprobs,
+        prompt_logprobs: Vec::new(),
+        prompt_start: 0,
+        corrupted,
+        embedding: Vec::new(),
+    });
+}
+
+pub(super) fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
+    TokenLogprobs {
+        token: sampled.token,
+        logprob: sampled.logprob,
+        rank: sampled.rank,
+        top: sampled.top,
+    }
+}

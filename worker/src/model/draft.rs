@@ -1,0 +1,95 @@
+//! A draft model's folder: opened and held against the model that it drafts for, then loaded whole.
+use std::path::Path;
+
+use kernels::Backend;
+use shared::protocol::{EngineConfig, Quantization};
+
+use super::ModelError;
+use super::config::ModelConfig;
+use super::decoder::Decoder;
+use super::safetensors::WeightFiles;
+use super::shard::Shard;
+use super::size::{self, KeepsInt4};
+use super::weights::{self, Source};
+use crate::engine::Draft;
+
+/// What its checkpoint has is what is kept.
+const QUANTIZATION: Quantization = Quantization::None;
+
+/// A draft model that is not loaded.
+#[derive(Debug)]
+pub struct DraftFiles {
+    config: ModelConfig,
+    shard: Shard,
+    files: WeightFiles,
+}
+
+impl DraftFiles {
+    /// Opens a folder and checks that its tokens are the model's.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn open(folder: &Path, model: &ModelConfig) -> Result<Self, ModelError> {
+        let config = ModelConfig::load(folder)?;
+        if config.vocab_size != model.vocab_size {
+            let (own, other) = (config.vocab_size, model.vocab_size);
+            let message = format!(
+                "vocab_size is {own}, and the model that it is to draft for has {other}: both must \
+                 have the same tokens"
+            );
+            return Err(ModelError::file(&folder.join("config.json"), message));
+        }
+        let shard = Shard::new(&config, 0, 1)?;
+        Ok(Self { shard, files: WeightFiles::open(folder)?, config })
+    }
+
+    /// The model.
+    #[must_use]
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Positions that it computes of sequences of up to `max_model_len` tokens.
+    fn positions(&self, max_model_len: u32) -> u32 {
+        let own = u32::try_from(self.config.max_positions).unwrap_or(u32::MAX);
+        own.min(max_model_len)
+    }
+
+    /// Bytes of its weights.
+    #[must_use]
+    pub fn weight_bytes(&self, keeps_int4: KeepsInt4<'_>) -> u64 {
+        size::weight_bytes(&self.config, &self.shard, QUANTIZATION, keeps_int4)
+    }
+
+    /// Bytes of its largest step, and of its KV cache of one sequence of the greatest length.
+    #[must_use]
+    pub fn step_bytes(&self, sizes: &EngineConfig) -> (u64, u64) {
+        let widens = false;
+        (
+            size::activation_bytes(&self.config, &self.shard, widens, sizes),
+            size::sequence_bytes(&self.config, &self.shard, sizes),
+        )
+    }
+
+    /// Loads it on `own`, or where a device has no second backend for it on `shared`, that of the model
+    /// it drafts for.
+    ///
+    /// # Errors
+    /// [`ModelError`].
+    pub fn load<B: Backend>(
+        self,
+        mut own: Option<B>,
+        shared: &mut B,
+        sizes: &EngineConfig,
+    ) -> Result<Draft<B>, ModelError> {
+        let positions = self.positions(sizes.max_model_len);
+        let backend = own.as_mut().unwrap_or(shared);
+        let Self { config, shard, files } = self;
+        let source = Source { files: &files, config: &config, shard: &shard };
+        let longest = positions as usize;
+        let weights = weights::load(backend, &source, QUANTIZATION, longest, &mut |_, _| {})?;
+        let (tokens, rows) = (sizes.max_num_batched_tokens as usize, sizes.max_num_seqs as usize);
+        let decoder = Decoder::new(backend, config, shard, weights, tokens, rows)?;
+        Ok(Draft::new(own, decoder, positions))
+    }
+}
