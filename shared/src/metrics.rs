@@ -6,7 +6,7 @@
 //! - [`labels`]: label names and the closed sets of their values
 //! - [`local`]: plain cells of one process or thread, addressed by handles
 //! - [`rank`]: the series of one rank of a replica, as a worker's executor records them
-//! - [`snapshot`]: running totals as they travel
+//! - [`snapshot`]: running totals; [`report`]: how they travel
 //! - [`application`]: what users of the runtime count
 //! - [`compat`]: the names that other servers publish, from the same totals
 //! - [`merger`]: reports of all sources to one total; [`merged`]: that total, to be read
@@ -26,6 +26,7 @@ pub mod local;
 pub mod merged;
 pub mod merger;
 pub mod rank;
+pub mod report;
 pub mod snapshot;
 
 pub use definition::{
@@ -35,7 +36,5 @@ pub use local::{Counter, Exemplar, Exemplars, Gauge, Histogram, LocalStats, Shar
 pub use merged::Merged;
 pub use merger::{Applied, Limits, Merger, Refused, Source};
 pub use rank::RankStats;
-pub use snapshot::{
-    HistogramTotals, LabelValues, MAX_SNAPSHOT_BYTES, PartialSnapshot, SeriesSnapshot,
-    SnapshotError, Value, decode_snapshot, encode_snapshot,
-};
+pub use report::{MAX_SNAPSHOT_BYTES, SnapshotError, decode_snapshot, encode_snapshot};
+pub use snapshot::{HistogramTotals, LabelValues, PartialSnapshot, SeriesSnapshot, Value};

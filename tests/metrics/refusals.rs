@@ -69,10 +69,25 @@ fn with(index: usize, value: Value) -> PartialSnapshot {
     report(series)
 }
 
+/// What is not known here takes nothing with it that is; that is said and counted once.
 #[test]
 fn another_catalogue() {
-    let bad = PartialSnapshot { catalogue: 1, ..report(honest()) };
-    refused(bad, ReportRefusal::CatalogueMismatch);
+    let mut merger = Merger::default();
+    let newer = |run, sequence, merger: &mut Merger| {
+        let unknown = vec!["tutti_of_tomorrow_total".to_owned()];
+        let snapshot = PartialSnapshot { unknown, ..report(honest()) };
+        merger.apply(WORKER, run, sequence, snapshot).unwrap();
+        let merged = merger.merged();
+        let label = ReportRefusal::CatalogueMismatch;
+        (merged.histogram_sum(RANK_STEP).count(), merged.counter_sum_of(REPORTS_REFUSED, label))
+    };
+    assert_eq!(newer(RUN, 1, &mut merger), (10, 1));
+    let said = merger.take_unsaid();
+    assert!(said.len() == 1 && said[0].contains("tutti_of_tomorrow_total"), "{said:?}");
+    assert_eq!(newer(RUN, 2, &mut merger), (10, 1));
+    assert!(merger.take_unsaid().is_empty());
+    merger.retire(WORKER, RUN);
+    assert_eq!(newer(Incarnation(10), 1, &mut merger), (20, 2));
 }
 
 #[test]

@@ -451,37 +451,39 @@ catalogue! {
 /// Every series, in the order of the documentation.
 pub static CATALOGUE: &[Definition] = DEFINITIONS;
 
-/// Differs when names, kinds, labels or bucket bounds differ: reports of a source with another
-/// hash are refused rather than added up wrongly.
-pub const CATALOGUE_HASH: u64 = hash(DEFINITIONS);
-
-/// FNV-1a over everything that decides whether two totals may be added.
-const fn hash(definitions: &[Definition]) -> u64 {
-    let mut state = 0xcbf2_9ce4_8422_2325;
+/// By position: differs between two programs when labels, kind or bucket bounds of a series differ,
+/// so that its totals may not be added up.
+pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
+    let mut forms = [0; DEFINITIONS.len()];
     let mut row = 0;
-    while row < definitions.len() {
-        let definition = &definitions[row];
-        state = hash_bytes(state, definition.name.as_bytes());
-        let mut label = 0;
-        while label < definition.labels.len() {
-            state = hash_bytes(state, definition.labels[label].name.as_bytes());
-            label += 1;
-        }
-        state = match definition.kind {
-            Kind::Counter => hash_bytes(state, b"counter"),
-            Kind::Gauge(_) => hash_bytes(state, b"gauge"),
-            Kind::Histogram(bounds) => {
-                let mut bound = 0;
-                while bound < bounds.len() {
-                    state = hash_bytes(state, &bounds[bound].to_bits().to_le_bytes());
-                    bound += 1;
-                }
-                hash_bytes(state, b"histogram")
-            }
-        };
+    while row < forms.len() {
+        forms[row] = form(&DEFINITIONS[row]);
         row += 1;
     }
-    state
+    forms
+};
+
+/// FNV-1a over everything that decides whether two totals may be added.
+const fn form(definition: &Definition) -> u64 {
+    let mut state = 0xcbf2_9ce4_8422_2325;
+    state = hash_bytes(state, definition.name.as_bytes());
+    let mut label = 0;
+    while label < definition.labels.len() {
+        state = hash_bytes(state, definition.labels[label].name.as_bytes());
+        label += 1;
+    }
+    match definition.kind {
+        Kind::Counter => hash_bytes(state, b"counter"),
+        Kind::Gauge(_) => hash_bytes(state, b"gauge"),
+        Kind::Histogram(bounds) => {
+            let mut bound = 0;
+            while bound < bounds.len() {
+                state = hash_bytes(state, &bounds[bound].to_bits().to_le_bytes());
+                bound += 1;
+            }
+            hash_bytes(state, b"histogram")
+        }
+    }
 }
 
 const fn hash_bytes(mut state: u64, bytes: &[u8]) -> u64 {

@@ -296,7 +296,7 @@ label_enum! {
         Application = "application",
         /// Bucket counts do not fit the declared bounds.
         BucketMismatch = "bucket_mismatch",
-        /// Its catalogue differs from ours.
+        /// It has series that our catalogue has not, or not alike; they alone are left out.
         CatalogueMismatch = "catalogue_mismatch",
         /// It brings more label sets than allowed; the rest of the report was taken.
         LabelCardinality = "label_cardinality",

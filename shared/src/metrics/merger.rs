@@ -12,7 +12,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use super::application::{Applications, Family};
-use super::catalogue::{CATALOGUE_HASH, REPORTS_REFUSED};
+use super::catalogue::REPORTS_REFUSED;
 use super::definition::{Definition, GaugeMerge, Kind, Owner, SeriesId};
 use super::labels::{LabelValue, PROCESS_NAME, RANK_NAME, ReportRefusal, WORKER_NAME};
 use super::merged::{Merged, merge};
@@ -112,6 +112,8 @@ struct Live {
     /// What its last report had beyond the bound of label sets.
     left_out: LabelSets,
     application: Vec<Family>,
+    /// It has series that are not known here; that is said.
+    other_catalogue: bool,
 }
 
 type LabelSets = BTreeSet<(SeriesId, LabelValues)>;
@@ -162,15 +164,18 @@ impl Merger {
         if last.is_some_and(|last| last.sequence >= sequence) {
             return Ok(Applied::Stale);
         }
-        if snapshot.catalogue != CATALOGUE_HASH {
-            return Err(self.refuse(ReportRefusal::CatalogueMismatch, None));
-        }
         let before = last.map_or(&[][..], |last| &last.series);
         let new = match check(source, before, &snapshot.series) {
             Ok(new) => new,
             Err((reason, series)) => return Err(self.refuse(reason, series)),
         };
-        let PartialSnapshot { mut series, mut application, .. } = snapshot;
+        let PartialSnapshot { mut series, mut application, unknown } = snapshot;
+        let other_catalogue = !unknown.is_empty();
+        let last = self.live.get(&(source, incarnation));
+        if other_catalogue && !last.is_some_and(|last| last.other_catalogue) {
+            self.refused[ReportRefusal::CatalogueMismatch.position()] += 1;
+            self.unsaid.push(left_out_of(source, &unknown));
+        }
         let left_out = self.admit_label_sets((source, incarnation), &series, new);
         let before = self.live.get(&(source, incarnation));
         if !left_out.is_empty() {
@@ -189,7 +194,7 @@ impl Merger {
             let refused = self.applications.admit(&source.to_string(), before, &mut application);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
         }
-        let live = Live { sequence, lost: false, series, left_out, application };
+        let live = Live { sequence, lost: false, series, left_out, application, other_catalogue };
         if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
@@ -324,6 +329,20 @@ impl Merger {
         }
         over
     }
+}
+
+/// Says which series of a report are not known here.
+fn left_out_of(source: Source, unknown: &[String]) -> String {
+    let some: Vec<&str> = unknown.iter().take(5).map(String::as_str).collect();
+    let more = match unknown.len().saturating_sub(some.len()) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    format!(
+        "{source} is of another version: its series {}{more} are not known here, or are otherwise, and \
+         are left out",
+        some.join(", ")
+    )
 }
 
 fn is_gauge(id: SeriesId) -> bool {

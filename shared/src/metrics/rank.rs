@@ -10,7 +10,7 @@ use super::catalogue::{
     RANK_LOAD, RANK_MASKS, RANK_SAMPLE, RANK_STEP, RANK_WEIGHTS,
 };
 use super::local::{Counter, Gauge, Histogram, LocalStats, SharedStats};
-use super::snapshot::{SnapshotError, encode_snapshot};
+use super::report::{SnapshotError, encode_snapshot};
 use crate::ids::{ReplicaId, WorkerId};
 use crate::protocol::{StepTimings, WorkerStats};
 

@@ -1,4 +1,4 @@
-//! Running totals as they travel: one process's series at one moment.
+//! Running totals: one process's series at one moment. How they travel is [`super::report`]'s.
 //!
 //! Histograms carry one count per bucket (not cumulative over buckets); the last is for everything
 //! above the last bound, so the number of observations is their sum and cannot disagree. Sums are
@@ -9,11 +9,6 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::application::Family;
-use super::catalogue::CATALOGUE_HASH;
-use crate::wire::codec::{self, CodecError};
-
-/// Largest encoded snapshot.
-pub const MAX_SNAPSHOT_BYTES: usize = 256 * 1024;
 
 /// How many of the integers in [`HistogramTotals::sum_nanos`] make 1.
 pub const NANOS_PER_UNIT: u128 = 1_000_000_000;
@@ -22,14 +17,14 @@ pub const NANOS_PER_UNIT: u128 = 1_000_000_000;
 pub type LabelValues = Arc<[String]>;
 
 /// One source's series at one moment, sorted by (id, labels), each once.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct PartialSnapshot {
-    /// The source's catalogue.
-    pub catalogue: u64,
     /// The series.
     pub series: Vec<SeriesSnapshot>,
     /// Metrics of the application, sorted by name.
     pub application: Vec<Family>,
+    /// Names of series that the source has and our catalogue has not, or not alike: left out.
+    pub unknown: Vec<String>,
 }
 
 impl PartialSnapshot {
@@ -50,12 +45,6 @@ impl PartialSnapshot {
             }
         }
         self.application.extend(other.application);
-    }
-}
-
-impl Default for PartialSnapshot {
-    fn default() -> Self {
-        Self { catalogue: CATALOGUE_HASH, series: Vec::new(), application: Vec::new() }
     }
 }
 
@@ -130,45 +119,6 @@ impl HistogramTotals {
     }
 }
 
-/// Why a snapshot could not be coded.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum SnapshotError {
-    /// It is too large.
-    #[error("a snapshot of {bytes} bytes exceeds the bound of {MAX_SNAPSHOT_BYTES} bytes")]
-    TooLarge {
-        /// Its size.
-        bytes: usize,
-    },
-    /// The bytes do not hold a snapshot.
-    #[error("not a snapshot: {0}")]
-    Codec(#[from] CodecError),
-}
-
-/// Encodes a snapshot for [`crate::protocol::WorkerStats::snapshot`].
-///
-/// # Errors
-/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`].
-pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotError> {
-    let bytes = codec::encode(snapshot)?;
-    if bytes.len() > MAX_SNAPSHOT_BYTES {
-        return Err(SnapshotError::TooLarge { bytes: bytes.len() });
-    }
-    Ok(bytes)
-}
-
-/// Decodes a snapshot. That it makes sense is for [`super::Merger::apply`] to find.
-///
-/// # Errors
-/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`] and [`SnapshotError::Codec`]
-/// for bytes that are not exactly one snapshot.
-pub fn decode_snapshot(bytes: &[u8]) -> Result<PartialSnapshot, SnapshotError> {
-    if bytes.len() > MAX_SNAPSHOT_BYTES {
-        return Err(SnapshotError::TooLarge { bytes: bytes.len() });
-    }
-    // Decoded values are larger than encoded ones, so the decoder's own bound is wider.
-    Ok(codec::decode::<PartialSnapshot, { 16 * MAX_SNAPSHOT_BYTES }>(bytes)?)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -181,28 +131,5 @@ mod tests {
         // Just below and at a whole number: the order of the integers is kept.
         let below = totals(4_000_000_000_000_000 * NANOS_PER_UNIT - 1).sum();
         assert!(below <= totals(4_000_000_000_000_000 * NANOS_PER_UNIT).sum());
-    }
-
-    #[test]
-    fn trailing_and_oversized_bytes_are_refused() {
-        let mut bytes = encode_snapshot(&PartialSnapshot::default()).unwrap();
-        assert_eq!(decode_snapshot(&bytes).unwrap(), PartialSnapshot::default());
-        bytes.push(0);
-        assert!(matches!(
-            decode_snapshot(&bytes),
-            Err(SnapshotError::Codec(CodecError::Trailing { extra: 1 }))
-        ));
-        assert!(matches!(
-            decode_snapshot(&vec![0; MAX_SNAPSHOT_BYTES + 1]),
-            Err(SnapshotError::TooLarge { .. })
-        ));
-    }
-
-    #[test]
-    fn a_claimed_length_beyond_the_bytes_allocates_nothing() {
-        // A catalogue hash, then a series count of u64::MAX.
-        let mut bytes = codec::encode(&0u64).unwrap();
-        bytes.extend(codec::encode(&u64::MAX).unwrap());
-        assert!(decode_snapshot(&bytes).is_err());
     }
 }

@@ -216,6 +216,7 @@ impl Merger {
                 series,
                 left_out: LabelSets::new(),
                 application,
+                other_catalogue: false,
             };
             self.live.insert((source, incarnation), live);
             self.lost.push_back((source, incarnation));
@@ -320,6 +321,7 @@ impl Merger {
                 series: Vec::new(),
                 left_out: LabelSets::new(),
                 application: Vec::new(),
+                other_catalogue: false,
             }
         });
         live.series.retain(is_of_slot);
