@@ -227,9 +227,6 @@ async fn greet(connection: &mut Connection, secret: Option<&Secret>) -> Result<F
         Ok(frame) => return Ok(frame),
         Err(reason) => reason,
     };
-    if let CloseReason::Frame(FrameError::HttpClient) = reason {
-        let _ = tokio::time::timeout(HELLO_DEADLINE, connection.refuse_http()).await;
-    }
     let mismatch = match &reason {
         CloseReason::Auth(AuthError::NoGreeting) => {
             Some("this cluster has a secret: give its file with --cluster-secret-file".to_owned())
@@ -398,11 +395,14 @@ mod tests {
         assert!(greeting.await.unwrap().is_err());
 
         // Other peers are told nothing.
-        let (mut client, greeting) = greeted(None).await;
-        client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
-        let _ = greeting.await.unwrap().unwrap_err();
-        let mut bytes = Vec::new();
-        let _ = client.read_to_end(&mut bytes).await;
-        assert!(bytes.is_empty(), "{bytes:?}");
+        for known in [None, Some(secret())] {
+            let (mut client, greeting) = greeted(known).await;
+            client.write_all(b"GET / HTTP/1.1\r\n\r\n").await.unwrap();
+            let reason = greeting.await.unwrap().unwrap_err();
+            assert!(matches!(reason, CloseReason::Frame(FrameError::HttpClient)), "{reason}");
+            let mut bytes = Vec::new();
+            let _ = client.read_to_end(&mut bytes).await;
+            assert!(bytes.is_empty(), "{bytes:?}");
+        }
     }
 }

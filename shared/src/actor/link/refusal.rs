@@ -48,25 +48,7 @@ impl Connection {
         let body = codec::encode(sentence).map_err(std::io::Error::other)?;
         let mut bytes = Vec::new();
         FrameEncoder::of_version(version).encode(FrameKind::Refused, 0, &body, &mut bytes)?;
-        self.last_words(&bytes).await
-    }
-
-    /// Tells an HTTP client that this is no HTTP port.
-    ///
-    /// # Errors
-    /// [`CloseReason`] when it cannot be sent.
-    pub async fn refuse_http(&mut self) -> Result<(), CloseReason> {
-        let sentence = "this is Tutti's cluster port: HTTP is at the coordinator's --listen\n";
-        let answer = format!(
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain\r\ncontent-length: {}\r\n\
-             connection: close\r\n\r\n{sentence}",
-            sentence.len()
-        );
-        self.last_words(answer.as_bytes()).await
-    }
-
-    async fn last_words(&mut self, bytes: &[u8]) -> Result<(), CloseReason> {
-        self.stream.write_all(bytes).await?;
+        self.stream.write_all(&bytes).await?;
         self.stream.shutdown().await?;
         // Closing a socket with unread data resets the connection, which would discard the refusal.
         let drained = async {
