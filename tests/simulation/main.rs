@@ -127,7 +127,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// What is taken away, and its name.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 53] = [
+const MUTATIONS: [Mutation; 55] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -181,6 +181,8 @@ const MUTATIONS: [Mutation; 53] = [
     ("swap_pairs_are_mixed_up", |it| it.swap_pairs_are_mixed_up = true),
     ("commands_are_forgotten", |it| it.commands_are_forgotten = true),
     ("commands_stored_unfenced", |it| it.commands_stored_unfenced = true),
+    ("leases_are_given_up", |it| it.leases_are_given_up = true),
+    ("leads_by_an_old_lease", |it| it.leads_by_an_old_lease = true),
 ];
 
 #[test]
