@@ -54,7 +54,7 @@ use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::protocol::Swap;
 pub use speculate::{Drafter, Speculation};
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 use swap::HostPool;
@@ -227,15 +227,15 @@ impl Scheduler {
     }
 
     /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know no
-    /// sequence. Requests that can no longer fit, because the new cache is smaller, fail; open-ended
-    /// ones end.
+    /// sequence. Open-ended requests that have outgrown the new cache, where that is smaller, end.
+    /// Returns those that it could never hold: another replica may have room.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
         num_blocks: u32,
         host_blocks: u32,
         effects: &mut Vec<Effect>,
-    ) {
+    ) -> Vec<HandedOver> {
         if self.epoch.is_some() {
             self.replica_lost(EpochEnd::Planned, effects);
         }
@@ -250,18 +250,14 @@ impl Scheduler {
             }
         }
         self.end_outgrown(effects);
-        let mut too_large: Vec<(RequestId, u32)> = self
+        let too_large: BTreeSet<RequestId> = self
             .waiting
             .iter()
             .filter_map(|slot| self.sequences[*slot].as_ref())
-            .map(|seq| (seq.request, self.blocks_needed(seq.tokens_needed())))
-            .filter(|(_, needed)| *needed > num_blocks)
+            .filter(|seq| self.blocks_needed(seq.tokens_needed()) > num_blocks)
+            .map(|seq| seq.request)
             .collect();
-        too_large.dedup_by_key(|(request, _)| *request);
-        let ends = too_large.into_iter().map(|(request, needed)| {
-            (request, Some(EngineError::TooLarge { needed, available: num_blocks }))
-        });
-        self.end_requests(ends.collect(), effects);
+        if too_large.is_empty() { Vec::new() } else { self.hand_over_those(&too_large) }
     }
 
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
@@ -310,8 +306,21 @@ impl Scheduler {
         if self.epoch.is_some() {
             return Vec::new();
         }
+        let sequences = self.sequences.iter().flatten();
+        let all = sequences.map(|sequence| sequence.request).collect();
+        self.hand_over_those(&all)
+    }
+
+    /// Of what waits.
+    fn hand_over_those(&mut self, requests: &BTreeSet<RequestId>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
-        for slot in std::mem::take(&mut self.waiting) {
+        let is_one = |slot: &usize| {
+            self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
+        };
+        let (leaving, staying): (VecDeque<usize>, _) =
+            self.waiting.iter().copied().partition(is_one);
+        self.waiting = staying;
+        for slot in leaving {
             let Some(sequence) = self.sequences[slot].take() else { continue };
             self.free_slots.push(slot);
             let id = sequence.request;

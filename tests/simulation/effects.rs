@@ -54,7 +54,7 @@ impl World {
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
                             self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
-                            self.coordinator.orphanage.expect();
+                            self.coordinator.orphanage.expect(replica);
                         }
                     }
                 }
@@ -64,7 +64,7 @@ impl World {
                     if let Some(running) = self.coordinator.replicas.remove(&replica) {
                         self.coordinator.retiring.insert(replica, running);
                         self.mail_replica(replica, ReplicaMail::Retire);
-                        self.coordinator.orphanage.expect();
+                        self.coordinator.orphanage.expect(replica);
                     }
                 }
                 Effect::Desire(desired) => {
@@ -105,13 +105,14 @@ impl World {
         self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
+        self.coordinator.orphanage.expect(id);
             running.room = Some(num_blocks * self.scenario.engine.block_size);
         }
         let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
         for id in waiting.collect::<Vec<_>>() {
             self.mail_replica(id, ReplicaMail::GiveUp);
-            self.coordinator.orphanage.expect();
+            self.coordinator.orphanage.expect(id);
         }
     }
 

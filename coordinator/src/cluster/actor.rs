@@ -217,7 +217,7 @@ impl ClusterActor {
                         self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
                         running.addr.do_send(Lost { epoch, end });
-                        self.orphanage.expect();
+                        self.orphanage.expect(replica);
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
@@ -228,7 +228,7 @@ impl ClusterActor {
                     if let Some(running) = self.replicas.remove(&replica) {
                         // Its requests come as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
-                        self.orphanage.expect();
+                        self.orphanage.expect(replica);
                     }
                 }
                 Effect::Pace { worker, slow } => {
@@ -313,13 +313,16 @@ impl ClusterActor {
         running.serving = Some((epoch, ranks));
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // What waits at replicas that cannot go on can go on here.
-        for running in self.replicas.values().filter(|running| running.serving.is_none()) {
-            running.addr.do_send(GiveUp);
-            self.orphanage.expect();
+        for (id, running) in &self.replicas {
+            if running.serving.is_none() {
+                running.addr.do_send(GiveUp);
+                self.orphanage.expect(*id);
+            }
         }
     }
 
     /// Starts a replica's actor, unless it runs.
+        self.orphanage.expect(id);
     fn start_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId) {
         if self.replicas.contains_key(&id) {
             return;
@@ -357,6 +360,7 @@ impl ClusterActor {
         self.unpublished = false;
         let workers: Vec<(WorkerId, String, u32)> = self
             .connected
+            self.orphanage.gone(id);
             .iter()
             .map(|(id, connected)| (*id, connected.node.clone(), connected.pid))
             .collect();

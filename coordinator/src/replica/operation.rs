@@ -124,7 +124,8 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// The replica's ranks are formed: `workers`, in rank order.
+    /// The replica's ranks are formed: `workers`, in rank order. Returns the requests that they could
+    /// never hold, for other replicas.
     #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
     pub fn ready(
         &mut self,
@@ -134,10 +135,10 @@ impl Operation {
         host_blocks: u32,
         workers: Vec<WorkerId>,
         outside: &mut impl Outside,
-    ) {
+    ) -> Vec<Moved> {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
-        self.driver.ready(now, epoch, num_blocks, host_blocks);
+        let too_large = self.driver.ready(now, epoch, num_blocks, host_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;
         self.agreement.begin(self.ranks.len());
@@ -146,6 +147,7 @@ impl Operation {
         self.held.clear();
         self.drive(now, outside);
         self.tick(now, outside);
+        too_large
     }
 
     /// An epoch is over. Returns whether it was this replica's present one.
