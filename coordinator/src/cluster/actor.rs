@@ -29,7 +29,7 @@ use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
-use super::view::ClusterView;
+use super::view::{ClusterView, Frozen};
 use super::{Cluster, ClusterConfig, Effect};
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
@@ -100,8 +100,10 @@ pub struct ClusterActor {
     hub: Arc<Hub>,
     engine: EngineConfig,
     view: watch::Sender<ClusterView>,
-    unservable: Option<String>,
-    frozen: Option<(String, u32)>,
+    /// Why no actor of a replica can be made.
+    broken_config: Option<String>,
+    /// Workers whose links were given up as they said nothing, until they are back.
+    frozen: Frozen,
     tensor_parallel: u32,
     worker_stats: bool,
     stopping: bool,
@@ -157,8 +159,8 @@ impl ClusterActor {
             hub,
             engine,
             view,
-            unservable: None,
-            frozen: None,
+            broken_config: None,
+            frozen: Frozen::new(),
             tensor_parallel,
             worker_stats,
             stopping: false,
@@ -250,7 +252,6 @@ impl ClusterActor {
                         "the replica cannot be formed; tried again when workers or replicas change, else \
                          after a minute and more"
                     );
-                    self.unservable = Some(reason);
                 }
             }
         }
@@ -296,7 +297,6 @@ impl ClusterActor {
                  --max-model-len {tokens}"
             );
         }
-        self.unservable = None;
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let engine = self.engine.clone();
         let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
@@ -333,7 +333,7 @@ impl ClusterActor {
                 let addr = actor.start();
                 self.replicas.insert(id, RunningReplica { addr, load, serving: None, room: None });
             }
-            Err(error) => self.unservable = Some(error.to_string()),
+            Err(error) => self.broken_config = Some(error.to_string()),
         }
     }
 
@@ -342,6 +342,7 @@ impl ClusterActor {
     fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas
+                self.broken_config = None;
             .iter()
             .filter(|(_, running)| !running.addr.connected())
             .map(|(id, _)| *id)
@@ -374,7 +375,7 @@ impl ClusterActor {
                 .map(|running| running.load.clone())
                 .collect(),
             load: self.core.load_progress(),
-            unservable: self.unservable.clone(),
+            broken: self.broken_config.clone(),
             frozen: self.frozen.clone(),
         };
         self.view.send_replace(view);
@@ -409,6 +410,9 @@ impl Actor for ClusterActor {
     }
 }
 
+                if let Some(node) = actor.roster.node_of(worker) {
+                    actor.frozen.remove(node);
+                }
 /// Stop: fail what runs, tell the workers to end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]

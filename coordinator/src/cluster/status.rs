@@ -105,6 +105,9 @@ pub struct Replica {
     pub requests: u32,
     /// Why it last broke.
     pub last_failure: Option<String>,
+    /// That would come to the same again: it is tried in so many seconds, or when workers come or go.
+    #[serde(default)]
+    pub held_seconds: Option<u64>,
 }
 
 /// A process that is gone.

@@ -326,6 +326,7 @@ impl Handler<Joined> for ClusterActor {
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
         if restarted {
+        self.frozen.remove(&hello.node);
             recording.worker_restarted(worker);
             *self.restarts.entry(worker).or_default() += 1;
         }
@@ -377,7 +378,7 @@ impl Handler<FromLink> for ClusterActor {
                 if matches!(reason, CloseReason::Silent { .. })
                     && let Some(connected) = self.connected.get(&worker)
                 {
-                    self.frozen = Some((connected.node.clone(), connected.pid));
+                    self.frozen.insert(connected.node.clone(), connected.pid);
                 }
                 self.worker_gone(ctx, worker, number, &reason.to_string());
             }
