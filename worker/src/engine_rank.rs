@@ -32,9 +32,6 @@ use crate::rank::{
     AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
 };
 
-/// Between two looks for what rank 0 says.
-const RELAY_NAP: Duration = Duration::from_millis(1);
-
 /// See the module's documentation.
 pub struct EngineRank<D: Device> {
     device: D,
@@ -239,11 +236,7 @@ impl Relay for LinkRelay<'_> {
     }
 
     fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError> {
-        let began = Instant::now();
-        loop {
-            if let Some(bytes) = self.abort.take_group_id(self.epoch) {
-                return Ok(bytes);
-            }
+        self.abort.wait_for_group_id(self.epoch, timeout).ok_or_else(|| {
             if self.abort.is_aborted(self.epoch) {
                 return Err(CollectiveError::Aborted);
             }
@@ -251,8 +244,8 @@ impl Relay for LinkRelay<'_> {
                 let op = "connect GPUs";
                 return Err(CollectiveError::TimedOut { op, waited: timeout, rank: 0 });
             }
-            std::thread::sleep(RELAY_NAP);
-        }
+            CollectiveError::TimedOut { op: "connect GPUs", waited: timeout, rank: 0 }
+        })
     }
 }
 

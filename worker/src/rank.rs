@@ -160,7 +160,7 @@ pub struct AbortSlot {
 #[derive(Debug, Default)]
 struct Slot {
     state: Mutex<SlotState>,
-    /// Masks have come, or an epoch is over.
+    /// Masks or a group's id have come, or an epoch is over.
     changed: Condvar,
 }
 
@@ -239,10 +239,21 @@ impl AbortSlot {
 
     /// What rank 0 of `epoch` of the command under way has told; once.
     #[must_use]
-    pub fn take_group_id(&self, epoch: Epoch) -> Option<Vec<u8>> {
+    pub fn wait_for_group_id(&self, epoch: Epoch, patience: Duration) -> Option<Vec<u8>> {
+        let began = Instant::now();
         let mut state = self.state();
         let term = (state.entered, epoch);
-        state.group_id.take_if(|(of, _)| *of == term).map(|(_, bytes)| bytes)
+        loop {
+            if let Some((_, bytes)) = state.group_id.take_if(|(of, _)| *of == term) {
+                return Some(bytes);
+            }
+            if state.aborted >= term {
+                return None;
+            }
+            let left = patience.checked_sub(began.elapsed())?;
+            let waited = self.inner.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// The masks of a step of the present link have come.
