@@ -1,15 +1,26 @@
 //! PURE: turns the set of live workers into replicas (tensor-parallel groups) and drives each
 //! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
 //!
-//! Events and the time go in, [`Effect`]s come out. No socket, no clock, no actor here; the shell is
-//! [`actor`]. Every formation has an epoch of its own, larger than all before it;
-//! messages that carry another epoch than the replica's present one are ignored, so a worker that
-//! returns from a pause cannot disturb anything.
+//! Events and the time go in, [`Effect`]s come out. Every formation has an epoch of its own, larger
+//! than all before it; messages that carry another epoch than the replica's present one are ignored,
+//! so a worker that returns from a pause cannot disturb anything. Nothing of that knows sockets,
+//! clocks or actors but [`actor`], the shell around it.
+//!
+//! - [`config`]: what a cluster is made with; [`effect`]: what the core wants done
+//! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
+//!   workers go together
+//! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is whose
+//!   rank; `silence`: who was told something and has not answered
+//! - `quarantine`: devices that fail again and again
+//! - [`roster`], `slots`: who is who; [`absence`]: who is expected back; [`records`]: logs and ends
+//! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
+//! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
 pub mod affinity;
 pub mod orphanage;
-mod placement;
+pub mod placement;
+mod quarantine;
 mod reconcile;
 pub mod records;
 mod replica;
@@ -34,6 +45,7 @@ use shared::protocol::{
 };
 use shared::wire::auth::Secret;
 
+use self::quarantine::Quarantine;
 use self::replicas::Replicas;
 use self::silence::Silence;
 use crate::scheduler::EpochEnd;
@@ -54,6 +66,8 @@ pub struct ClusterConfig {
     pub model: String,
     /// How matrix products are computed, the same on every rank of every replica.
     pub dtype: Dtype,
+    /// Devices that fail again and again.
+    quarantine: Quarantine,
     /// How weights are kept, likewise.
     pub quantization: Quantization,
     /// Sizes sent to every rank.
@@ -78,6 +92,7 @@ pub struct ClusterConfig {
 /// A live worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
+            quarantine: Quarantine::default(),
     /// The slot, stable over restarts of the same node name.
     pub worker: WorkerId,
     /// The process run.
@@ -328,7 +343,21 @@ impl Cluster {
             return;
         };
         let reason = format!("{worker} ({}): {reason}", member.node);
-        self.let_go(now, worker, &reason, effects);
+        self.let_go(now, worker, &reason, false, effects);
+    }
+
+    /// A worker says that its device computes no more; its end is on the way.
+    pub fn device_failed(&mut self, now: Duration, worker: WorkerId, effects: &mut Vec<Effect>) {
+        let Some(member) = self.members.get(&worker) else { return };
+        if let Some(lasts) = self.quarantine.failed(now, member.device()) {
+            effects.push(Effect::SetAside { worker, lasts });
+        }
+    }
+
+    /// Whether a worker gets no rank, as its device failed again and again.
+    #[must_use]
+    pub fn is_aside(&self, worker: WorkerId) -> bool {
+        self.members.get(&worker).is_some_and(|member| self.quarantine.rests(member.device()))
     }
 
     /// A rank reports how far its weights are loaded.

@@ -41,6 +41,8 @@ impl World {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
+                // No device fails here.
+                Effect::SetAside { .. } => {}
                 Effect::Pace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
                 }

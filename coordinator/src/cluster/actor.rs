@@ -241,6 +241,16 @@ impl ClusterActor {
                     let seconds = lasts.as_secs();
                     tracing::warn!(%worker, node, seconds, "the worker has not answered when it was formed");
                 }
+                Effect::SetAside { worker, lasts } => {
+                    let member = self.core.member(worker);
+                    let node = member.map_or("", |member| member.node.as_str());
+                    let device = member.map_or("", |member| member.device());
+                    tracing::error!(
+                        %worker, node, device, ?lasts,
+                        "the device failed again and again: its worker gets no rank for a while; \
+                         `tutti scale` has it tried at once"
+                    );
+                }
                 Effect::Desire(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));
@@ -358,6 +368,13 @@ impl ClusterActor {
     }
 
     fn publish(&mut self) {
+    fn count_set_aside(&self) {
+        let mut recording = self.hub.observer().record();
+        for worker in self.connected.keys() {
+            recording.device_set_aside(*worker, self.core.is_aside(*worker));
+        }
+    }
+
         self.unpublished = false;
         let workers: Vec<(WorkerId, String, u32)> = self
             .connected
@@ -405,7 +422,10 @@ impl Actor for ClusterActor {
             }
         });
         // Actors of applications change without a change of the cluster.
-        ctx.run_interval(COUNT, |actor, _| actor.name_actors());
+        ctx.run_interval(COUNT, |actor, _| {
+            actor.name_actors();
+            actor.count_set_aside();
+        });
         self.publish();
     }
 }

@@ -22,6 +22,7 @@ impl Cluster {
         self.desired.scale(replicas);
         self.release_held();
         effects.push(Effect::Desire(self.desired.clone()));
+        self.quarantine.forgive();
         self.reconcile(now, effects);
     }
 
@@ -63,7 +64,8 @@ impl Cluster {
             return Err(format!("{worker} is not a member"));
         };
         let (node, incarnation) = (member.node.clone(), member.incarnation);
-        let able = |m: &Member| self.config.placement.lacks(m).is_none();
+        let rests = |m: &Member| self.quarantine.rests(m.device());
+        let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
         let others = self.members.values().filter(stays).count();
@@ -110,6 +112,7 @@ impl Cluster {
         self.give_up_formations(now, effects);
         self.remove_surplus(now, effects);
         self.fill_vacancies();
+        self.quarantine.advance(now);
         self.shrink(now, effects);
         self.relieve(now, effects);
         self.grow(now, effects);
@@ -145,12 +148,14 @@ impl Cluster {
             .filter(|due| *due > now)
             .min()
     }
+            .chain(self.quarantine.ends())
 
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
-        let free = |member: &&Member| !member.draining && !holds(member) && able(member);
+        let rests = |member: &Member| self.quarantine.rests(member.device());
+        let free = |it: &&Member| !it.draining && !holds(it) && able(it) && !rests(it);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
         // In the order of their slots, but doubtful ones last.
         free.sort_by_key(|member| self.is_doubtful(member.worker));

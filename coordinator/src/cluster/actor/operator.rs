@@ -42,6 +42,7 @@ impl Handler<GetStatus> for ClusterActor {
             let place = place(*worker);
             let state = match place {
                 _ if draining(*worker) => "draining",
+                None if self.core.is_aside(*worker) => "set aside",
                 Some(_) => "alive",
                 None => "spare",
             };
