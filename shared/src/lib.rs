@@ -10,6 +10,7 @@
 //! - [`host`]: what a process and its host use, GPUs included
 //! - [`log`]: the last lines of a process's log
 //! - [`model_config`]: what every role reads alike in a model's `config.json`
+//! - [`model_identity`]: what tells a model folder from another at the same path
 //! - [`membership`]: who is in the cluster, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
@@ -24,6 +25,7 @@ pub mod log;
 pub mod membership;
 pub mod metrics;
 pub mod model_config;
+pub mod model_identity;
 pub mod protocol;
 pub mod sampling;
 pub mod wire;

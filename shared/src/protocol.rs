@@ -15,9 +15,9 @@ pub mod mask;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX,
-    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, Quantization,
-    RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
+    BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed,
+    GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources,
+    Quantization, RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -39,7 +39,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change of a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 13;
+pub const PROTOCOL_VERSION: u16 = 14;
 
 /// Everything a coordinator says to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,6 +59,8 @@ pub enum ToWorker {
     Shutdown {
         /// Why, for the worker's log.
         reason: String,
+        /// Another process in its place is welcome, where this one does not do what it is told.
+        again: bool,
     },
     /// What rank 0 made for the other ranks' GPUs to find its own by.
     GroupId(GroupId),
@@ -89,11 +91,22 @@ pub enum FromWorker {
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
-        /// It cannot go on; else it leaves on purpose, which counts as no failure.
-        failed: bool,
+        /// What kind of end it is.
+        parting: Parting,
     },
     /// Rank 0 of an epoch that is being formed: for the other ranks alone.
     GroupId(GroupId),
+}
+
+/// Why a worker ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Parting {
+    /// It was told to, or nobody wants it: that counts as no failure.
+    OnPurpose,
+    /// It cannot go on.
+    Failed,
+    /// Its device computes no more.
+    DeviceLost,
 }
 
 impl RemoteMessage for ToWorker {

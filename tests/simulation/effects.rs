@@ -105,9 +105,9 @@ impl World {
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
         self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
+        self.coordinator.orphanage.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
-        self.coordinator.orphanage.expect(id);
             running.room = Some(num_blocks * self.scenario.engine.block_size);
         }
         let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();

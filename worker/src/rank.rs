@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{AbortHandle, Tally};
 use shared::ids::{Epoch, StepId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
 
 /// Steps whose masks are held until they are asked for. The coordinator has two steps under way.
@@ -134,6 +135,8 @@ pub struct RankReady {
     pub weight_bytes: u64,
     /// Seconds spent loading; 0 when weights were kept.
     pub load_seconds: f64,
+    /// What is in the model folder.
+    pub identity: ModelIdentity,
 }
 
 /// Why a rank could not be formed.
@@ -234,10 +237,12 @@ impl AbortSlot {
         let term = (state.link, epoch);
         if state.aborted < term {
             state.group_id = Some((term, bytes));
+            self.inner.changed.notify_all();
         }
     }
 
-    /// What rank 0 of `epoch` of the command under way has told; once.
+    /// Waits for what rank 0 of `epoch` of the command under way tells; it is told once. `None` when the
+    /// epoch is over, or nothing comes within `patience`.
     #[must_use]
     pub fn wait_for_group_id(&self, epoch: Epoch, patience: Duration) -> Option<Vec<u8>> {
         let began = Instant::now();

@@ -320,6 +320,7 @@ impl ClusterActor {
             ranks: links,
             workers: ranks.clone(),
         });
+        self.orphanage.expect(id);
         running.serving = Some((epoch, ranks));
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // What waits at replicas that cannot go on can go on here.
@@ -332,7 +333,6 @@ impl ClusterActor {
     }
 
     /// Starts a replica's actor, unless it runs.
-        self.orphanage.expect(id);
     fn start_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId) {
         if self.replicas.contains_key(&id) {
             return;
@@ -342,6 +342,7 @@ impl ClusterActor {
             Ok(actor) => {
                 let addr = actor.start();
                 self.replicas.insert(id, RunningReplica { addr, load, serving: None, room: None });
+                self.broken_config = None;
             }
             Err(error) => self.broken_config = Some(error.to_string()),
         }
@@ -352,7 +353,6 @@ impl ClusterActor {
     fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas
-                self.broken_config = None;
             .iter()
             .filter(|(_, running)| !running.addr.connected())
             .map(|(id, _)| *id)
@@ -360,6 +360,7 @@ impl ClusterActor {
         for id in gone {
             tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
             self.affinity.forget(id);
+            self.orphanage.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
             if let Some((epoch, _)) = serving {
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
@@ -367,7 +368,6 @@ impl ClusterActor {
         }
     }
 
-    fn publish(&mut self) {
     fn count_set_aside(&self) {
         let mut recording = self.hub.observer().record();
         for worker in self.connected.keys() {
@@ -375,10 +375,10 @@ impl ClusterActor {
         }
     }
 
+    fn publish(&mut self) {
         self.unpublished = false;
         let workers: Vec<(WorkerId, String, u32)> = self
             .connected
-            self.orphanage.gone(id);
             .iter()
             .map(|(id, connected)| (*id, connected.node.clone(), connected.pid))
             .collect();
@@ -410,6 +410,9 @@ impl Actor for ClusterActor {
                 tracing::info!(%worker, "not expected back: its series end, its totals stay");
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
+                if let Some(node) = actor.roster.node_of(worker) {
+                    actor.frozen.remove(node);
+                }
                 actor.roster.given_up(worker);
             }
             actor.miss_replicas(now, &mut effects);
@@ -430,9 +433,6 @@ impl Actor for ClusterActor {
     }
 }
 
-                if let Some(node) = actor.roster.node_of(worker) {
-                    actor.frozen.remove(node);
-                }
 /// Stop: fail what runs, tell the workers to end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
@@ -480,7 +480,7 @@ impl Handler<Stop> for ClusterActor {
             running.addr.do_send(FailAll(EngineError::ShuttingDown));
         }
         if stop.workers_too {
-            let message = ToWorker::Shutdown { reason: stop.reason };
+            let message = ToWorker::Shutdown { reason: stop.reason, again: false };
             for connected in self.connected.values() {
                 let _ = connected.addr.tell(Epoch(0), &message);
             }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::protocol::ToWorker;
 
+use super::placement::joins;
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
@@ -21,8 +22,8 @@ impl Cluster {
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
         self.release_held();
-        effects.push(Effect::Desire(self.desired.clone()));
         self.quarantine.forgive();
+        effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
 
@@ -77,21 +78,23 @@ impl Cluster {
         }
         self.desired.drain(&node, incarnation.0);
         effects.push(Effect::Desire(self.desired.clone()));
-        self.let_go(now, worker, &format!("{worker} ({node}) is drained"), effects);
+        self.let_go(now, worker, &format!("{worker} ({node}) is drained"), false, effects);
         Ok(())
     }
 
-    /// Its replica goes on without the worker, which is told to end.
+    /// Its replica goes on without the worker, which is told to end; `again`: to be started again, if
+    /// it hangs.
     pub(super) fn let_go(
         &mut self,
         now: Duration,
         worker: WorkerId,
         reason: &str,
+        again: bool,
         effects: &mut Vec<Effect>,
     ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
-            self.let_go.insert(worker, (member.incarnation, reason.to_owned()));
+            self.let_go.insert(worker, (member.incarnation, reason.to_owned(), again));
         }
         if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
@@ -101,7 +104,7 @@ impl Cluster {
                 replica.do_not_wait();
             });
         }
-        let message = ToWorker::Shutdown { reason: reason.to_owned() };
+        let message = ToWorker::Shutdown { reason: reason.to_owned(), again };
         effects.push(Effect::Send { worker, epoch: self.epoch, message });
         self.reconcile(now, effects);
     }
@@ -109,10 +112,10 @@ impl Cluster {
     /// See the module's documentation.
     pub(super) fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         self.seen = self.replicas.revision();
+        self.quarantine.advance(now);
         self.give_up_formations(now, effects);
         self.remove_surplus(now, effects);
         self.fill_vacancies();
-        self.quarantine.advance(now);
         self.shrink(now, effects);
         self.relieve(now, effects);
         self.grow(now, effects);
@@ -145,10 +148,10 @@ impl Cluster {
         replicas
             .chain(joining.map(|since| since.saturating_add(grace)))
             .chain(self.silence.all_ends(patience))
+            .chain(self.quarantine.ends())
             .filter(|due| *due > now)
             .min()
     }
-            .chain(self.quarantine.ends())
 
     /// Members that hold no rank and may take one.
     fn free(&self) -> Vec<&Member> {
@@ -165,6 +168,18 @@ impl Cluster {
     /// Whether others are taken before this worker: it is slow, or did not answer when it was formed.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
         self.slow.contains(&worker) || self.silence.struck(worker)
+    }
+
+    /// Whether a worker is free that may join a replica, and that nothing is said against.
+    fn has_spare_for(&self, id: ReplicaId) -> bool {
+        let group = self.members_of(id);
+        self.free().iter().any(|it| !self.is_doubtful(it.worker) && joins(it, &group))
+    }
+
+    /// Those of a replica's ranks that are here.
+    fn members_of(&self, id: ReplicaId) -> Vec<Member> {
+        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
+        ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
 
     /// Formations that do not get on end. Of a rank that does not answer another takes the place; one
@@ -196,7 +211,7 @@ impl Cluster {
                 effects.push(Effect::Silent { worker, lasts: patience });
                 if self.silence.strike(worker) {
                     again.push(worker);
-                } else if self.free().first().is_some_and(|it| !self.is_doubtful(it.worker)) {
+                } else if self.has_spare_for(id) {
                     self.replicas.change(id, |replica| {
                         replica.dismiss(now, worker);
                         replica.form_at_once();
@@ -207,7 +222,7 @@ impl Cluster {
             // Last: the replica may be formed again by this, and no one is dismissed from it then.
             for worker in again {
                 let reason = format!("{worker} did not answer when it was formed, again");
-                self.let_go(now, worker, &reason, effects);
+                self.let_go(now, worker, &reason, true, effects);
             }
         }
     }
@@ -218,8 +233,8 @@ impl Cluster {
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
             let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
-            if self.free().first().is_none_or(|it| self.is_doubtful(it.worker)) {
-                return;
+            if !self.has_spare_for(id) {
+                continue;
             }
             let reason = format!("{worker} is slow and is replaced");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
@@ -263,15 +278,13 @@ impl Cluster {
             let mut free: Vec<&Member> =
                 free.iter().filter(|it| self.is_doubtful(it.worker) == doubtful).collect();
             for id in &gaps {
-                let Some(replica) = self.replicas.get(*id).filter(|it| it.has_gap()) else {
+                if self.replicas.get(*id).is_none_or(|it| !it.has_gap()) {
                     continue;
-                };
+                }
                 if free.is_empty() {
                     break;
                 }
-                let present = replica.ranks();
-                let present: Vec<Member> =
-                    present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
+                let present = self.members_of(*id);
                 let rules = &self.config.placement;
                 self.replicas.change(*id, |replica| replica.fill(&mut free, &present, rules));
             }
@@ -322,16 +335,21 @@ impl Cluster {
         if ids.is_empty() {
             return;
         }
-        let mut free = self.free().len();
+        let mut free: Vec<Member> = self.free().into_iter().cloned().collect();
         for id in ids {
             let Some(replica) = self.replicas.get(id) else { continue };
             let (degree, present) = (replica.degree(), replica.ranks().len());
+            if free.is_empty() {
+                return;
+            }
+            let group = self.members_of(id);
+            let free_alike = free.iter().filter(|it| joins(it, &group)).count();
             let larger = self
                 .config
                 .degrees
                 .iter()
                 .map(|degree| *degree as usize)
-                .find(|larger| *larger > degree && *larger <= present + free);
+                .find(|larger| *larger > degree && *larger <= present + free_alike);
             let Some(larger) = larger else { continue };
             let reason = format!("it grows to {larger} ranks");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
@@ -340,7 +358,7 @@ impl Cluster {
                 replica.form_at_once();
             });
             self.fill_vacancies();
-            free = self.free().len();
+            free = self.free().into_iter().cloned().collect();
         }
     }
 
@@ -362,10 +380,9 @@ impl Cluster {
         groups.truncate(most);
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
-            let free = self.free();
-            let fits = |degree: &&u32| **degree as usize <= free.len();
-            let degree = self.config.degrees.iter().find(fits).copied();
-            groups = degree.map(|degree| self.place(degree as usize)).unwrap_or_default();
+            let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
+            let mut placed = degrees.map(|degree| self.place(degree));
+            groups = placed.find(|groups| !groups.is_empty()).unwrap_or_default();
             groups.truncate(1);
         }
         // The number of one that was given up is given again: its totals go on, and scaling down and
@@ -383,7 +400,10 @@ impl Cluster {
     fn place(&self, degree: usize) -> Vec<Vec<WorkerId>> {
         let held = |worker| {
             let held = self.held.get(&worker)?;
-            let fits = held.model == self.config.model && held.world_size as usize == degree;
+            let config = &self.config;
+            let fits = held.model == config.model
+                && config.identity.is_none_or(|identity| identity == held.identity)
+                && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
         // Those that are doubtful complete what is left over.

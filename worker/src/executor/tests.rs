@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput, StepTimings,
 };
@@ -56,7 +57,14 @@ impl Rank for ScriptedRank {
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
         news.progress(10, 10);
-        Ok(RankReady { kv_blocks: 5, host_blocks: 0, weight_bytes: 10, load_seconds: 0.1 })
+        let identity = ModelIdentity(1);
+        Ok(RankReady {
+            kv_blocks: 5,
+            host_blocks: 0,
+            weight_bytes: 10,
+            load_seconds: 0.1,
+            identity,
+        })
     }
 
     fn start(&mut self, _num_blocks: u32, _host_blocks: u32) -> Result<(), String> {

@@ -80,8 +80,8 @@ impl Handler<GetStatus> for ClusterActor {
                     ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
                     requests: load(replica.id),
                     last_failure: replica.last_failure.clone(),
-                })
                     held_seconds: replica.held_until.map(|it| it.saturating_sub(now).as_secs()),
+                })
                 .collect(),
             actors: self.actor_statuses(),
             dead: self.records.dead().collect(),

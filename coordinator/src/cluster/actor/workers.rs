@@ -9,7 +9,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::protocol::{FromWorker, Hello, StepResult, Welcome, WorkerStats};
+use shared::protocol::{FromWorker, Hello, Parting, StepResult, Welcome, WorkerStats};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
@@ -151,11 +151,15 @@ impl ClusterActor {
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
-            FromWorker::Goodbye { reason, failed } => {
+            FromWorker::Goodbye { reason, parting } => {
                 tracing::info!(%worker, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
-                if !failed {
-                    self.core.worker_leaves(now, worker, &reason, &mut effects);
+                match parting {
+                    Parting::OnPurpose => {
+                        self.core.worker_leaves(now, worker, &reason, &mut effects);
+                    }
+                    Parting::DeviceLost => self.core.device_failed(now, worker, &mut effects),
+                    Parting::Failed => {}
                 }
                 goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
             }
@@ -322,11 +326,11 @@ impl Handler<Joined> for ClusterActor {
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
+        self.frozen.remove(&hello.node);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
         if restarted {
-        self.frozen.remove(&hello.node);
             recording.worker_restarted(worker);
             *self.restarts.entry(worker).or_default() += 1;
         }
@@ -342,10 +346,20 @@ impl Handler<Joined> for ClusterActor {
             collective_addr: hello.collective_addr,
             draining: false,
             offer: hello.offer,
+            gpu: hello.gpu,
+            build: hello.build,
         };
         if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
             let node = &member.node;
             tracing::warn!(%worker, node, resource, needed, offered, "too little to be a rank");
+        }
+        if let Some(other) = self.core.members().find(|other| other.build != member.build) {
+            let (node, build) = (&member.node, &member.build);
+            let (other_node, other_build) = (&other.node, &other.build);
+            tracing::warn!(
+                %worker, node, build, other_node, other_build,
+                "workers are of several builds; a replica's ranks are of one"
+            );
         }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
