@@ -16,6 +16,7 @@ mod doctor;
 mod elected;
 mod etcd;
 mod front;
+mod heartbeat;
 mod host;
 mod logging;
 mod lora;

@@ -9,6 +9,7 @@ mod stats;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -19,7 +20,8 @@ use shared::clock::{Clock, SystemClock};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{Desires, Role, View};
-use shared::protocol::{EngineConfig, Serving};
+use shared::model_identity::ModelIdentity;
+use shared::protocol::{EngineConfig, Lora, Serving};
 use tokio::sync::{mpsc, watch};
 
 use crate::checkpoint::Publication;
@@ -348,6 +350,7 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         max_replicas: options.max_replicas,
         placement: options.placement.clone(),
         model: options.model.to_string_lossy().into_owned(),
+        identity: identity(&options.model, &options.lora),
         dtype: options.dtype,
         quantization: options.quantization,
         lora: options.lora.clone(),
@@ -395,6 +398,16 @@ fn page(
         }
         None => page,
     })
+}
+
+/// What is in the model folder here. A coordinator needs no weights: without them its workers have to
+/// agree among each other alone.
+fn identity(model: &Path, lora: &Lora) -> Option<ModelIdentity> {
+    let read = ModelIdentity::read(model, lora);
+    read.inspect_err(|reason| {
+        tracing::warn!(reason, "whether workers have the model that is here cannot be told");
+    })
+    .ok()
 }
 
 /// The cluster's actor, which goes on where the last leader ended, if there was one.

@@ -328,6 +328,12 @@ impl EngineHandle {
     }
 }
 
+/// Whoever had the request is gone without a word: one that shuts down says so before.
+fn deserted() -> EngineError {
+    let message = "the one that computed this request has ended by a defect, and begins anew";
+    EngineError::Unavailable { message: message.to_owned() }
+}
+
 impl Generation {
     /// Returns the next event, or `None` after the last.
     pub async fn next(&mut self) -> Option<EngineEvent> {
@@ -340,7 +346,7 @@ impl Generation {
             return Poll::Ready(None);
         }
         let event = ready!(self.events.poll_recv(context));
-        let event = event.unwrap_or(EngineEvent::Failed(EngineError::ShuttingDown));
+        let event = event.unwrap_or_else(|| EngineEvent::Failed(deserted()));
         match &event {
             EngineEvent::Finished { .. } => self.choices_left -= 1,
             EngineEvent::Failed(_) => self.choices_left = 0,
@@ -384,7 +390,25 @@ pub fn soon(request: RequestId) -> u32 {
 
 #[cfg(test)]
 mod tests {
+    use shared::sampling::SamplingParams;
+
     use super::*;
+
+    #[tokio::test]
+    async fn a_request_that_is_dropped_without_a_word_fell_to_a_defect() {
+        let (handle, mut commands) = EngineHandle::channel();
+        let greedy = vec![SamplingParams::greedy()];
+        let request = GenerateRequest::new(RequestId(1), vec![1], greedy, 1);
+        let mut generation = handle.submit(request).unwrap();
+        drop(commands.recv().await);
+        let Some(EngineEvent::Failed(EngineError::Unavailable { message })) =
+            generation.next().await
+        else {
+            panic!("not unavailable")
+        };
+        assert!(message.contains("defect"), "{message}");
+        assert!(generation.next().await.is_none());
+    }
 
     #[test]
     fn a_reader_that_takes_nothing_is_stuck_and_a_slow_one_is_not() {

@@ -13,7 +13,7 @@ use shared::actor::link::refusal::other_version;
 use shared::actor::link::{CloseReason, Connection};
 use shared::actor::peer::PeerAddr;
 use shared::metrics::labels::{HandshakeRefusal, LinkEnd};
-use shared::protocol::{FrontendHello, Hello, PROTOCOL_VERSION, ToWorker, Welcome};
+use shared::protocol::{BUILD_MAX, FrontendHello, Hello, PROTOCOL_VERSION, ToWorker, Welcome};
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameError, FrameKind};
@@ -172,7 +172,8 @@ async fn shake_hands(
     match frame.kind {
         FrameKind::Hello => {
             let hello: Hello = decode(&frame.body)?;
-            let names = check(&[("node", &hello.node), ("host", &hello.host)]);
+            let names = check(&[("node", &hello.node), ("host", &hello.host)])
+                .and_then(|()| check_build(&hello.build, &hello.gpu));
             let admitted = match names.and_then(|()| hello.offer.check()) {
                 Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(ended)?,
                 Err(reason) => Err(Refusal::Never(reason)),
@@ -293,6 +294,16 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
         }
     }
     Ok(())
+}
+
+/// What a worker says of its build and its GPU, of which those on CPUs have none.
+fn check_build(build: &str, gpu: &str) -> Result<(), String> {
+    let bounds = [("build", build, 1..=BUILD_MAX), ("gpu", gpu, 0..=BUILD_MAX)];
+    let wrong = bounds.into_iter().find(|(_, value, bound)| !bound.contains(&value.len()));
+    wrong.map_or(Ok(()), |(field, value, bound)| {
+        let (least, most) = bound.into_inner();
+        Err(format!("{field} has {} bytes, it must have {least} to {most}", value.len()))
+    })
 }
 
 #[cfg(test)]

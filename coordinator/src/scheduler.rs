@@ -247,15 +247,15 @@ impl Scheduler {
     }
 
     /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know no
-    /// sequence. Requests that can no longer fit, because the new cache is smaller, fail; open-ended
-    /// ones end.
+    /// sequence. Open-ended requests that have outgrown the new cache, where that is smaller, end.
+    /// Returns those that it could never hold: another replica may have room.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
         num_blocks: u32,
         host_blocks: u32,
         effects: &mut Vec<Effect>,
-    ) {
+    ) -> Vec<HandedOver> {
         if self.epoch.is_some() {
             self.replica_lost(EpochEnd::Planned, effects);
         }
@@ -271,18 +271,14 @@ impl Scheduler {
             }
         }
         self.end_outgrown(effects);
-        let mut too_large: Vec<(RequestId, u32)> = self
+        let too_large: HashSet<RequestId> = self
             .waiting
             .iter()
             .filter_map(|slot| self.sequences[*slot].as_ref())
-            .map(|seq| (seq.request, self.blocks_needed(seq.tokens_needed())))
-            .filter(|(_, needed)| *needed > num_blocks)
+            .filter(|seq| self.blocks_needed(seq.tokens_needed()) > num_blocks)
+            .map(|seq| seq.request)
             .collect();
-        too_large.dedup_by_key(|(request, _)| *request);
-        let ends = too_large.into_iter().map(|(request, needed)| {
-            (request, Some(EngineError::TooLarge { needed, available: num_blocks }))
-        });
-        self.end_requests(ends.collect(), effects);
+        if too_large.is_empty() { Vec::new() } else { self.hand_over_those(&too_large) }
     }
 
     /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
@@ -331,8 +327,9 @@ impl Scheduler {
         if self.epoch.is_some() {
             return Vec::new();
         }
-        let waiting = std::mem::take(&mut self.waiting);
-        self.hand_over_slots(waiting)
+        let sequences = self.sequences.iter().flatten();
+        let all = sequences.map(|sequence| sequence.request).collect();
+        self.hand_over_those(&all)
     }
 
     /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
@@ -348,20 +345,22 @@ impl Scheduler {
             }
         }
         let (all, most) = (fresh.len(), (most as usize).min(fresh.len()));
-        let goes: HashSet<RequestId> = (0..most).map(|i| fresh[(i * all) / most]).collect();
-        let waiting = std::mem::take(&mut self.waiting);
-        let (going, staying) = waiting.into_iter().partition(|slot| {
-            self.sequences[*slot].as_ref().is_some_and(|sequence| goes.contains(&sequence.request))
-        });
-        self.waiting = staying;
-        self.hand_over_slots(going)
+        let goes = (0..most).map(|i| fresh[(i * all) / most]).collect();
+        self.hand_over_those(&goes)
     }
 
-    fn hand_over_slots(&mut self, slots: VecDeque<usize>) -> Vec<HandedOver> {
+    /// Of what waits.
+    fn hand_over_those(&mut self, requests: &HashSet<RequestId>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
         // Where each request is among them: looking for it there takes minutes for a long queue.
         let mut places: HashMap<RequestId, usize> = HashMap::new();
-        for slot in slots {
+        let leaves = |slot: &usize| {
+            self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
+        };
+        let (leaving, staying): (VecDeque<usize>, _) =
+            self.waiting.iter().copied().partition(leaves);
+        self.waiting = staying;
+        for slot in leaving {
             let Some(sequence) = self.sequences[slot].take() else { continue };
             self.free_slots.push(slot);
             let id = sequence.request;

@@ -11,6 +11,7 @@
 //! - [`host`]: CPU, memory and GPU use of a process and its host
 //! - [`log`]: the last lines of a process's log
 //! - [`model_config`]: the parts of a model's `config.json` that every role reads
+//! - [`model_identity`]: what tells a model folder from another at the same path
 //! - [`membership`]: who is in the cluster and who leads, by etcd
 //! - [`metrics`]: the catalogue of series, local recording, the merge of all reports
 //!
@@ -25,6 +26,7 @@ pub mod log;
 pub mod membership;
 pub mod metrics;
 pub mod model_config;
+pub mod model_identity;
 pub mod protocol;
 pub mod sampling;
 pub mod wire;

@@ -149,7 +149,7 @@ mod tests {
             pid: 1,
             version: String::new(),
         };
-        View { leader: Some(Leader { record, epoch: 1 }), ..View::default() }
+        View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }
 
     #[tokio::test]

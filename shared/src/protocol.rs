@@ -24,9 +24,9 @@ pub mod mask;
 pub mod step;
 
 pub use control::{
-    CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed, GROUP_ID_MAX,
-    GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources, Quantization,
-    RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
+    BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed,
+    GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources,
+    Quantization, RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
     EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
@@ -69,6 +69,8 @@ pub enum ToWorker {
     Shutdown {
         /// Why, for the worker's log.
         reason: String,
+        /// Another process in its place is welcome, where this one does not do what it is told.
+        again: bool,
     },
     /// NCCL's unique id, made by rank 0, for the other ranks to join its communicator.
     GroupId(GroupId),
@@ -99,11 +101,22 @@ pub enum FromWorker {
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
-        /// True when it cannot go on; false when it leaves on purpose, which is no failure.
-        failed: bool,
+        /// What kind of end it is.
+        parting: Parting,
     },
     /// NCCL's unique id, from rank 0 of an epoch that is being formed, for its other ranks only.
     GroupId(GroupId),
+}
+
+/// Why a worker ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Parting {
+    /// It was told to, or nobody wants it: that counts as no failure.
+    OnPurpose,
+    /// It cannot go on.
+    Failed,
+    /// Its device computes no more.
+    DeviceLost,
 }
 
 impl RemoteMessage for ToWorker {

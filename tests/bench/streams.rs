@@ -24,6 +24,7 @@ use shared::ids::{Incarnation, SeqId};
 use shared::log::SharedLog;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     DeviceKind, Form, Hello, NodeResources, Rejoin, SequenceOutput, StepPlan, StepTimings,
     TokenDigest,
@@ -78,12 +79,20 @@ struct IdleRank {
 impl Rank for IdleRank {
     fn form(
         &mut self,
-        _form: &Form,
+        form: &Form,
         _abort: &AbortSlot,
         news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError> {
         news.progress(1, 1);
-        Ok(RankReady { kv_blocks: 1 << 20, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 })
+        let identity = ModelIdentity::read(form.model.as_ref(), &form.lora)
+            .map_err(|message| FormError { message, permanent: true })?;
+        Ok(RankReady {
+            kv_blocks: 1 << 20,
+            host_blocks: 0,
+            weight_bytes: 1,
+            load_seconds: 0.0,
+            identity,
+        })
     }
 
     fn start(&mut self, _num_blocks: u32, _host_blocks: u32) -> Result<(), String> {
@@ -166,6 +175,8 @@ fn start_worker(
         offer: NodeResources { cpus: 1, memory_bytes: 1 << 30, ..NodeResources::default() },
         collective_addr: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        build: worker::BUILD.to_owned(),
+        gpu: String::new(),
         rejoin: Rejoin::default(),
     };
     let clock = Arc::new(SystemClock::start());

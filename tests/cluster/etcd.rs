@@ -39,7 +39,7 @@ impl Meeting {
     }
 
     /// A coordinator that is up, whether it leads or stands by.
-    async fn coordinator(&self, args: &[&str]) -> LocalCluster {
+    pub(crate) async fn coordinator(&self, args: &[&str]) -> LocalCluster {
         self.coordinator_of("2", args).await
     }
 
@@ -76,7 +76,7 @@ pub(crate) async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option
 }
 
 /// The message of `/ready` when it answers 503.
-async fn not_ready(client: &Client) -> Option<String> {
+pub(crate) async fn not_ready(client: &Client) -> Option<String> {
     let reply = client.get("/ready").await.ok()?;
     (reply.status == 503).then(|| reply.body["message"].as_str().unwrap_or("").to_owned())
 }
@@ -221,7 +221,10 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
 }
 
 /// Requests one after the other until told to stop; returns how many, and what failed.
-fn load(client: Client, stop: Arc<AtomicBool>) -> tokio::task::JoinHandle<(u32, Vec<String>)> {
+pub(crate) fn load(
+    client: Client,
+    stop: Arc<AtomicBool>,
+) -> tokio::task::JoinHandle<(u32, Vec<String>)> {
     tokio::spawn(async move {
         let (mut count, mut failures) = (0, Vec::new());
         while !stop.load(Ordering::Relaxed) {

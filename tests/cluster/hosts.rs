@@ -69,6 +69,37 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     assert!(reason.contains("its parent is gone"), "{status}");
 }
 
+/// Nobody but its supervisor can end a process that is stopped.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_that_does_nothing_any_more_is_killed_and_started_again() {
+    let address = format!("127.0.0.1:{}", free_port());
+    let args = ["worker", "--coordinator", &address, "--device", "cpu", "--workers", "2"];
+    let host =
+        LocalCluster::spawn(&[&args[..], &["--node", "host", "--threads", "1"]].concat()).unwrap();
+    let coordinator = ["--listen", "127.0.0.1:0", "--cluster-listen", &address];
+    let mut coordinator = LocalCluster::spawn(
+        &[&["coordinator", "--tensor-parallel", "1"], &coordinator[..]].concat(),
+    )
+    .unwrap();
+    coordinator.wait_ready().await.unwrap();
+    let client = coordinator.client().unwrap();
+    let both = |status: &Value| alive(status).len() == 2;
+    let status = ask_until(&client, "/admin/status", both).await;
+    assert!(both(&status), "{status}");
+    let before = alive(&status);
+    let (_, frozen) = before[1];
+    LocalCluster::signal(u32::try_from(frozen).unwrap(), "STOP").unwrap();
+    let back = |status: &Value| both(status) && alive(status)[1].1 != frozen;
+    let mut status = ask_until(&client, "/admin/status", back).await;
+    if !back(&status) {
+        // Ten silent seconds are half of its patience.
+        status = ask_until(&client, "/admin/status", back).await;
+    }
+    assert!(back(&status), "{status}: {}", host.log());
+    assert_eq!(alive(&status)[0], before[0], "the other one was left alone");
+    assert!(host.log().contains("does not beat any more"), "{}", host.log());
+}
+
 #[test]
 fn workers_of_one_host_cannot_share_an_address() {
     let mut host = LocalCluster::spawn(&[

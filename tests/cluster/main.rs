@@ -48,6 +48,7 @@ mod dead_ranks;
 mod doctor;
 mod draining;
 mod etcd;
+mod etcd_restarts;
 mod failures;
 mod front_ends;
 mod full_etcd;

@@ -48,6 +48,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ("TuttiFailoversRepeated", &[("tutti_failovers_total{replica=\"0\"}", "0+1")]),
     ("TuttiWorkerRestartsRepeated", &[("tutti_worker_restarts_total{worker=\"0\"}", "0+1")]),
     ("TuttiSlowRank", &[("tutti_slow_ranks{worker=\"0\"}", "1+0")]),
+    ("TuttiDeviceSetAside", &[("tutti_devices_set_aside{worker=\"0\"}", "1+0")]),
     ("TuttiRanksDisagree", &[("tutti_rank_disagreements_total{replica=\"0\"}", "0+1")]),
     ("TuttiReportsRefused", &[("tutti_reports_refused_total{reason=\"malformed\"}", "0+1")]),
     (

@@ -361,6 +361,7 @@ fn cluster_and_http_events_come_out() {
     record.straggler_gap(ReplicaId(0), Duration::from_micros(80));
     record.ranks_disagreed(ReplicaId(0));
     record.rank_slow(WorkerId(4), true);
+    record.device_set_aside(WorkerId(4), true);
     record.scraped(ms(3));
     drop(record);
     let up = scrape(&hub);
@@ -378,6 +379,7 @@ fn cluster_and_http_events_come_out() {
 
     assert_eq!(up.get("tutti_rank_disagreements_total{replica=\"0\"}"), 1.0);
     assert_eq!(up.get("tutti_slow_ranks{worker=\"4\"}"), 1.0);
+    assert_eq!(up.get("tutti_devices_set_aside{worker=\"4\"}"), 1.0);
 
     hub.observer().record().worker_up(WorkerId(4), false);
     assert_eq!(scrape(&hub).get("tutti_worker_up{worker=\"4\"}"), 0.0);
@@ -385,6 +387,7 @@ fn cluster_and_http_events_come_out() {
     let gone = scrape(&hub);
     assert_eq!(gone.matching("tutti_worker_up").count(), 0);
     assert_eq!(gone.matching("tutti_slow_ranks").count(), 0);
+    assert_eq!(gone.matching("tutti_devices_set_aside").count(), 0);
     assert_eq!(gone.get("tutti_worker_restarts_total{worker=\"4\"}"), 1.0);
 }
 

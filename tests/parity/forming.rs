@@ -30,6 +30,33 @@ impl FormNews for News<'_> {
     }
 }
 
+/// What a coordinator of two ranks says.
+fn form(rank: u32, epoch: u64) -> Form {
+    let name = format!("tutti-forming-{}-{epoch}", std::process::id());
+    Form {
+        epoch: Epoch(epoch),
+        replica: ReplicaId(0),
+        rank,
+        world_size: 2,
+        reduction_ranks: 2,
+        dtype: Dtype::Auto,
+        quantization: Quantization::None,
+        lora: Lora::default(),
+        draft_model: None,
+        collective: CollectiveSpec::SharedMemory { name },
+        collective_timeout_ms: 30_000,
+        model: variant("llama-gqa").to_str().unwrap().to_owned(),
+        engine: EngineConfig {
+            block_size: 16,
+            max_model_len: 64,
+            max_num_seqs: 4,
+            max_num_batched_tokens: 32,
+            kv_cache_bytes: 1 << 20,
+            swap_bytes: 0,
+        },
+    }
+}
+
 /// Forms a rank as its coordinator does; returns the load times, in seconds, of two epochs, the
 /// first of which ends while the rank loads.
 fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
@@ -43,29 +70,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
     let own = &slots[rank as usize];
     [1, 2].map(|epoch| {
-        let name = format!("tutti-forming-{}-{epoch}", std::process::id());
-        let form = Form {
-            epoch: Epoch(epoch),
-            replica: ReplicaId(0),
-            rank,
-            world_size: 2,
-            reduction_ranks: 2,
-            dtype: Dtype::Auto,
-            quantization: Quantization::None,
-            lora: Lora::default(),
-            draft_model: None,
-            collective: CollectiveSpec::SharedMemory { name },
-            collective_timeout_ms: 30_000,
-            model: variant("llama-gqa").to_str().unwrap().to_owned(),
-            engine: EngineConfig {
-                block_size: 16,
-                max_model_len: 64,
-                max_num_seqs: 4,
-                max_num_batched_tokens: 32,
-                kv_cache_bytes: 1 << 20,
-                swap_bytes: 0,
-            },
-        };
+        let form = form(rank, epoch);
         let ends = (epoch == 1).then_some(own);
         let mut news = News { epoch: form.epoch, other: &slots[1], ends };
         let ready = engine.form(&form, own, &mut news).unwrap();
@@ -162,4 +167,55 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
         warmup: Duration::from_secs(5),
         uuid: String::new(),
     });
+}
+
+/// Weights stay while their files do, whatever else becomes of these: not when others take their place.
+#[test]
+fn a_folder_that_was_replaced_is_loaded_anew() {
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("model");
+    std::fs::create_dir(&model).unwrap();
+    for name in ["config.json", "model.safetensors"] {
+        std::fs::copy(variant("llama-gqa").join(name), model.join(name)).unwrap();
+    }
+    let device = CpuDevice { threads: 1 };
+    let mut engine = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let (own, other) = (AbortSlot::default(), AbortSlot::default());
+    let mut epoch = 0;
+    let mut form = || {
+        epoch += 1;
+        let form = Form {
+            epoch: Epoch(epoch),
+            world_size: 1,
+            reduction_ranks: 1,
+            collective: CollectiveSpec::None,
+            model: model.to_str().unwrap().to_owned(),
+            ..form(0, epoch)
+        };
+        let ready =
+            engine.form(&form, &own, &mut News { epoch: form.epoch, other: &other, ends: None });
+        engine.release();
+        own.clear();
+        ready.map(|ready| (ready.load_seconds > 0.0, ready.identity))
+    };
+    let (loaded, first) = form().unwrap();
+    assert!(loaded);
+    assert_eq!(form().unwrap(), (false, first), "the same again");
+    // Touched, and not changed.
+    let file = model.join("model.safetensors");
+    let whole = std::fs::read(&file).unwrap();
+    std::fs::write(&file, &whole).unwrap();
+    assert_eq!(form().unwrap(), (false, first));
+    // Gone: what is loaded needs it no more.
+    std::fs::remove_file(&file).unwrap();
+    assert_eq!(form().unwrap(), (false, first));
+    // Another one of the same form: a bit in the middle of every kilobyte.
+    let mut others = whole.clone();
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
+    others[header..].iter_mut().skip(2).step_by(256).for_each(|byte| *byte ^= 1);
+    std::fs::write(&file, &others).unwrap();
+    let (loaded, second) = form().unwrap();
+    assert!(loaded && second != first);
+    std::fs::write(&file, &whole).unwrap();
+    assert_eq!(form().unwrap(), (true, first));
 }

@@ -4,15 +4,16 @@ use shared::ids::{
     BlockId, Epoch, HostBlockId, Incarnation, ReplicaId, RequestId, SeqId, StepId, WorkerId,
 };
 use shared::log::LogLines;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    Adapter, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError, EngineEvent,
-    FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello, FrontendId,
-    FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress, Lora,
-    MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Quantization, Rejoin,
-    SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
+    Adapter, BUILD_MAX, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
+    EngineEvent, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello,
+    FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress,
+    Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Parting, Quantization,
+    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
     StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
     TokenMask, Whitespace, WorkerStats,
 };
@@ -137,7 +138,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
         ToWorker::Start(Start { epoch: Epoch(1), num_blocks: 9, host_blocks: 0 }),
         ToWorker::Step(plan()),
         ToWorker::Abort { epoch: Epoch(1) },
-        ToWorker::Shutdown { reason: "r".to_owned() },
+        ToWorker::Shutdown { reason: "r".to_owned(), again: true },
         ToWorker::GroupId(GroupId { epoch: Epoch(1), bytes: vec![7; GROUP_ID_MAX] }),
         ToWorker::Masks(StepMasks {
             epoch: Epoch(3),
@@ -155,6 +156,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
             host_blocks: 0,
             weight_bytes: 2,
             load_seconds: 0.5,
+            identity: ModelIdentity(1),
         }),
         FromWorker::FormFailed(FormFailed { epoch, message: "m".to_owned(), permanent: true }),
         FromWorker::Started(Started { epoch }),
@@ -162,11 +164,16 @@ fn every_message_survives_and_every_cut_is_noticed() {
         FromWorker::StepFailed(StepFailed { epoch, step: StepId(1), message: "m".to_owned() }),
         FromWorker::Stats(WorkerStats::default()),
         FromWorker::Logs(LogLines { first: 1 << 40, lines: vec!["l\u{e9}".to_owned()] }),
-        FromWorker::Goodbye { reason: "r".to_owned(), failed: true },
+        FromWorker::Goodbye { reason: "r".to_owned(), parting: Parting::DeviceLost },
         FromWorker::GroupId(GroupId { epoch, bytes: vec![7; 128] }),
     ];
     from.iter().for_each(round_trip);
-    let shard = HeldShard { model: "/models/m".to_owned(), rank: 3, world_size: 4 };
+    let shard = HeldShard {
+        model: "/models/m".to_owned(),
+        identity: ModelIdentity(0x0102_0304_0506_0708),
+        rank: 3,
+        world_size: 4,
+    };
     for rejoin in [Rejoin::default(), Rejoin { slot: Some(WorkerId(7)), shard: Some(shard) }] {
         round_trip(&Hello {
             node: "n".to_owned(),
@@ -178,6 +185,8 @@ fn every_message_survives_and_every_cut_is_noticed() {
             offer: NodeResources::default(),
             collective_addr: "10.0.0.1:1".parse().unwrap(),
             version: "0".to_owned(),
+            build: "0+1".to_owned(),
+            gpu: String::new(),
             rejoin,
         });
     }
@@ -204,9 +213,16 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
         offer: offer.clone(),
         collective_addr: "[::1]:65535".parse().unwrap(),
         version: "0.1.0".to_owned(),
+        build: "b".repeat(BUILD_MAX),
+        gpu: "g".repeat(BUILD_MAX),
         rejoin: Rejoin {
             slot: Some(WorkerId(u32::MAX)),
-            shard: Some(HeldShard { model: "m".repeat(2048), rank: 63, world_size: 64 }),
+            shard: Some(HeldShard {
+                model: "m".repeat(1792),
+                identity: ModelIdentity(u64::MAX),
+                rank: 63,
+                world_size: 64,
+            }),
         },
     };
     round_trip(&hello);

@@ -8,6 +8,7 @@
 //! - [`guided`]: a guide whose masks depend on every token, and what is made of guided requests
 //! - [`leaving`]: many requests that end at once, and readers that stop reading
 //! - [`masks`]: a mask that never comes
+//! - [`outgrowing`]: a KV cache that comes back smaller
 //! - [`placement`]: what a large cluster costs
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
@@ -30,6 +31,7 @@ mod frames;
 mod guided;
 mod leaving;
 mod masks;
+mod outgrowing;
 mod placement;
 mod priorities;
 mod random;

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use coordinator::cluster::{Cluster, ClusterConfig, Effect, Member, PlacementRules};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     Dtype, EngineConfig, Formed, Lora, NodeResources, Quantization, Started, ToWorker,
 };
@@ -18,6 +19,7 @@ fn cluster(tensor_parallel: u32) -> Cluster {
         reshard_after: Duration::from_secs(2),
         max_replicas: None,
         model: "m".into(),
+        identity: Some(ModelIdentity(1)),
         dtype: Dtype::Float32,
         quantization: Quantization::None,
         engine: EngineConfig {
@@ -48,6 +50,8 @@ fn member(worker: u32) -> Member {
         collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
         draining: false,
         offer: NodeResources::default(),
+        gpu: String::new(),
+        build: "b".into(),
     }
 }
 
@@ -77,6 +81,7 @@ fn time_of_a_pass_over_a_thousand_workers() {
                 host_blocks: 0,
                 weight_bytes: 1,
                 load_seconds: 0.0,
+                identity: ModelIdentity(1),
             };
             cluster.worker_formed(now, *worker, done, &mut effects);
         }

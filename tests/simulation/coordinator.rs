@@ -15,6 +15,7 @@ use shared::ids::{Incarnation, ReplicaId, WorkerId};
 use shared::membership::View;
 use shared::metrics::Limits;
 use shared::metrics::merger::checkpoint::Checkpoint;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, Quantization, StepResult, WorkerStats};
 use shared::wire::auth::Secret;
 
@@ -77,6 +78,7 @@ impl Coordinator {
             reshard_after: Duration::from_micros(scenario.reshard_after),
             max_replicas: scenario.max_replicas,
             model: MODEL.to_owned(),
+            identity: Some(ModelIdentity(1)),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
             engine: scenario.engine.clone(),

@@ -41,6 +41,8 @@ impl World {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
+                // No device fails here.
+                Effect::SetAside { .. } => {}
                 Effect::Pace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
                 }
@@ -54,7 +56,7 @@ impl World {
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
                             self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
-                            self.coordinator.orphanage.expect();
+                            self.coordinator.orphanage.expect(replica);
                         }
                     }
                 }
@@ -64,7 +66,7 @@ impl World {
                     if let Some(running) = self.coordinator.replicas.remove(&replica) {
                         self.coordinator.retiring.insert(replica, running);
                         self.mail_replica(replica, ReplicaMail::Retire);
-                        self.coordinator.orphanage.expect();
+                        self.coordinator.orphanage.expect(replica);
                     }
                 }
                 Effect::Desire(desired) => {
@@ -103,6 +105,7 @@ impl World {
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
         self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
+        self.coordinator.orphanage.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
             running.room = Some(num_blocks * self.scenario.engine.block_size);
@@ -111,7 +114,7 @@ impl World {
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
         for id in waiting.collect::<Vec<_>>() {
             self.mail_replica(id, ReplicaMail::GiveUp);
-            self.coordinator.orphanage.expect();
+            self.coordinator.orphanage.expect(id);
         }
     }
 

@@ -33,6 +33,12 @@ pub(crate) enum Request {
         lease: i64,
         led_at: i64,
     },
+    /// Write the leader's key again on condition of its epoch.
+    Hold {
+        record: Record,
+        lease: i64,
+        epoch: i64,
+    },
     /// Write what operators said on condition of the leader's epoch.
     Store {
         desired: Desired,
@@ -44,6 +50,8 @@ pub(crate) enum Request {
 pub(crate) enum Answer {
     /// With how long the lease lives; 0: it does not.
     Kept(Time),
+    /// Whether the lease lives cannot be said now.
+    NotKept,
     Granted(i64),
     List(i64, Vec<Entry>),
     Watching,
@@ -120,7 +128,9 @@ impl Etcd {
                     .get(&key)
                     .map(|key| Held { revision: key.modified, record: key.process().cloned() }),
             ),
-            Request::Register { lease, .. } | Request::Lead { lease, .. }
+            Request::Register { lease, .. }
+            | Request::Lead { lease, .. }
+            | Request::Hold { lease, .. }
                 if !self.leases.contains_key(&lease) =>
             {
                 Answer::Refused
@@ -149,6 +159,13 @@ impl Etcd {
                 }
                 Answer::Written(leads)
             }
+            Request::Hold { record, lease, epoch } => {
+                let leads = self.leads_since(epoch);
+                if leads {
+                    self.put(&[(LEADER_KEY, Value::Process(record), lease)]);
+                }
+                Answer::Written(leads)
+            }
             Request::Store { desired, epoch } => {
                 let leads = self.any_stores || self.leads_since(epoch);
                 if leads {
@@ -171,6 +188,7 @@ impl Etcd {
             key: key.clone(),
             value: of.value(),
             created: of.created,
+            lease: of.lease,
         };
         self.keys.iter().map(entry).collect()
     }
@@ -229,8 +247,8 @@ impl Etcd {
         for (key, value, lease) in all {
             let created = self.keys.get(*key).map_or(modified, |held| held.created);
             let held = Key { value: value.clone(), created, modified, lease: *lease };
-            let kind =
-                EventKind::Put(Entry { key: (*key).to_owned(), value: held.value(), created });
+            let (name, value) = ((*key).to_owned(), held.value());
+            let kind = EventKind::Put(Entry { key: name, value, created, lease: *lease });
             self.keys.insert((*key).to_owned(), held);
             events.push(Event { revision: modified, kind });
         }

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use shared::ids::Epoch;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     CollectiveSpec, Form, FormFailed, Formed, FromWorker, HeldShard, LoadProgress, SequenceOutput,
     Start, Started, StepFailed, StepMasks, StepPlan, StepResult, StepTimings, ToWorker, TokenMask,
@@ -117,7 +118,7 @@ impl Executor {
     /// The weights that it has.
     pub(crate) fn held(&self) -> Option<HeldShard> {
         let (rank, world_size) = self.loaded?;
-        Some(HeldShard { model: MODEL.to_owned(), rank, world_size })
+        Some(HeldShard { model: MODEL.to_owned(), identity: ModelIdentity(1), rank, world_size })
     }
 }
 
@@ -350,6 +351,7 @@ impl World {
             host_blocks,
             weight_bytes: 1,
             load_seconds: 0.0,
+            identity: ModelIdentity(1),
         };
         process.executor.form = Some(form);
         process.executor.kv_blocks = kv_blocks;

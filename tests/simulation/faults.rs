@@ -65,6 +65,10 @@ impl World {
                     self.spread_news();
                 }
             }
+            Fault::FailKeep { who, gone } => {
+                self.members[who].fails_keep = Some(gone);
+                self.etcd_broken(who, "the connection is lost");
+            }
             Fault::CancelWatch { who } => {
                 self.etcd.cancel(who);
                 self.spread_news();

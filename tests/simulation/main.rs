@@ -184,6 +184,8 @@ const MUTATIONS: [Mutation; 55] = [
     ("swap_pairs_are_mixed_up", |it| it.swap_pairs_are_mixed_up = true),
     ("commands_are_forgotten", |it| it.commands_are_forgotten = true),
     ("commands_stored_unfenced", |it| it.commands_stored_unfenced = true),
+    ("leases_are_given_up", |it| it.leases_are_given_up = true),
+    ("leads_by_an_old_lease", |it| it.leads_by_an_old_lease = true),
 ];
 
 #[test]

@@ -51,6 +51,8 @@ pub(crate) struct Member {
     pub(crate) cut: u32,
     /// The next change is lost on its way.
     pub(crate) loses_change: bool,
+    /// The next request to keep its lease fails; whether by the word that there is none.
+    pub(crate) fails_keep: Option<bool>,
 }
 
 impl World {
@@ -136,7 +138,15 @@ impl World {
             return;
         }
         let Some(request) = self.members[who].request.clone() else { return };
-        let answer = self.etcd.serve(who, self.now, request);
+        let fails = match request {
+            Request::Keep(_) => self.members[who].fails_keep.take(),
+            _ => None,
+        };
+        let answer = match fails {
+            Some(gone) if gone => Answer::Kept(0),
+            Some(_) => Answer::NotKept,
+            None => self.etcd.serve(who, self.now, request),
+        };
         self.members[who].answer = Some(answer);
         let (latency, session) = (self.random.range(100, 3 * MS), self.members[who].session);
         self.schedule(latency, Event::EtcdAnswered { who, session, number });
@@ -288,7 +298,10 @@ impl World {
             (Duration::from_micros(member.sent), member.session, member.serving);
         let Some(keeper) = &mut member.keeper else { return };
         match (request, answer) {
-            (Request::Keep(_), Answer::Kept(0)) => {
+            (Request::Keep(_), Answer::NotKept) if !self.switches.leases_are_given_up => {
+                return self.etcd_broken(who, "the lease could not be kept");
+            }
+            (Request::Keep(_), Answer::Kept(0) | Answer::NotKept) => {
                 keeper.lease_over();
                 return self.grant(who);
             }
@@ -333,7 +346,10 @@ impl World {
                 keeper.registered();
                 return self.ask(who, Request::List);
             }
-            (Request::Lead { .. } | Request::Store { .. }, Answer::Written(_)) => {
+            (
+                Request::Lead { .. } | Request::Hold { .. } | Request::Store { .. },
+                Answer::Written(_),
+            ) => {
                 return self.ask(who, Request::List);
             }
             (_, Answer::Refused) => return self.etcd_broken(who, "no such lease"),
@@ -411,6 +427,13 @@ impl World {
             (Some(Due::Lead), Some(lease)) => {
                 let (record, led_at) = (keeper.record().clone(), keeper.led_at());
                 self.ask(who, Request::Lead { record, lease, led_at });
+            }
+            // One under a lease that was given up ends with it.
+            (Some(Due::Hold(_)), _)
+                if self.switches.leads_by_an_old_lease || self.switches.leases_are_given_up => {}
+            (Some(Due::Hold(epoch)), Some(lease)) => {
+                let record = keeper.record().clone();
+                self.ask(who, Request::Hold { record, lease, epoch });
             }
             (Some(Due::Store), _) => {
                 let Some((epoch, desired)) = keeper.to_store() else { return };

@@ -139,9 +139,11 @@ impl World {
                 let Some(running) = self.coordinator.running(id) else { return };
                 let old = std::mem::replace(&mut running.links, ranks.clone());
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
+                let mut requests = Vec::new();
                 self.operate(id, |operation, now, out| {
-                    operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
+                    requests = operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
                 });
+                self.mail_cluster(ClusterMail::Orphans { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
             ReplicaMail::Lost(epoch, end) => {
@@ -288,6 +290,10 @@ impl World {
         }
         for request in placed.homeless {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
+            request.end(coordinator.hub.observer(), Some(error));
+        }
+        for (request, _) in placed.outgrown {
+            let error = EngineError::Unavailable { message: "no room".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
         for (id, requests) in placed.homes {

@@ -69,6 +69,9 @@ pub(crate) enum Fault {
     CutEtcd { who: usize, lasts: Time },
     /// A process's lease is taken away.
     Revoke { who: usize },
+    /// A process loses its connection to etcd, and what keeps its lease does not get through when
+    /// it is back; or etcd says that the lease is gone, which is not true.
+    FailKeep { who: usize, gone: bool },
     /// etcd ends a process's watch.
     CancelWatch { who: usize },
     /// A process's watch does not say what changes next.
@@ -406,7 +409,8 @@ impl Scenario {
                 },
                 62..=75 => Fault::CutEtcd { who, lasts: random.skewed(100 * MS, 30 * S) },
                 76..=83 => Fault::Revoke { who },
-                84..=89 => Fault::CancelWatch { who },
+                84..=86 => Fault::CancelWatch { who },
+                87..=89 => Fault::FailKeep { who, gone: random.chance(50) },
                 90..=92 => Fault::LoseChange { who },
                 _ => Fault::Compact,
             };

@@ -113,4 +113,8 @@ pub(crate) struct Switches {
     pub(crate) swap_pairs_are_mixed_up: bool,
     /// Whoever thinks it leads stores what operators told it.
     pub(crate) commands_stored_unfenced: bool,
+    /// A lease that could not be kept is given up, and what is under it not put under the next one.
+    pub(crate) leases_are_given_up: bool,
+    /// The leader's key stays under the lease that it was written under.
+    pub(crate) leads_by_an_old_lease: bool,
 }

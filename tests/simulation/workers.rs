@@ -69,6 +69,8 @@ impl World {
             collective_addr: ([127, 0, 0, 1], 9000 + slot as u16).into(),
             draining: false,
             offer: NodeResources::default(),
+            gpu: String::new(),
+            build: "b".into(),
         };
         let mut effects = Vec::new();
         let now = self.time();

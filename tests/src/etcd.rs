@@ -79,6 +79,17 @@ impl Etcd {
         status["header"]["revision"].as_str()?.parse().ok()
     }
 
+    /// The revision at which the leader of the cluster `tutti` began to lead; `None` when nobody
+    /// leads, or it does not answer.
+    pub async fn leads_since(&self) -> Option<u64> {
+        let url = format!("{}/v3/kv/range", self.endpoint());
+        // "/tutti/leader" in base64, as the gateway wants keys.
+        let body = r#"{"key": "L3R1dHRpL2xlYWRlcg=="}"#;
+        let reply = reqwest::Client::new().post(url).body(body).send().await.ok()?;
+        let found: serde_json::Value = reply.json().await.ok()?;
+        found["kvs"][0]["create_revision"].as_str()?.parse().ok()
+    }
+
     /// As [`Etcd::start`], with `count` members.
     ///
     /// # Errors

@@ -20,7 +20,7 @@ use shared::clock::{Clock, jittered};
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::protocol::{FromWorker, HeldShard, Hello, Rejoin, ToWorker, Welcome};
+use shared::protocol::{FromWorker, HeldShard, Hello, Parting, Rejoin, ToWorker, Welcome};
 use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
@@ -39,7 +39,7 @@ const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// How long the last words may take to be delivered.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 /// A model folder's path that is longer is not told to a new coordinator.
-const SHARD_MODEL_MAX: usize = 2048;
+const SHARD_MODEL_MAX: usize = 1792;
 
 /// Why a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -304,8 +304,12 @@ impl WorkerActor {
         };
         self.send_log();
         // The coordinator answers by closing the link.
-        let failed = matches!(end, WorkerEnd::Failed { .. });
-        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason, failed });
+        let parting = match end {
+            WorkerEnd::Shutdown { .. } | WorkerEnd::Refused { .. } => Parting::OnPurpose,
+            WorkerEnd::Failed { .. } => Parting::Failed,
+            WorkerEnd::DeviceLost { .. } => Parting::DeviceLost,
+        };
+        self.uplink.tell(Epoch(0), &FromWorker::Goodbye { reason, parting });
         self.ending = Some(end);
         ctx.run_later(GOODBYE_DEADLINE, |actor, ctx| {
             if let Some(end) = actor.ending.take() {
@@ -368,12 +372,13 @@ impl WorkerActor {
                 self.executor.tell_masks(masks);
                 Ok(())
             }
-            ToWorker::Shutdown { reason } => {
-                // One that hangs has not done what it was told: it is to be started again.
+            ToWorker::Shutdown { reason, again } => {
+                // One that hangs has not done what it was told: it is to be started again, unless
+                // it is not wanted any more.
                 let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);
                 return self.leave(
                     ctx,
-                    match hangs {
+                    match hangs && again {
                         true => WorkerEnd::Failed { message: reason },
                         false => WorkerEnd::Shutdown { reason },
                     },
@@ -426,17 +431,17 @@ struct Leads(Destination);
 pub struct StopWorker {
     /// Why, for the coordinator's records.
     pub reason: String,
-    /// It cannot go on; otherwise somebody wanted it to stop.
-    pub failed: bool,
+    /// Its device computes no more; otherwise somebody wanted it to stop.
+    pub device_lost: bool,
 }
 
 impl Handler<StopWorker> for WorkerActor {
     type Result = ();
 
     fn handle(&mut self, stop: StopWorker, ctx: &mut Self::Context) {
-        let StopWorker { reason, failed } = stop;
-        let end = match failed {
-            true => WorkerEnd::Failed { message: reason },
+        let StopWorker { reason, device_lost } = stop;
+        let end = match device_lost {
+            true => WorkerEnd::DeviceLost { reason },
             false => WorkerEnd::Shutdown { reason },
         };
         self.leave(ctx, end);

@@ -15,6 +15,7 @@ use kernels::cuda::{GroupSetup, Relay};
 use kernels::{Backend as _, Collective, CollectiveError, KernelError};
 use shared::host::available_memory;
 use shared::ids::Epoch;
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     CollectiveSpec, Dtype, Form, Lora, Quantization, SequenceOutput, StepPlan, StepTimings,
 };
@@ -33,9 +34,6 @@ use crate::rank::{
     AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
 };
 
-/// Between two looks for what rank 0 says.
-const RELAY_NAP: Duration = Duration::from_millis(1);
-
 /// See the module's documentation.
 pub struct EngineRank<D: Device> {
     device: D,
@@ -47,13 +45,47 @@ pub struct EngineRank<D: Device> {
     unfinished: u64,
 }
 
-/// What was loaded: model folder, adapters and draft model, precision and format of weights, rank, degree and that
-/// of its sums, and the sizes the buffers were made for.
-type Key = ((String, Lora, Option<String>), (Dtype, Quantization), u32, (u32, u32), u32, u32, u32);
+/// What was loaded. Whatever is asked for next under an equal key needs no loading.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct LoadedKey {
+    model: String,
+    lora: Lora,
+    draft: Option<String>,
+    /// What the folders had in them.
+    identity: ModelIdentity,
+    dtype: Dtype,
+    quantization: Quantization,
+    rank: u32,
+    world_size: u32,
+    reduction_ranks: u32,
+    max_model_len: u32,
+    max_num_batched_tokens: u32,
+    max_num_seqs: u32,
+}
+
+impl LoadedKey {
+    fn new(form: &Form, identity: ModelIdentity) -> Self {
+        let sizes = &form.engine;
+        Self {
+            model: form.model.clone(),
+            lora: form.lora.clone(),
+            draft: draft_model(form).map(str::to_owned),
+            identity,
+            dtype: form.dtype,
+            quantization: form.quantization,
+            rank: form.rank,
+            world_size: form.world_size,
+            reduction_ranks: form.reduction_ranks,
+            max_model_len: sizes.max_model_len,
+            max_num_batched_tokens: sizes.max_num_batched_tokens,
+            max_num_seqs: sizes.max_num_seqs,
+        }
+    }
+}
 
 struct Loaded<D: Device> {
     engine: Engine<D::Backend>,
-    key: Key,
+    key: LoadedKey,
     /// It has not served yet.
     is_new: bool,
 }
@@ -266,20 +298,12 @@ impl Relay for LinkRelay<'_> {
     }
 
     fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError> {
-        let began = Instant::now();
-        loop {
-            if let Some(bytes) = self.abort.take_group_id(self.epoch) {
-                return Ok(bytes);
-            }
+        self.abort.wait_for_group_id(self.epoch, timeout).ok_or_else(|| {
             if self.abort.is_aborted(self.epoch) {
-                return Err(CollectiveError::Aborted);
+                return CollectiveError::Aborted;
             }
-            if began.elapsed() > timeout {
-                let op = "connect GPUs";
-                return Err(CollectiveError::TimedOut { op, waited: timeout, rank: 0 });
-            }
-            std::thread::sleep(RELAY_NAP);
-        }
+            CollectiveError::TimedOut { op: "connect GPUs", waited: timeout, rank: 0 }
+        })
     }
 }
 
@@ -295,18 +319,16 @@ impl<D: Device> Rank for EngineRank<D> {
         all.add(collective.abort_handle());
         abort.set(form.epoch, all.clone());
         let sizes = &form.engine;
-        let key = (
-            (form.model.clone(), form.lora.clone(), draft_model(form).map(str::to_owned)),
-            (form.dtype, form.quantization),
-            form.rank,
-            (form.world_size, form.reduction_ranks),
-            sizes.max_model_len,
-            sizes.max_num_batched_tokens,
-            sizes.max_num_seqs,
-        );
+        let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
+        // Weights that are loaded do not need their files: where those cannot be read any more,
+        // nothing says that others are wanted.
+        let is_wanted = |loaded: &Loaded<D>| {
+            let identity = *identity.as_ref().unwrap_or(&loaded.key.identity);
+            loaded.key == LoadedKey::new(form, identity)
+        };
         let began = Instant::now();
         let mut load_seconds = 0.0;
-        match self.loaded.take().filter(|loaded| loaded.key == key) {
+        match self.loaded.take().filter(is_wanted) {
             Some(mut loaded) => {
                 loaded.engine.reconfigure(form.engine.clone());
                 let rested = leave::<D>(&mut loaded.engine);
@@ -329,6 +351,10 @@ impl<D: Device> Rank for EngineRank<D> {
                     }
                     FormError { permanent: error.is_permanent(), message: error.to_string() }
                 })?;
+                // Files that cannot be read have been named by what loads them, nearly always.
+                let identity =
+                    identity.map_err(|message| FormError { message, permanent: true })?;
+                let key = LoadedKey::new(form, identity);
                 load_seconds = began.elapsed().as_secs_f64();
                 self.loaded = Some(Loaded { engine, key, is_new: true });
             }
@@ -372,6 +398,7 @@ impl<D: Device> Rank for EngineRank<D> {
             host_blocks,
             weight_bytes: loaded.engine.weight_bytes(),
             load_seconds,
+            identity: loaded.key.identity,
         })
     }
 

@@ -346,6 +346,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     host_blocks: ready.host_blocks,
                     weight_bytes: ready.weight_bytes,
                     load_seconds: ready.load_seconds,
+                    identity: ready.identity,
                 };
                 self.outbox.loaded(form, &formed);
                 self.outbox.send(self.entered, FromWorker::Formed(formed));

@@ -13,6 +13,9 @@
 //! - [`model`]: configuration, weights, sharding, the decoder
 #![forbid(unsafe_code)]
 
+/// The version and what its bits come from: ranks of equal builds compute alike.
+pub const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), "+", env!("TUTTI_BUILD"));
+
 pub mod actor;
 pub mod bench;
 pub mod check;

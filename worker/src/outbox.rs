@@ -141,6 +141,7 @@ impl Outbox for LinkOutbox {
     fn loaded(&mut self, form: &Form, formed: &Formed) {
         self.uplink.holds(HeldShard {
             model: form.model.clone(),
+            identity: formed.identity,
             rank: form.rank,
             world_size: form.world_size,
         });

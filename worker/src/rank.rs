@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use kernels::collective::{AbortHandle, Tally};
 use shared::ids::{Epoch, StepId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
 
 /// Steps whose masks are held until they are asked for. The coordinator has two steps under way.
@@ -140,6 +141,8 @@ pub struct RankReady {
     pub weight_bytes: u64,
     /// Seconds spent loading; 0 when weights were kept.
     pub load_seconds: f64,
+    /// What is in the model folder.
+    pub identity: ModelIdentity,
 }
 
 /// Why a rank could not be formed.
@@ -166,7 +169,7 @@ pub struct AbortSlot {
 #[derive(Debug, Default)]
 struct Slot {
     state: Mutex<SlotState>,
-    /// Masks have come, or an epoch is over.
+    /// Masks or a group's id have come, or an epoch is over.
     changed: Condvar,
 }
 
@@ -240,15 +243,28 @@ impl AbortSlot {
         let term = (state.link, epoch);
         if state.aborted < term {
             state.group_id = Some((term, bytes));
+            self.inner.changed.notify_all();
         }
     }
 
-    /// What rank 0 of `epoch` of the command under way has told; once.
+    /// Waits for what rank 0 of `epoch` of the command under way tells; it is told once. `None` when the
+    /// epoch is over, or nothing comes within `patience`.
     #[must_use]
-    pub fn take_group_id(&self, epoch: Epoch) -> Option<Vec<u8>> {
+    pub fn wait_for_group_id(&self, epoch: Epoch, patience: Duration) -> Option<Vec<u8>> {
+        let began = Instant::now();
         let mut state = self.state();
         let term = (state.entered, epoch);
-        state.group_id.take_if(|(of, _)| *of == term).map(|(_, bytes)| bytes)
+        loop {
+            if let Some((_, bytes)) = state.group_id.take_if(|(of, _)| *of == term) {
+                return Some(bytes);
+            }
+            if state.aborted >= term {
+                return None;
+            }
+            let left = patience.checked_sub(began.elapsed())?;
+            let waited = self.inner.changed.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
     }
 
     /// The masks of a step of the present link have come.

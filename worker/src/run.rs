@@ -103,11 +103,11 @@ pub async fn run(
         memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
         ..options.offer
     };
-    let (device, offer, threads, executor) = match options.device {
+    let (device, gpu, offer, threads, executor) = match options.device {
         DeviceChoice::Cpu(device) => {
             let threads = device.threads;
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
-            (DeviceKind::Cpu, offer, threads, executor)
+            (DeviceKind::Cpu, String::new(), offer, threads, executor)
         }
         DeviceChoice::Cuda(device) => {
             let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
@@ -117,8 +117,9 @@ pub async fn run(
             {
                 offer.labels.insert(NVLINK_LABEL.to_owned(), island);
             }
+            let gpu = device.uuid.clone();
             let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
-            (DeviceKind::Cuda, offer, 1, executor)
+            (DeviceKind::Cuda, gpu, offer, 1, executor)
         }
     };
     let hello = Hello {
@@ -131,6 +132,8 @@ pub async fn run(
         offer,
         collective_addr,
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        build: crate::BUILD.to_owned(),
+        gpu,
         rejoin: Rejoin::default(),
     };
     let config = WorkerConfig {
@@ -157,7 +160,7 @@ pub async fn run(
         end = &mut ended => return Ok(end.unwrap_or(failed)),
         reason = &mut stop => (reason, false),
     };
-    worker.do_send(StopWorker { reason: reason.clone(), failed: lost });
+    worker.do_send(StopWorker { reason: reason.clone(), device_lost: lost });
     let ended = tokio::time::timeout(STOP_PATIENCE, ended).await;
     match ended {
         _ if lost => Ok(WorkerEnd::DeviceLost { reason }),
@@ -226,7 +229,7 @@ mod tests {
             pid: 1,
             version: String::new(),
         };
-        View { leader: Some(Leader { record, epoch: 1 }), ..View::default() }
+        View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }
 
     #[tokio::test]

@@ -2,8 +2,9 @@
 //!
 //! A worker's stderr goes on to ours; its end is kept with the exit status, for `tutti logs`.
 //!
-//! A worker must never outlive its parent, however that ends: each has a pipe as stdin whose other
-//! end this process holds, and exits when it closes.
+//! A worker must never outlive its parent, however that ends: each has a socket as stdin whose other
+//! end this process holds, and exits when it closes. Through it the worker beats; one that has
+//! stopped to is killed, and started again like one that crashed.
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;
@@ -15,12 +16,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::cluster::records::Ended;
+use coordinator::cluster::view::Frozen;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
 use shared::log::{LogLimits, SharedLog};
 use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::MissedTickBehavior;
 
+use super::heartbeat::{EVERY, Pulse};
 use super::logging::{self, COLOURS};
 
 /// A longer line of a worker's stderr is passed on in parts.
@@ -65,11 +69,13 @@ pub(crate) enum ChildEvent {
 pub(crate) struct Children {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
-    kick: watch::Receiver<Option<(String, u32)>>,
+    kick: watch::Receiver<Frozen>,
     stop: watch::Sender<bool>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     /// How many there shall be; their nodes are numbered from 0.
     count: u32,
+    /// The same, for those who watch them.
+    wanted: watch::Sender<u32>,
     /// Those that kept failing: nothing is tried any more.
     given_up: BTreeSet<u32>,
 }
@@ -80,7 +86,7 @@ impl Children {
         command: WorkerCommand,
         count: u32,
         events: mpsc::Sender<ChildEvent>,
-        kick: watch::Receiver<Option<(String, u32)>>,
+        kick: watch::Receiver<Frozen>,
     ) -> Self {
         let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
@@ -91,6 +97,7 @@ impl Children {
             stop,
             tasks: Vec::new(),
             count: 0,
+            wanted: watch::channel(0).0,
             given_up: BTreeSet::new(),
         };
         while children.count < count {
@@ -123,6 +130,7 @@ impl Children {
     /// The last one leaves; its process ends by itself.
     pub(crate) fn forget_last(&mut self) {
         self.count = self.count.saturating_sub(1);
+        self.wanted.send_replace(self.count);
         self.given_up.remove(&self.count);
     }
 
@@ -140,8 +148,9 @@ impl Children {
 
     /// Starts one more.
     pub(crate) fn add(&mut self) {
-        self.start_one(self.count);
         self.count += 1;
+        self.wanted.send_replace(self.count);
+        self.start_one(self.count - 1);
     }
 
     fn start_one(&mut self, index: u32) {
@@ -154,6 +163,8 @@ impl Children {
             events: self.events.clone(),
             stopped: self.stop.subscribe(),
             kick: self.kick.clone(),
+            wanted: self.wanted.subscribe(),
+            index,
         };
         self.tasks.retain(|task| !task.is_finished());
         self.tasks.push(tokio::spawn(watcher.run()));
@@ -174,13 +185,17 @@ impl Children {
 
 struct Watcher {
     node: String,
+    /// Its number.
+    index: u32,
     device: String,
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     stopped: watch::Receiver<bool>,
-    /// Names a node whose process is alive but does not answer (frozen): it is killed, and started
-    /// again like a crashed one.
-    kick: watch::Receiver<Option<(String, u32)>>,
+    /// Names nodes whose processes are alive but do not answer: they are killed, and started again
+    /// like crashed ones.
+    kick: watch::Receiver<Frozen>,
+    /// How many workers there shall be: one above is not started again, however it ended.
+    wanted: watch::Receiver<u32>,
 }
 
 impl Watcher {
@@ -192,13 +207,10 @@ impl Watcher {
         let _ = self.events.send(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
-                Ok((child, stderr)) => match self.watch_and_tell(child, stderr).await {
+                Ok((child, pulse, stderr)) => match self.watch_and_tell(child, pulse, stderr).await
+                {
                     // Told to end by the coordinator: it is not wanted any more.
-                    Some(status) if status.success() => {
-                        let event = ChildEvent::Left { node: self.node.clone() };
-                        let _ = self.events.try_send(event);
-                        return;
-                    }
+                    Some(status) if status.success() || !self.is_wanted() => return self.left(),
                     Some(status) => status.to_string(),
                     None => return,
                 },
@@ -210,7 +222,9 @@ impl Watcher {
                     let event = ChildEvent::Restarting { node, status: ended, after };
                     let _ = self.events.try_send(event);
                     tokio::select! {
-                        () = tokio::time::sleep(after) => {}
+                        () = tokio::time::sleep(after) => if !self.is_wanted() {
+                            return self.left();
+                        },
                         _ = self.stopped.changed() => return,
                     }
                 }
@@ -224,7 +238,15 @@ impl Watcher {
         }
     }
 
-    fn spawn(&self) -> std::io::Result<(Child, Tail)> {
+    fn is_wanted(&self) -> bool {
+        self.index < *self.wanted.borrow()
+    }
+
+    fn left(&self) {
+        let _ = self.events.try_send(ChildEvent::Left { node: self.node.clone() });
+    }
+
+    fn spawn(&self) -> std::io::Result<(Child, Pulse, Tail)> {
         let mut command = Command::new(&self.command.program);
         command.args(&self.command.args);
         command.args(["--threads", &self.command.threads.to_string()]);
@@ -232,8 +254,9 @@ impl Watcher {
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");
         }
+        let (pulse, stdin) = Pulse::pair()?;
         let mut child = command
-            .stdin(Stdio::piped())
+            .stdin(stdin)
             .stdout(Stdio::inherit())
             .stderr(Stdio::piped())
             .kill_on_drop(true)
@@ -241,13 +264,18 @@ impl Watcher {
             .process_group(0)
             .spawn()?;
         let tail = Tail::of(child.stderr.take())?;
-        Ok((child, tail))
+        Ok((child, pulse, tail))
     }
 
     /// Watches a process and tells of its end.
-    async fn watch_and_tell(&mut self, child: Child, tail: Tail) -> Option<ExitStatus> {
+    async fn watch_and_tell(
+        &mut self,
+        child: Child,
+        pulse: Pulse,
+        tail: Tail,
+    ) -> Option<ExitStatus> {
         let pid = child.id().unwrap_or_default();
-        let status = self.watch(child).await?;
+        let status = self.watch(child, pulse).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
         let ended = Ended { node, pid, status: status.to_string(), stderr };
         let _ = self.events.try_send(ChildEvent::Ended(ended));
@@ -255,9 +283,9 @@ impl Watcher {
     }
 
     /// Waits for the process's end; `None` when it was stopped on purpose.
-    async fn watch(&mut self, mut child: Child) -> Option<ExitStatus> {
-        // Held here, because waiting for a child closes the stdin it still has.
-        let stdin = child.stdin.take();
+    async fn watch(&mut self, mut child: Child, mut pulse: Pulse) -> Option<ExitStatus> {
+        let mut look = tokio::time::interval(EVERY);
+        look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 status = child.wait() => {
@@ -270,8 +298,13 @@ impl Watcher {
                         let _ = child.start_kill();
                     }
                 }
+                _ = look.tick() => if pulse.is_dead() {
+                    let (node, pid) = (&self.node, child.id());
+                    tracing::error!(node, pid, "the worker does not beat any more; it is killed");
+                    let _ = child.start_kill();
+                },
                 _ = self.stopped.changed() => {
-                    drop(stdin);
+                    drop(pulse);
                     if tokio::time::timeout(self.command.patience, child.wait()).await.is_err() {
                         let _ = child.kill().await;
                     }
@@ -283,7 +316,7 @@ impl Watcher {
 
     fn is_kicked(&self, child: &Child) -> bool {
         let kick = self.kick.borrow();
-        kick.as_ref().is_some_and(|(node, pid)| *node == self.node && child.id() == Some(*pid))
+        kick.get(&self.node).is_some_and(|pid| child.id() == Some(*pid))
     }
 }
 

@@ -5,10 +5,13 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
+use coordinator::cluster::view::Frozen;
+
 use super::children::{ChildEvent, Children, WorkerCommand};
+use super::heartbeat::{beat_to_systemd, parent_gone};
 use super::output::print_line;
 use super::signals::Signals;
-use super::work::{cores, default_node, parent_gone};
+use super::work::{cores, default_node};
 use super::{CliError, WorkerArgs, devices, logging};
 
 /// Each worker gets this, whether this process has it or not.
@@ -31,9 +34,11 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
     let command = command(args, given, shared.devices, workers)?;
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
+        beat_to_systemd();
         print_line(&format!("{workers} {on} workers, {0}-0 to {0}-{1}", command.name, workers - 1));
         let (events, ends) = mpsc::channel(64);
-        let (_kick, kicked) = watch::channel(None);
+        // Whoever does not beat is found by that; nobody else says who is frozen here.
+        let (_kick, kicked) = watch::channel(Frozen::new());
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),

@@ -154,10 +154,11 @@ fn table(status: &Status) -> Vec<String> {
     for replica in &status.replicas {
         let ranks = replica.ranks.iter();
         let ranks = ranks.map(|rank| rank.map_or_else(|| "-".to_owned(), |slot| slot.to_string()));
+        let held = replica.held_seconds.is_some();
         lines.push(format!(
             "{:<10} {:<10} {:>6} {:>9}  {:<20} {}",
             replica.id,
-            replica.state,
+            if held { "held" } else { &replica.state },
             replica.epoch,
             replica.requests,
             ranks.collect::<Vec<_>>().join(" "),

@@ -4,7 +4,7 @@ mod progress;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coordinator::cluster::view::ClusterView;
+use coordinator::cluster::view::{ClusterView, Frozen};
 use coordinator::coordinator::Coordinator;
 use coordinator::http::admin::ScaleWorkers;
 use tokio::sync::{mpsc, watch};
@@ -71,7 +71,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         ));
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
-        let (kick, kicked) = watch::channel(None);
+        let (kick, kicked) = watch::channel(Frozen::new());
         let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
@@ -173,7 +173,7 @@ async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
-    kick: &watch::Sender<Option<(String, u32)>>,
+    kick: &watch::Sender<Frozen>,
     mut scaling: mpsc::Receiver<ScaleWorkers>,
     (children, least): (&mut Children, u32),
 ) -> Result<(), CliError> {
@@ -216,10 +216,10 @@ async fn watch_over(
             },
         }
         let now = view.borrow_and_update().clone();
-        if let Some(reason) = now.unservable.filter(|_| now.serving.is_empty()) {
-            return Err(CliError::Failed(reason));
+        if let Some(reason) = now.unservable().filter(|_| now.serving.is_empty()) {
+            return Err(CliError::Failed(reason.to_owned()));
         }
-        if now.frozen.is_some() && *kick.borrow() != now.frozen {
+        if *kick.borrow() != now.frozen {
             kick.send_replace(now.frozen.clone());
         }
         if let Some(bar) = &bar {

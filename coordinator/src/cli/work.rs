@@ -1,7 +1,6 @@
 //! `tutti worker`: one rank, until it is told to stop; several as processes of their own (`host`).
 use std::ffi::OsString;
 use std::hash::{BuildHasher as _, Hasher as _};
-use std::io::Read as _;
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
 use std::sync::Arc;
@@ -16,6 +15,7 @@ use worker::actor::WorkerEnd;
 use worker::device::prepare_nccl;
 use worker::run::WorkerOptions;
 
+use super::heartbeat::{beat_to_systemd, farewell, parent_gone};
 use super::options::Workers;
 use super::output::error_line;
 use super::signals::Signals;
@@ -70,6 +70,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     let is_child = args.exit_with_stdin;
     let (end, told) = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
+        beat_to_systemd();
         // The first signal has it leave, the second ends it at once.
         let (leave, left) = oneshot::channel();
         let left = async { left.await.unwrap_or_else(|_| "it is told to end".to_owned()) };
@@ -93,6 +94,9 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
             error = etcd::failed(&mut membership) => Err(error),
             () = signalled => Ok(WorkerEnd::Shutdown { reason: "told to end at once".to_owned() }),
         };
+        if is_child {
+            farewell();
+        }
         if let Some(membership) = membership {
             membership.leave().await;
         }
@@ -164,23 +168,4 @@ fn hostname() -> String {
 /// one name.
 pub(crate) fn default_node() -> String {
     format!("{}-{}-{:04x}", hostname(), std::process::id(), random() as u16)
-}
-
-/// Resolves when a parent is gone: when stdin reaches its end, if that `tells` so.
-pub(super) fn parent_gone(tells: bool) -> impl Future<Output = ()> {
-    let ended = tells.then(|| {
-        let (sender, receiver) = oneshot::channel();
-        std::thread::spawn(move || {
-            let mut byte = [0u8; 64];
-            while std::io::stdin().read(&mut byte).is_ok_and(|n| n > 0) {}
-            let _ = sender.send(());
-        });
-        receiver
-    });
-    async {
-        match ended {
-            Some(ended) => drop(ended.await),
-            None => std::future::pending().await,
-        }
-    }
 }

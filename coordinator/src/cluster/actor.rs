@@ -29,7 +29,7 @@ use super::affinity::Affinity;
 use super::orphanage::{Home, Orphanage};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
-use super::view::ClusterView;
+use super::view::{ClusterView, Frozen};
 use super::{Cluster, ClusterConfig, Effect};
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
@@ -102,8 +102,10 @@ pub struct ClusterActor {
     hub: Arc<Hub>,
     engine: EngineConfig,
     view: watch::Sender<ClusterView>,
-    unservable: Option<String>,
-    frozen: Option<(String, u32)>,
+    /// Why no actor of a replica can be made.
+    broken_config: Option<String>,
+    /// Workers whose links were given up as they said nothing, until they are back.
+    frozen: Frozen,
     tensor_parallel: u32,
     worker_stats: bool,
     stopping: bool,
@@ -159,8 +161,8 @@ impl ClusterActor {
             hub,
             engine,
             view,
-            unservable: None,
-            frozen: None,
+            broken_config: None,
+            frozen: Frozen::new(),
             tensor_parallel,
             worker_stats,
             stopping: false,
@@ -219,7 +221,7 @@ impl ClusterActor {
                         self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
                         running.addr.do_send(Lost { epoch, end });
-                        self.orphanage.expect();
+                        self.orphanage.expect(replica);
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
@@ -230,7 +232,7 @@ impl ClusterActor {
                     if let Some(running) = self.replicas.remove(&replica) {
                         // Its requests come as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
-                        self.orphanage.expect();
+                        self.orphanage.expect(replica);
                     }
                 }
                 Effect::Pace { worker, slow } => {
@@ -245,6 +247,19 @@ impl ClusterActor {
                         "the worker has not answered when it was formed"
                     );
                 }
+                Effect::SetAside { worker, lasts } => {
+                    let member = self.core.member(worker);
+                    let node = member.map_or("", |member| member.node.as_str());
+                    let device = member.map_or("", |member| member.device());
+                    tracing::error!(
+                        worker = node,
+                        slot = worker.0,
+                        device,
+                        ?lasts,
+                        "the device failed again and again: its worker gets no rank for a while; \
+                         `tutti scale` has it tried at once"
+                    );
+                }
                 Effect::Desire(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));
@@ -256,7 +271,6 @@ impl ClusterActor {
                         "the replica cannot be formed; tried again when workers or replicas change, else \
                          after a minute and more"
                     );
-                    self.unservable = Some(reason);
                 }
             }
         }
@@ -302,7 +316,6 @@ impl ClusterActor {
                  --max-model-len {tokens}"
             );
         }
-        self.unservable = None;
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let engine = self.engine.clone();
         let config = ReplicaConfig { engine, num_blocks, host_blocks, tensor_parallel };
@@ -316,13 +329,16 @@ impl ClusterActor {
             ranks: links,
             workers: ranks.clone(),
         });
+        self.orphanage.expect(id);
         running.serving = Some((epoch, ranks));
         running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
         // What waits at replicas that cannot go on can go on here.
-        for running in self.replicas.values().filter(|running| running.serving.is_none()) {
-            running.addr.do_send(GiveUp);
-            self.orphanage.expect();
+        for (id, running) in &self.replicas {
+            if running.serving.is_none() {
+                running.addr.do_send(GiveUp);
+                self.orphanage.expect(*id);
+            }
         }
     }
 
@@ -336,8 +352,9 @@ impl ClusterActor {
             Ok(actor) => {
                 let addr = actor.start();
                 self.replicas.insert(id, RunningReplica { addr, load, serving: None, room: None });
+                self.broken_config = None;
             }
-            Err(error) => self.unservable = Some(error.to_string()),
+            Err(error) => self.broken_config = Some(error.to_string()),
         }
     }
 
@@ -353,10 +370,18 @@ impl ClusterActor {
         for id in gone {
             tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
             self.affinity.forget(id);
+            self.orphanage.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
             if let Some((epoch, _)) = serving {
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);
             }
+        }
+    }
+
+    fn count_set_aside(&self) {
+        let mut recording = self.hub.observer().record();
+        for worker in self.connected.keys() {
+            recording.device_set_aside(*worker, self.core.is_aside(*worker));
         }
     }
 
@@ -377,7 +402,7 @@ impl ClusterActor {
                 .map(|running| running.load.clone())
                 .collect(),
             load: self.core.load_progress(),
-            unservable: self.unservable.clone(),
+            broken: self.broken_config.clone(),
             frozen: self.frozen.clone(),
         };
         self.view.send_replace(view);
@@ -400,6 +425,9 @@ impl Actor for ClusterActor {
                 );
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
+                if let Some(node) = actor.roster.node_of(worker) {
+                    actor.frozen.remove(node);
+                }
                 actor.roster.given_up(worker);
             }
             actor.miss_replicas(now, &mut effects);
@@ -412,7 +440,10 @@ impl Actor for ClusterActor {
             }
         });
         // Actors of applications change without a change of the cluster.
-        ctx.run_interval(COUNT, |actor, _| actor.name_actors());
+        ctx.run_interval(COUNT, |actor, _| {
+            actor.name_actors();
+            actor.count_set_aside();
+        });
         ctx.run_interval(SHARE, |actor, _| actor.share_queues());
         self.publish();
     }
@@ -465,7 +496,7 @@ impl Handler<Stop> for ClusterActor {
             running.addr.do_send(FailAll(EngineError::ShuttingDown));
         }
         if stop.workers_too {
-            let message = ToWorker::Shutdown { reason: stop.reason };
+            let message = ToWorker::Shutdown { reason: stop.reason, again: false };
             for connected in self.connected.values() {
                 let _ = connected.addr.tell(Epoch(0), &message);
             }

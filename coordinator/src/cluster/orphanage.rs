@@ -62,39 +62,58 @@ pub struct Placed {
     pub cancelled: Vec<Moved>,
     /// There is no replica at all.
     pub homeless: Vec<Moved>,
+    /// No replica has room, or may have any soon; with the room of the largest that there is.
+    pub outgrown: Vec<(Moved, u32)>,
 }
 
 /// What is on its way.
 #[derive(Debug, Default)]
 pub struct Orphanage {
-    /// Replicas that were asked for their requests and have not answered.
-    due: usize,
+    /// How often each replica was asked for requests and has not answered.
+    due: BTreeMap<ReplicaId, u32>,
     /// Requests cancelled meanwhile: a replica that does not have one cannot cancel it.
     cancelled: BTreeSet<RequestId>,
 }
 
 impl Orphanage {
     /// A replica was asked for its requests; it answers once, with none if it can go on.
-    pub fn expect(&mut self) {
-        self.due += 1;
+    pub fn expect(&mut self, replica: ReplicaId) {
+        *self.due.entry(replica).or_default() += 1;
+    }
+
+    /// A replica's actor has ended by a defect: it answers nothing any more.
+    pub fn gone(&mut self, replica: ReplicaId) {
+        self.due.remove(&replica);
+        self.forget_cancelled();
+    }
+
+    fn forget_cancelled(&mut self) {
+        if self.due.is_empty() {
+            self.cancelled.clear();
+        }
     }
 
     /// A request is cancelled; every replica is told as well.
     pub fn cancelled(&mut self, id: RequestId) {
-        if self.due > 0 {
+        if !self.due.is_empty() {
             self.cancelled.insert(id);
         }
     }
 
-    /// The answer: to those that serve and have room for them, least loaded first; back to where they
-    /// were when none does; to any that waits when that one is given up.
+    /// The answer: to those that serve and have room for them, least loaded first. What has room
+    /// nowhere that serves waits where there may be room soon, at best where it was.
     pub fn place(
         &mut self,
         from: ReplicaId,
         requests: Vec<Moved>,
         homes: impl Iterator<Item = Home>,
     ) -> Placed {
-        self.due = self.due.saturating_sub(1);
+        if let Some(due) = self.due.get_mut(&from) {
+            *due -= 1;
+            if *due == 0 {
+                self.due.remove(&from);
+            }
+        }
         let homes: Vec<Home> = homes.collect();
         let mut serving: BTreeMap<ReplicaId, (Home, Vec<Moved>)> = homes
             .iter()
@@ -102,41 +121,33 @@ impl Orphanage {
             .map(|home| (home.replica, (*home, Vec::new())))
             .collect();
         let mut placed = Placed::default();
-        let mut waiting = Vec::new();
+        let mut waiting: BTreeMap<ReplicaId, Vec<Moved>> = BTreeMap::new();
+        let largest = homes.iter().map(|home| home.room).max().unwrap_or(0);
         for request in requests {
             if self.cancelled.contains(&request.id()) {
                 placed.cancelled.push(request);
                 continue;
             }
             let needed = request.tokens_needed();
+            let fits = serving.values_mut().filter(|(home, _)| home.room >= needed);
+            if let Some((home, requests)) = fits.min_by_key(|(home, _)| home.load) {
+                home.load += 1;
+                requests.push(request);
+                continue;
+            }
             // Where it was, it may fit again in a moment.
-            let may_return = homes
-                .iter()
-                .any(|home| home.replica == from && !home.serving && home.room >= needed);
-            let least =
-                serving.values_mut().min_by_key(|(home, _)| (home.room < needed, home.load));
-            match least {
-                Some((home, _)) if home.room < needed && may_return => waiting.push(request),
-                // Without room, too: it says so.
-                Some((home, requests)) => {
-                    home.load += 1;
-                    requests.push(request);
-                }
-                None => waiting.push(request),
+            let waits = homes.iter().filter(|home| !home.serving && home.room >= needed);
+            let waits = waits.min_by_key(|home| (home.replica != from, home.replica));
+            match waits {
+                Some(home) => waiting.entry(home.replica).or_default().push(request),
+                None if homes.is_empty() => placed.homeless.push(request),
+                None => placed.outgrown.push((request, largest)),
             }
         }
         placed.homes.extend(serving.into_iter().map(|(id, (_, requests))| (id, requests)));
         placed.homes.retain(|(_, requests)| !requests.is_empty());
-        if !waiting.is_empty() {
-            let stays = homes.iter().find(|home| home.replica == from).or(homes.first());
-            match stays {
-                Some(home) => placed.homes.push((home.replica, waiting)),
-                None => placed.homeless = waiting,
-            }
-        }
-        if self.due == 0 {
-            self.cancelled.clear();
-        }
+        placed.homes.extend(waiting);
+        self.forget_cancelled();
         placed
     }
 }

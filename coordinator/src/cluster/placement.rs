@@ -12,6 +12,12 @@ fn island(member: &Member) -> Option<(&str, &str)> {
     Some((&member.host, label))
 }
 
+/// Whether a worker computes as those of a group do: ranks of two builds would not agree.
+#[must_use]
+pub fn joins(member: &Member, group: &[Member]) -> bool {
+    group.first().is_none_or(|first| first.build == member.build)
+}
+
 /// What the operator wants of groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlacementRules {
@@ -47,13 +53,15 @@ impl PlacementRules {
         2 + self.near.iter().position(shared).unwrap_or(self.near.len())
     }
 
-    /// Of the free workers, the one that is nearest to those of a group; of equal ones the first.
+    /// Of the free workers that may join a group, the one that is nearest to it; of equal ones the
+    /// first.
     #[must_use]
     pub fn nearest(&self, free: &[&Member], group: &[Member]) -> Option<usize> {
         let far = |member: &Member| -> usize {
             group.iter().map(|other| self.distance(member, other)).sum()
         };
-        (0..free.len()).min_by_key(|index| far(free[*index]))
+        let may_join = |index: &usize| joins(free[*index], group);
+        (0..free.len()).filter(may_join).min_by_key(|index| far(free[*index]))
     }
 
     /// How many of `groups` groups may be made of `free` workers, when there are `replicas`.
@@ -65,8 +73,8 @@ impl PlacementRules {
     }
 }
 
-/// Groups free workers into complete tensor-parallel groups, ranks in order; the nearest groups
-/// come first.
+/// Groups free workers into complete tensor-parallel groups, ranks in order, all of a group of one
+/// build; the nearest groups come first.
 ///
 /// What NVLink joins first, then one host, since ranks exchange data twice a layer: as many whole
 /// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
@@ -84,8 +92,21 @@ pub fn place(
     if world_size == 0 {
         return Vec::new();
     }
-    let mut left: Vec<&Member> =
-        free.iter().copied().filter(|member| rules.lacks(member).is_none()).collect();
+    let mut builds: BTreeMap<&str, Vec<&Member>> = BTreeMap::new();
+    for member in free.iter().copied().filter(|member| rules.lacks(member).is_none()) {
+        builds.entry(&member.build).or_default().push(member);
+    }
+    let all = builds.into_values();
+    all.flat_map(|alike| place_alike(alike, world_size, rules, &held)).collect()
+}
+
+/// [`place`] for workers of one build.
+fn place_alike(
+    mut left: Vec<&Member>,
+    world_size: usize,
+    rules: &PlacementRules,
+    held: &impl Fn(WorkerId) -> Option<usize>,
+) -> Vec<Vec<WorkerId>> {
     // Neighbours stand beside each other, so that what is cut into groups at last is near, too.
     let label = |member: &Member, key: &String| member.offer.labels.get(key).cloned();
     left.sort_by_cached_key(|member| {
@@ -94,14 +115,14 @@ pub fn place(
         let island = label(member, &NVLINK_LABEL.to_owned());
         (labels, member.host.clone(), island, member.worker)
     });
-    let mut groups = carve(&mut left, world_size, &held, |member| {
+    let mut groups = carve(&mut left, world_size, held, |member| {
         island(member).map(|(host, island)| format!("{host} {island}"))
     });
-    groups.extend(carve(&mut left, world_size, &held, |member| Some(member.host.clone())));
+    groups.extend(carve(&mut left, world_size, held, |member| Some(member.host.clone())));
     for key in &rules.near {
-        groups.extend(carve(&mut left, world_size, &held, |member| label(member, key)));
+        groups.extend(carve(&mut left, world_size, held, |member| label(member, key)));
     }
-    groups.extend(carve(&mut left, world_size, &held, |_| Some(String::new())));
+    groups.extend(carve(&mut left, world_size, held, |_| Some(String::new())));
     groups
 }
 
@@ -171,6 +192,8 @@ mod tests {
             collective_addr: SocketAddr::from(([127, 0, 0, 1], 1)),
             draining: false,
             offer: NodeResources { gpus, labels, ..NodeResources::default() },
+            gpu: String::new(),
+            build: String::new(),
         }
     }
 
@@ -229,6 +252,23 @@ mod tests {
         let [a, b] = [&all[0..1], &all[5..6]];
         assert_eq!(rules().nearest(&[&all[1], &all[4], &all[7], &all[5]], a), Some(2));
         assert_eq!(rules().nearest(&[&all[0], &all[6]], b), Some(1), "names are a host's own");
+    }
+
+    #[test]
+    fn a_group_is_of_one_build() {
+        let of = |worker, host, build: &str| {
+            let mut member = member(worker, host, Some(0), 1);
+            member.build = build.to_owned();
+            member
+        };
+        let all = [of(0, 0, "a"), of(1, 0, "b"), of(2, 0, "a"), of(3, 1, "b"), of(4, 1, "a")];
+        let free: Vec<&Member> = all.iter().collect();
+        // Rather over two hosts than of two builds.
+        assert_eq!(ids(place(&free, 2, &rules(), |_| None)), [vec![0, 2], vec![1, 3]]);
+        assert_eq!(ids(place(&free, 3, &rules(), |_| None)), [vec![0, 2, 4]]);
+        assert!(place(&free, 4, &rules(), |_| None).is_empty());
+        assert_eq!(rules().nearest(&[&all[1], &all[4]], &all[..1]), Some(1));
+        assert_eq!(rules().nearest(&[&all[1]], &all[..1]), None);
     }
 
     #[test]

@@ -11,6 +11,7 @@ use std::time::Duration;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::protocol::ToWorker;
 
+use super::placement::joins;
 use super::replica::Replica;
 use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
@@ -21,6 +22,7 @@ impl Cluster {
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
         self.release_held();
+        self.quarantine.forgive();
         effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
@@ -63,7 +65,8 @@ impl Cluster {
             return Err(format!("{worker} is not a member"));
         };
         let (node, incarnation) = (member.node.clone(), member.incarnation);
-        let able = |m: &Member| self.config.placement.lacks(m).is_none();
+        let rests = |m: &Member| self.quarantine.rests(m.device());
+        let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
         let others = self.members.values().filter(stays).count();
@@ -75,21 +78,23 @@ impl Cluster {
         }
         self.desired.drain(&node, incarnation.0);
         effects.push(Effect::Desire(self.desired.clone()));
-        self.let_go(now, worker, &format!("{node} is drained"), effects);
+        self.let_go(now, worker, &format!("{node} is drained"), false, effects);
         Ok(())
     }
 
-    /// Its replica goes on without the worker, which is told to end.
+    /// Its replica goes on without the worker, which is told to end; `again`: to be started again, if
+    /// it hangs.
     pub(super) fn let_go(
         &mut self,
         now: Duration,
         worker: WorkerId,
         reason: &str,
+        again: bool,
         effects: &mut Vec<Effect>,
     ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
-            self.let_go.insert(worker, (member.incarnation, reason.to_owned()));
+            self.let_go.insert(worker, (member.incarnation, reason.to_owned(), again));
         }
         if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
@@ -99,7 +104,7 @@ impl Cluster {
                 replica.do_not_wait();
             });
         }
-        let message = ToWorker::Shutdown { reason: reason.to_owned() };
+        let message = ToWorker::Shutdown { reason: reason.to_owned(), again };
         effects.push(Effect::Send { worker, epoch: self.epoch, message });
         self.reconcile(now, effects);
     }
@@ -107,6 +112,7 @@ impl Cluster {
     /// See the module's documentation.
     pub(super) fn reconcile(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         self.seen = self.replicas.revision();
+        self.quarantine.advance(now);
         self.give_up_formations(now, effects);
         self.remove_surplus(now, effects);
         self.fill_vacancies();
@@ -142,6 +148,7 @@ impl Cluster {
         replicas
             .chain(joining.map(|since| since.saturating_add(grace)))
             .chain(self.silence.all_ends(patience))
+            .chain(self.quarantine.ends())
             .filter(|due| *due > now)
             .min()
     }
@@ -150,7 +157,8 @@ impl Cluster {
     fn free(&self) -> Vec<&Member> {
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
-        let free = |member: &&Member| !member.draining && !holds(member) && able(member);
+        let rests = |member: &Member| self.quarantine.rests(member.device());
+        let free = |it: &&Member| !it.draining && !holds(it) && able(it) && !rests(it);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
         // In the order of their slots, but doubtful ones last.
         free.sort_by_key(|member| self.is_doubtful(member.worker));
@@ -160,6 +168,18 @@ impl Cluster {
     /// Whether others are taken before this worker: it is slow, or did not answer when it was formed.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
         self.slow.contains(&worker) || self.silence.struck(worker)
+    }
+
+    /// Whether a worker is free that may join a replica, and that nothing is said against.
+    fn has_spare_for(&self, id: ReplicaId) -> bool {
+        let group = self.members_of(id);
+        self.free().iter().any(|it| !self.is_doubtful(it.worker) && joins(it, &group))
+    }
+
+    /// Those of a replica's ranks that are here.
+    fn members_of(&self, id: ReplicaId) -> Vec<Member> {
+        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
+        ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
 
     /// Formations that do not get on end. Of a rank that does not answer another takes the place; one
@@ -191,7 +211,7 @@ impl Cluster {
                 effects.push(Effect::Silent { worker, lasts: patience });
                 if self.silence.strike(worker) {
                     again.push(worker);
-                } else if self.free().first().is_some_and(|it| !self.is_doubtful(it.worker)) {
+                } else if self.has_spare_for(id) {
                     self.replicas.change(id, |replica| {
                         replica.dismiss(now, worker);
                         replica.form_at_once();
@@ -203,7 +223,7 @@ impl Cluster {
             for worker in again {
                 let reason =
                     format!("{} did not answer when it was formed, again", self.named(worker));
-                self.let_go(now, worker, &reason, effects);
+                self.let_go(now, worker, &reason, true, effects);
             }
         }
     }
@@ -214,8 +234,8 @@ impl Cluster {
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
             let Some(id) = self.replicas.of(worker).filter(serving) else { continue };
-            if self.free().first().is_none_or(|it| self.is_doubtful(it.worker)) {
-                return;
+            if !self.has_spare_for(id) {
+                continue;
             }
             let reason = format!("{} is slow and is replaced", self.named(worker));
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
@@ -259,15 +279,13 @@ impl Cluster {
             let mut free: Vec<&Member> =
                 free.iter().filter(|it| self.is_doubtful(it.worker) == doubtful).collect();
             for id in &gaps {
-                let Some(replica) = self.replicas.get(*id).filter(|it| it.has_gap()) else {
+                if self.replicas.get(*id).is_none_or(|it| !it.has_gap()) {
                     continue;
-                };
+                }
                 if free.is_empty() {
                     break;
                 }
-                let present = replica.ranks();
-                let present: Vec<Member> =
-                    present.iter().filter_map(|worker| self.members.get(worker).cloned()).collect();
+                let present = self.members_of(*id);
                 let rules = &self.config.placement;
                 self.replicas.change(*id, |replica| replica.fill(&mut free, &present, rules));
             }
@@ -318,16 +336,21 @@ impl Cluster {
         if ids.is_empty() {
             return;
         }
-        let mut free = self.free().len();
+        let mut free: Vec<Member> = self.free().into_iter().cloned().collect();
         for id in ids {
             let Some(replica) = self.replicas.get(id) else { continue };
             let (degree, present) = (replica.degree(), replica.ranks().len());
+            if free.is_empty() {
+                return;
+            }
+            let group = self.members_of(id);
+            let free_alike = free.iter().filter(|it| joins(it, &group)).count();
             let larger = self
                 .config
                 .degrees
                 .iter()
                 .map(|degree| *degree as usize)
-                .find(|larger| *larger > degree && *larger <= present + free);
+                .find(|larger| *larger > degree && *larger <= present + free_alike);
             let Some(larger) = larger else { continue };
             let reason = format!("it grows to {larger} ranks");
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
@@ -336,7 +359,7 @@ impl Cluster {
                 replica.form_at_once();
             });
             self.fill_vacancies();
-            free = self.free().len();
+            free = self.free().into_iter().cloned().collect();
         }
     }
 
@@ -358,10 +381,9 @@ impl Cluster {
         groups.truncate(most);
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
             // Better a small replica than none.
-            let free = self.free();
-            let fits = |degree: &&u32| **degree as usize <= free.len();
-            let degree = self.config.degrees.iter().find(fits).copied();
-            groups = degree.map(|degree| self.place(degree as usize)).unwrap_or_default();
+            let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
+            let mut placed = degrees.map(|degree| self.place(degree));
+            groups = placed.find(|groups| !groups.is_empty()).unwrap_or_default();
             groups.truncate(1);
         }
         // The number of one that was given up is given again: its totals go on, and scaling down and
@@ -379,7 +401,10 @@ impl Cluster {
     fn place(&self, degree: usize) -> Vec<Vec<WorkerId>> {
         let held = |worker| {
             let held = self.held.get(&worker)?;
-            let fits = held.model == self.config.model && held.world_size as usize == degree;
+            let config = &self.config;
+            let fits = held.model == config.model
+                && config.identity.is_none_or(|identity| identity == held.identity)
+                && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
         // Those that are doubtful complete what is left over.

@@ -2,8 +2,10 @@
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::Formed;
 
+use super::placement::joins;
 use super::{Member, PlacementRules};
 
 /// First wait before a broken replica is formed again; doubles with each failure in a row.
@@ -69,6 +71,8 @@ struct Slot {
     last: Option<WorkerId>,
     /// KV blocks that it has room for, and those in host memory.
     room: Option<(u32, u32)>,
+    /// What is in its model folder, once it is formed.
+    identity: Option<ModelIdentity>,
     started: bool,
     bytes_done: u64,
     bytes_total: u64,
@@ -295,22 +299,26 @@ impl Replica {
     }
 
     /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
-    /// Of any, the one that is nearest to the ranks that are `present`.
+    /// Of any, the one that is nearest to the ranks that are `present`; none of another build.
     pub(super) fn fill(
         &mut self,
         free: &mut Vec<&Member>,
         present: &[Member],
         rules: &PlacementRules,
     ) {
+        let mut present = present.to_vec();
         let mut take = |slot: &mut Slot, wanted: Option<WorkerId>| {
             let index = match wanted {
-                Some(wanted) => free.iter().position(|member| member.worker == wanted),
-                None => rules.nearest(free, present),
+                Some(wanted) => {
+                    free.iter().position(|it| it.worker == wanted && joins(it, &present))
+                }
+                None => rules.nearest(free, &present),
             };
             if let Some(index) = index {
-                let worker = free.remove(index).worker;
-                slot.worker = Some(worker);
-                slot.last = Some(worker);
+                let member = free.remove(index);
+                slot.worker = Some(member.worker);
+                slot.last = Some(member.worker);
+                present.push(member.clone());
             }
         };
         for slot in self.slots.iter_mut().filter(|slot| slot.worker.is_none()) {
@@ -341,6 +349,7 @@ impl Replica {
         self.relayed = false;
         for slot in &mut self.slots {
             slot.room = None;
+            slot.identity = None;
             slot.started = false;
             slot.bytes_done = 0;
             slot.bytes_total = 0;
@@ -360,6 +369,12 @@ impl Replica {
             .fold((0, 0), |sum, slot| (sum.0 + slot.bytes_done, sum.1 + slot.bytes_total))
     }
 
+    /// A rank that formed already, and whose model folder has something else in it.
+    pub(super) fn differs(&self, identity: ModelIdentity) -> Option<(WorkerId, ModelIdentity)> {
+        let of = |slot: &Slot| Some((slot.worker?, slot.identity?));
+        self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
+    }
+
     /// Returns the block counts (KV cache, host memory) to start with once every rank is formed: the
     /// least that any has.
     pub(super) fn formed(&mut self, worker: WorkerId, formed: &Formed) -> Option<(u32, u32)> {
@@ -368,6 +383,7 @@ impl Replica {
         }
         if let Some(slot) = self.slot(worker) {
             slot.room = Some((formed.kv_blocks, formed.host_blocks));
+            slot.identity = Some(formed.identity);
         }
         let room = self.room()?;
         self.phase = ReplicaPhase::Starting;

@@ -1,6 +1,17 @@
 //! The replica life cycle, event by event.
 mod operators;
 
+use core::net::SocketAddr;
+
+use shared::protocol::{
+    CollectiveSpec, Dtype, EngineConfig, FormFailed, Formed, GroupId, Lora, NodeResources,
+    Quantization, Started,
+};
+use shared::wire::auth::Secret;
+
+use super::formation::collective_for;
+use shared::model_identity::ModelIdentity;
+
 use super::*;
 
 mod passes;
@@ -13,6 +24,7 @@ fn config(tensor_parallel: u32) -> ClusterConfig {
         reshard_after: secs(2),
         max_replicas: None,
         model: "m".into(),
+        identity: Some(ModelIdentity(1)),
         dtype: Dtype::Bfloat16,
         quantization: Quantization::None,
         engine: EngineConfig {
@@ -43,6 +55,8 @@ fn member(worker: u32, incarnation: u64, host: &str) -> Member {
         collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000 + worker as u16)),
         draining: false,
         offer: NodeResources::default(),
+        gpu: String::new(),
+        build: "b".into(),
     }
 }
 
@@ -98,7 +112,7 @@ fn cluster_of(config: ClusterConfig, workers: u32) -> (Cluster, Vec<Effect>) {
 /// Who is told to end, and why.
 fn shut_down(effects: &[Effect]) -> Vec<(u32, &str)> {
     let told = |effect| match effect {
-        &Effect::Send { worker, message: ToWorker::Shutdown { ref reason }, .. } => {
+        &Effect::Send { worker, message: ToWorker::Shutdown { ref reason, .. }, .. } => {
             Some((worker.0, reason.as_str()))
         }
         _ => None,
@@ -116,6 +130,7 @@ fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -
             host_blocks: 0,
             weight_bytes: 1,
             load_seconds: 0.0,
+            identity: ModelIdentity(1),
         };
         cluster.worker_formed(now, WorkerId(*worker), formed, &mut effects);
     }
@@ -378,7 +393,8 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
     // Everybody is back in the worst order: two of the same rank first.
     for (worker, rank) in [(1, 1), (3, 1), (0, 0), (2, 0)] {
         assert!(forms(&effects).is_empty(), "not before all are here");
-        let shard = HeldShard { model: "m".into(), rank, world_size: 2 };
+        let shard =
+            HeldShard { model: "m".into(), identity: ModelIdentity(1), rank, world_size: 2 };
         cluster.holds(WorkerId(worker), Some(shard));
         cluster.worker_joined(secs(1), member(worker, 1, "a"), &mut effects);
     }
@@ -398,7 +414,12 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
     let mut cluster = Cluster::new(config(2));
     let mut effects = Vec::new();
     for (worker, model, world_size) in [(0, "other", 2), (1, "m", 4)] {
-        let shard = HeldShard { model: model.into(), rank: 1 - worker, world_size };
+        let shard = HeldShard {
+            model: model.into(),
+            identity: ModelIdentity(1),
+            rank: 1 - worker,
+            world_size,
+        };
         cluster.holds(WorkerId(worker), Some(shard));
         cluster.worker_joined(secs(1), member(worker, 1, "a"), &mut effects);
     }
@@ -588,4 +609,164 @@ fn a_slow_spare_is_the_last_to_be_taken() {
     cluster.worker_left(secs(80), WorkerId(3), Incarnation(1), "killed", &mut effects);
     cluster.tick(secs(82), &mut effects);
     assert_eq!(world_sizes(&effects), [(2, 0, 2), (0, 1, 2)], "better than none");
+}
+
+/// Says that a rank formed, with what it has in its model folder.
+fn formed_with(cluster: &mut Cluster, worker: u32, epoch: u64, identity: u64) -> Vec<Effect> {
+    let mut effects = Vec::new();
+    let formed = Formed {
+        epoch: Epoch(epoch),
+        kv_blocks: 9,
+        host_blocks: 0,
+        weight_bytes: 1,
+        load_seconds: 0.0,
+        identity: ModelIdentity(identity),
+    };
+    cluster.worker_formed(secs(1), WorkerId(worker), formed, &mut effects);
+    effects
+}
+
+/// Why no replica can be formed.
+fn unservable(effects: &[Effect]) -> Option<&str> {
+    effects.iter().find_map(|effect| match effect {
+        Effect::Unservable { reason, .. } => Some(reason.as_str()),
+        _ => None,
+    })
+}
+
+#[test]
+fn ranks_of_other_models_are_no_replica() {
+    // The coordinator has no weights of its own: ranks are held against each other.
+    let (mut cluster, _) = cluster_of(ClusterConfig { identity: None, ..config(2) }, 2);
+    assert_eq!(unservable(&formed_with(&mut cluster, 0, 1, 7)), None);
+    let effects = formed_with(&mut cluster, 1, 1, 8);
+    let reason = unservable(&effects).unwrap();
+    for word in ["node-0", "node-1", "0000000000000007", "0000000000000008", " m "] {
+        assert!(reason.contains(word), "{reason}");
+    }
+    assert!(
+        !effects.iter().any(|it| matches!(it, Effect::Send { message: ToWorker::Start(_), .. }))
+    );
+    // It is not tried again and again, but when somebody has come with a remedy.
+    let mut effects = Vec::new();
+    cluster.tick(secs(30), &mut effects);
+    assert!(forms(&effects).is_empty());
+    cluster.worker_joined(secs(31), member(1, 2, "a"), &mut effects);
+    assert_eq!(forms(&effects).len(), 2);
+    assert!(bring_up(&mut cluster, secs(32), 2, &[0, 1]).len() > 2, "with equal ones it serves");
+}
+
+#[test]
+fn a_rank_of_another_model_than_the_coordinator_s_is_none() {
+    let (mut cluster, _) = cluster_of(config(1), 1);
+    let effects = formed_with(&mut cluster, 0, 1, 8);
+    let reason = unservable(&effects).unwrap();
+    assert!(reason.contains("node-0") && reason.contains("the coordinator"), "{reason}");
+    assert!(reason.contains("0000000000000008, not 0000000000000001"), "{reason}");
+}
+
+/// A worker of a build.
+fn built(worker: u32, incarnation: u64, build: &str) -> Member {
+    Member { build: build.to_owned(), ..member(worker, incarnation, "a") }
+}
+
+/// The workers of each replica, by number.
+fn groups(cluster: &Cluster) -> Vec<Vec<Option<u32>>> {
+    let ranks = |it: ReplicaStatus| it.ranks.iter().map(|rank| rank.map(|it| it.0)).collect();
+    cluster.replicas().map(ranks).collect()
+}
+
+#[test]
+fn builds_are_exchanged_replica_by_replica_and_never_mixed() {
+    let mut cluster = Cluster::new(config(2));
+    let mut effects = Vec::new();
+    for worker in 0..4 {
+        cluster.worker_joined(secs(0), built(worker, 1, "old"), &mut effects);
+    }
+    assert_eq!(groups(&cluster), [[Some(0), Some(1)], [Some(2), Some(3)]]);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    bring_up(&mut cluster, secs(1), 2, &[2, 3]);
+    // One comes back of another build: its replica waits for the other one.
+    cluster.worker_left(secs(10), WorkerId(0), Incarnation(1), "upgraded", &mut effects);
+    cluster.worker_joined(secs(11), built(0, 2, "new"), &mut effects);
+    effects.clear();
+    cluster.tick(secs(12), &mut effects);
+    assert_eq!(groups(&cluster), [[None, Some(1)], [Some(2), Some(3)]]);
+    assert!(forms(&effects).is_empty());
+    cluster.worker_left(secs(12), WorkerId(1), Incarnation(1), "upgraded", &mut effects);
+    cluster.worker_joined(secs(13), built(1, 2, "new"), &mut effects);
+    assert_eq!(groups(&cluster), [[Some(0), Some(1)], [Some(2), Some(3)]]);
+    assert_eq!(forms(&effects).len(), 2);
+    // A spare of the old build is none for the new one, and nobody is sent away for it.
+    bring_up(&mut cluster, secs(14), 3, &[0, 1]);
+    cluster.worker_joined(secs(20), built(4, 1, "old"), &mut effects);
+    effects.clear();
+    cluster.rank_pace(secs(20), ReplicaId(0), Epoch(3), WorkerId(1), true, &mut effects);
+    assert!(forms(&effects).is_empty() && groups(&cluster)[0] == [Some(0), Some(1)]);
+    cluster.rank_pace(secs(20), ReplicaId(1), Epoch(2), WorkerId(3), true, &mut effects);
+    assert_eq!(groups(&cluster)[1], [Some(2), Some(4)], "{effects:?}");
+}
+
+#[test]
+fn a_small_replica_grows_by_workers_of_its_build_alone() {
+    let mut cluster = Cluster::new(ClusterConfig { degrees: vec![2, 1], ..config(2) });
+    let mut effects = Vec::new();
+    cluster.worker_joined(secs(0), built(0, 1, "1-old"), &mut effects);
+    cluster.worker_joined(secs(0), built(1, 1, "2-new"), &mut effects);
+    assert!(groups(&cluster).is_empty(), "they make no whole replica");
+    cluster.tick(secs(5), &mut effects);
+    assert_eq!(groups(&cluster), [[Some(0)]], "one of them makes a small one");
+    bring_up(&mut cluster, secs(6), 1, &[0]);
+    effects.clear();
+    cluster.tick(secs(60), &mut effects);
+    assert!(effects.is_empty(), "and does not end for what it cannot have: {effects:?}");
+    cluster.worker_joined(secs(61), built(2, 1, "1-old"), &mut effects);
+    assert_eq!(groups(&cluster), [[Some(0), Some(2)]]);
+}
+
+#[test]
+fn a_gpu_that_fails_again_and_again_rests_and_operators_may_have_it_tried() {
+    let with_gpu = |worker: u32, incarnation| Member {
+        gpu: format!("GPU-{worker}"),
+        ..member(worker, incarnation, "a")
+    };
+    let mut cluster = Cluster::new(config(1));
+    let mut effects = Vec::new();
+    let mut now = secs(0);
+    cluster.worker_joined(now, with_gpu(0, 1), &mut effects);
+    let mut aside = Vec::new();
+    for incarnation in 1..=3 {
+        assert!(groups(&cluster) == [[Some(0)]] && !cluster.is_aside(WorkerId(0)));
+        now += secs(60);
+        cluster.device_failed(now, WorkerId(0), &mut effects);
+        let run = Incarnation(incarnation);
+        cluster.worker_left(now, WorkerId(0), run, "it says goodbye", &mut effects);
+        now += secs(5);
+        effects.retain(|it| matches!(it, Effect::SetAside { .. }));
+        aside.append(&mut effects);
+        cluster.worker_joined(now, with_gpu(0, incarnation + 1), &mut effects);
+    }
+    assert_eq!(aside, [Effect::SetAside { worker: WorkerId(0), lasts: secs(600) }]);
+    assert!(cluster.is_aside(WorkerId(0)) && forms(&effects).is_empty());
+    // Another GPU of the same host is as good as ever.
+    cluster.worker_joined(now, with_gpu(1, 1), &mut effects);
+    assert_eq!(groups(&cluster), [[Some(1)]]);
+    bring_up(&mut cluster, now, 4, &[1]);
+    effects.clear();
+    cluster.tick(now + secs(594), &mut effects);
+    assert!(effects.is_empty(), "{effects:?}");
+    cluster.tick(now + secs(595), &mut effects);
+    assert_eq!((groups(&cluster).len(), forms(&effects).len()), (2, 1), "{effects:?}");
+    // The next rest is longer; an operator's word ends it.
+    now += secs(700);
+    for _ in 0..3 {
+        cluster.device_failed(now, WorkerId(0), &mut effects);
+    }
+    cluster.worker_left(now, WorkerId(0), Incarnation(4), "it says goodbye", &mut effects);
+    cluster.worker_joined(now, with_gpu(0, 5), &mut effects);
+    cluster.tick(now + secs(1199), &mut effects);
+    assert!(cluster.is_aside(WorkerId(0)));
+    effects.clear();
+    cluster.scale(now + secs(1199), Some(2), &mut effects);
+    assert!(!cluster.is_aside(WorkerId(0)) && forms(&effects).len() == 1, "{effects:?}");
 }

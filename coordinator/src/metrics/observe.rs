@@ -152,6 +152,7 @@ struct WorkerCells {
     info: Option<Gauge>,
     restarts: Counter,
     slow: Gauge,
+    set_aside: Gauge,
     last_report: Gauge,
 }
 

@@ -71,7 +71,7 @@ pub struct Submit {
 #[rtype(result = "()")]
 pub struct Cancel(pub RequestId);
 
-/// The replica's ranks are formed.
+/// The replica's ranks are formed; answered with [`Orphans`], for which its KV cache has no room.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Ready {
@@ -245,7 +245,9 @@ impl Handler<Ready> for ReplicaActor {
         let Ready { epoch, num_blocks, host_blocks, ranks, workers } = ready;
         self.outside.ranks = workers.iter().copied().zip(ranks).collect();
         let now = self.clock.now();
-        self.operation.ready(now, epoch, num_blocks, host_blocks, workers, &mut self.outside);
+        let outside = &mut self.outside;
+        let requests = self.operation.ready(now, epoch, num_blocks, host_blocks, workers, outside);
+        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
     }
 }
 

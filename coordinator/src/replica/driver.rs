@@ -215,11 +215,20 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// The ranks are formed: steps can run.
-    pub fn ready(&mut self, now: Duration, epoch: Epoch, num_blocks: u32, host_blocks: u32) {
+    /// The ranks are formed: steps can run. Returns the requests that their KV cache could never hold,
+    /// which other replicas' may.
+    pub fn ready(
+        &mut self,
+        now: Duration,
+        epoch: Epoch,
+        num_blocks: u32,
+        host_blocks: u32,
+    ) -> Vec<Moved> {
         self.epoch = Some(epoch);
         self.in_flight.clear();
-        self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
+        let handed =
+            self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
+        let moved = self.take_out(handed);
         let mut recording = self.observer.record();
         if let Some(speculation) = self.scheduler.speculation() {
             recording.speculates(self.id, speculation.num_speculative_tokens);
@@ -229,6 +238,7 @@ impl ReplicaDriver {
         }
         drop(recording);
         self.deliver(now);
+        moved
     }
 
     /// The epoch is over; its requests wait for the next with their accepted tokens.
@@ -261,17 +271,17 @@ impl ReplicaDriver {
     /// epochs.
     pub fn hand_over(&mut self) -> Vec<Moved> {
         let handed = self.scheduler.hand_over();
-        self.moved(handed)
+        self.take_out(handed)
     }
 
     /// Gives up to `most` requests that have not run, for a replica with fewer to go on with.
     pub fn share(&mut self, most: u32) -> Vec<Moved> {
         let handed = self.scheduler.share(most);
-        self.moved(handed)
+        self.take_out(handed)
     }
 
-    /// With what only the driver knows of them.
-    fn moved(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
+    /// What the scheduler gave up, with all that hangs off it.
+    fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
         let mut moved = Vec::with_capacity(handed.len());
         for handed in handed {
             let Some(live) = self.live.remove(&handed.id()) else { continue };
@@ -302,7 +312,7 @@ impl ReplicaDriver {
                 }
                 Err(refused) => {
                     let (_, error) = *refused;
-                    dropped(&mut self.observer.record(), live, Some(error));
+                    dropped(&mut self.observer.record(), live, Some(outgrown(&error)));
                 }
             }
         }
@@ -515,6 +525,20 @@ fn send(live: &mut Live, id: RequestId, event: EngineEvent, gone: &mut Vec<Reque
     match live.events.send(event) {
         Ok(()) => live.reading.sent(),
         Err(Gone) => gone.push(id),
+    }
+}
+
+/// A request was accepted where there was room for it: that there is none any more is not its fault.
+#[must_use]
+pub fn outgrown(error: &EngineError) -> EngineError {
+    match error {
+        EngineError::TooLarge { needed, available } => EngineError::Unavailable {
+            message: format!(
+                "none has room in its KV cache any more for the {needed} blocks that this request \
+                 may need (the one that is left has {available}); one had when it was accepted"
+            ),
+        },
+        other => other.clone(),
     }
 }
 

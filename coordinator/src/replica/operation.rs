@@ -149,7 +149,8 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// The replica's ranks are formed: `workers`, in rank order.
+    /// The replica's ranks are formed: `workers`, in rank order. Returns the requests that they could
+    /// never hold, for other replicas.
     #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
     pub fn ready(
         &mut self,
@@ -159,10 +160,10 @@ impl Operation {
         host_blocks: u32,
         workers: Vec<WorkerId>,
         outside: &mut impl Outside,
-    ) {
+    ) -> Vec<Moved> {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
-        self.driver.ready(now, epoch, num_blocks, host_blocks);
+        let too_large = self.driver.ready(now, epoch, num_blocks, host_blocks);
         // The first canary goes out at once: readiness waits for it.
         self.last_step_sent = None;
         self.load.last_step_ms.store(0, Ordering::Relaxed);
@@ -172,6 +173,7 @@ impl Operation {
         self.held.clear();
         self.drive(now, outside);
         self.tick(now, outside);
+        too_large
     }
 
     /// An epoch is over. Returns whether it was this replica's present one.

@@ -272,11 +272,15 @@ impl Member {
     ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
         if let Some(id) = self.keeper.lease() {
             let sent = self.now();
-            if let Ok(kept) = client.lease_keep_alive(id).await {
-                self.keeper.leased(sent, id);
-                return Ok(kept);
+            match client.lease_keep_alive(id).await {
+                Ok(kept) => {
+                    self.keeper.leased(sent, id);
+                    return Ok(kept);
+                }
+                Err(error) if is_gone(&error) => self.keeper.lease_over(),
+                // It may well live: the next session asks again.
+                Err(error) => return Err(error.into()),
             }
-            self.keeper.lease_over();
         }
         let sent = self.now();
         let ttl = self.options.lease_ttl.as_secs().max(2) as i64;
@@ -337,7 +341,7 @@ impl Member {
     fn entry(&self, kv: &KeyValue) -> Option<Entry> {
         let key = std::str::from_utf8(kv.key()).ok()?.strip_prefix(&self.prefix())?.to_owned();
         let value = Value::decode(&key, kv.value(), kv.mod_revision())?;
-        Some(Entry { key, value, created: kv.create_revision() })
+        Some(Entry { key, value, created: kv.create_revision(), lease: kv.lease() })
     }
 
     async fn serve(
@@ -413,6 +417,9 @@ impl Member {
         if self.keeper.due(self.now()) == Some(Due::Lead) {
             self.run_for_leader(session).await?;
         }
+        if let Some(Due::Hold(epoch)) = self.keeper.due(self.now()) {
+            self.hold(session, epoch).await?;
+        }
         if self.keeper.due(self.now()) == Some(Due::Store) {
             self.store(session).await?;
         }
@@ -468,6 +475,17 @@ impl Member {
         self.list(session).await
     }
 
+    /// Puts the lead under the present lease, if this process still leads as it did from `epoch` on.
+    async fn hold(&mut self, session: &mut Session, epoch: i64) -> Result<(), Ended> {
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
+        let put = PutOptions::new().with_lease(lease);
+        let put = TxnOp::put(self.key(LEADER_KEY), json(self.keeper.record())?, Some(put));
+        let hold = Txn::new().when([self.leads(epoch)]).and_then([put]);
+        let mut client = session.client();
+        self.during(session, async move { client.txn(hold).await }).await?;
+        self.list(session).await
+    }
+
     /// Leaves what operators said to the next leader, if this process still leads.
     async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some((epoch, desired)) = self.keeper.to_store() else { return Ok(()) };
@@ -503,6 +521,16 @@ impl Member {
 
     fn led(&self, ended: bool) -> Result<Vec<u8>, Ended> {
         json(&Led { record: self.keeper.record().clone(), ended, revision: 0 })
+    }
+}
+
+/// Whether etcd knows the lease of a keepalive no more; any other failure says nothing about it.
+fn is_gone(error: &Error) -> bool {
+    match error {
+        // The client's own word for an answer of no time to live, and its only one with these words.
+        Error::LeaseKeepAliveError(why) => why == "lease not found",
+        Error::GRpcStatus(status) => status.message().contains("requested lease not found"),
+        _ => false,
     }
 }
 

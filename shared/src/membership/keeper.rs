@@ -42,6 +42,10 @@ pub enum Due {
     /// under [`LED_KEY`](super::view::LED_KEY), if the first is not there and the second as
     /// [`Keeper::led_at`] says; then a list.
     Lead,
+    /// Sure that its lead lasts as long as its lease, where the leader's key is under an earlier one
+    /// that nobody keeps: its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if it
+    /// still leads by this epoch; then a list.
+    Hold(i64),
     /// Sure that the next leader knows what this one was told: [`Keeper::to_store`] under
     /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then a list.
     Store,
@@ -188,7 +192,8 @@ impl Keeper {
         self.lease = Some((lease, sent + self.lease_ttl));
     }
 
-    /// The lease is not there any more, or is given up.
+    /// The lease is not there any more: etcd says so. An etcd that could not be asked is no reason,
+    /// for with the lease goes the lead.
     pub fn lease_over(&mut self) {
         self.lease = None;
     }
@@ -308,6 +313,11 @@ impl Keeper {
         let may_run = first && !self.is_replaced();
         if self.campaign && self.view.leader.is_none() && may_run {
             return Some(Due::Lead);
+        }
+        if let Some(leader) = self.view.own()
+            && self.lease().is_some_and(|lease| lease != leader.lease)
+        {
+            return Some(Due::Hold(leader.epoch));
         }
         self.to_store().map(|_| Due::Store)
     }

@@ -34,6 +34,8 @@ pub struct Leader {
     pub record: Record,
     /// Grows from leader to leader: the revision at which it began to lead.
     pub epoch: i64,
+    /// The lease that its key ends with; 0 where that is not known.
+    pub lease: i64,
 }
 
 /// Who led last. No lease ends this key: whoever leads writes it with the leader's.
@@ -59,6 +61,8 @@ pub struct Entry {
     pub value: Value,
     /// When the key came to be.
     pub created: i64,
+    /// The lease that it ends with; 0: none.
+    pub lease: i64,
 }
 
 /// See [`Entry`].
@@ -164,13 +168,16 @@ impl View {
         let other = |record: &Record| record.incarnation != incarnation;
         let leads = self.leader.as_ref().filter(|leader| other(&leader.record)).cloned();
         let led = self.led.as_ref().filter(|led| other(&led.record));
-        leads.or_else(|| led.map(|it| Leader { record: it.record.clone(), epoch: it.revision }))
+        leads.or_else(|| {
+            led.map(|it| Leader { record: it.record.clone(), epoch: it.revision, lease: 0 })
+        })
     }
 
     fn insert(&mut self, entry: Entry) {
         match entry.value {
             Value::Process(record) if entry.key == LEADER_KEY => {
-                self.leader = Some(Leader { record, epoch: entry.created });
+                let (epoch, lease) = (entry.created, entry.lease);
+                self.leader = Some(Leader { record, epoch, lease });
             }
             Value::Process(record) => drop(self.records.insert(entry.key, record)),
             Value::Led(led) => self.led = Some(led),
@@ -194,7 +201,7 @@ mod tests {
             pid: 1,
             version: String::new(),
         };
-        Entry { key: key.to_owned(), value: Value::Process(record), created }
+        Entry { key: key.to_owned(), value: Value::Process(record), created, lease: 7 }
     }
 
     fn keys(view: &View) -> Vec<&str> {
@@ -249,7 +256,7 @@ mod tests {
         let Value::Process(record) = entry("", incarnation, 0).value else { panic!("a process") };
         let bytes = serde_json::to_vec(&Led { record, ended: false, revision: 0 }).unwrap();
         let value = Value::decode(LED_KEY, &bytes, revision).unwrap();
-        Entry { key: LED_KEY.to_owned(), value, created: 1 }
+        Entry { key: LED_KEY.to_owned(), value, created: 1, lease: 0 }
     }
 
     #[test]
@@ -273,7 +280,7 @@ mod tests {
         let desired = Desired { by: 1, generation: 2, replicas: Some(3), ..Desired::default() };
         let bytes = serde_json::to_vec(&desired).unwrap();
         let value = Value::decode(DESIRED_KEY, &bytes, 4).unwrap();
-        let entry = Entry { key: DESIRED_KEY.to_owned(), value, created: 4 };
+        let entry = Entry { key: DESIRED_KEY.to_owned(), value, created: 4, lease: 0 };
         let mut view = View::default();
         view.put(4, entry);
         view.reached(4);

@@ -355,6 +355,8 @@ catalogue! {
         "The node name and version of a linked worker.";
     gauge(Max) SLOW_RANKS: "tutti_slow_ranks", Items, [WORKER], Coordinator,
         "1 for a worker that computes over 3 times as long as its replica's others, for 30 s.";
+    gauge(Max) DEVICES_SET_ASIDE: "tutti_devices_set_aside", Items, [WORKER], Coordinator,
+        "1 for a worker that gets no rank for a while, as its device failed again and again.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
         "Times a worker came back as another process.";
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::lora::Lora;
 use crate::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
+use crate::model_identity::ModelIdentity;
 
 /// What a worker computes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,9 +40,16 @@ pub struct Hello {
     pub collective_addr: SocketAddr,
     /// The program's version; informational.
     pub version: String,
+    /// What its bits come from, at most [`BUILD_MAX`] bytes: ranks of one replica are of one build.
+    pub build: String,
+    /// The GPU that it computes on, as the driver names it (UUID); empty on CPUs.
+    pub gpu: String,
     /// What it was before.
     pub rejoin: Rejoin,
 }
+
+/// Longest name of a build, in bytes.
+pub const BUILD_MAX: usize = 64;
 
 /// What a worker was at its last coordinator: a hint, so that a new one may give it the same place
 /// and it may keep its weights.
@@ -58,6 +66,8 @@ pub struct Rejoin {
 pub struct HeldShard {
     /// The model folder.
     pub model: String,
+    /// What was in it.
+    pub identity: ModelIdentity,
     /// The rank, 0-based.
     pub rank: u32,
     /// The tensor-parallel degree.
@@ -303,6 +313,8 @@ pub struct Formed {
     pub weight_bytes: u64,
     /// Seconds the load took; 0 when weights were kept from an earlier epoch.
     pub load_seconds: f64,
+    /// What is in the model folder of the rank's host.
+    pub identity: ModelIdentity,
 }
 
 /// Why a replica could not be formed.

@@ -73,6 +73,8 @@ fn a_worker_whose_executor_panicked_ends() {
             offer: NodeResources::default(),
             collective_addr: SocketAddr::from((Ipv4Addr::LOCALHOST, 1)),
             version: String::new(),
+            build: "b".to_owned(),
+            gpu: String::new(),
             rejoin: Rejoin::default(),
         };
         let config = WorkerConfig {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Condvar, Mutex, mpsc};
 
 use kernels::collective::AbortHandle;
 use shared::ids::{ReplicaId, SeqId, StepId};
+use shared::model_identity::ModelIdentity;
 use shared::protocol::{
     CollectiveSpec, Dtype, EngineConfig, Lora, Quantization, SequenceOutput, StepTimings,
 };
@@ -56,7 +57,14 @@ impl Rank for ScriptedRank {
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
         news.progress(10, 10);
-        Ok(RankReady { kv_blocks: 5, host_blocks: 0, weight_bytes: 10, load_seconds: 0.1 })
+        let identity = ModelIdentity(1);
+        Ok(RankReady {
+            kv_blocks: 5,
+            host_blocks: 0,
+            weight_bytes: 10,
+            load_seconds: 0.1,
+            identity,
+        })
     }
 
     fn start(&mut self, _num_blocks: u32, _host_blocks: u32) -> Result<(), String> {
@@ -445,16 +453,43 @@ fn a_group_id_is_for_its_epoch_and_link() {
     let link = slot.new_link();
     slot.enter(link);
     slot.tell_group_id(Epoch(3), vec![3]);
-    assert_eq!(slot.take_group_id(Epoch(2)), None);
-    assert_eq!(slot.take_group_id(Epoch(3)), Some(vec![3]));
-    assert_eq!(slot.take_group_id(Epoch(3)), None, "taken");
+    assert_eq!(slot.wait_for_group_id(Epoch(2), Duration::ZERO), None);
+    assert_eq!(slot.wait_for_group_id(Epoch(3), Duration::ZERO), Some(vec![3]));
+    assert_eq!(slot.wait_for_group_id(Epoch(3), Duration::ZERO), None, "taken");
     slot.abort(Epoch(4));
     slot.tell_group_id(Epoch(4), vec![4]);
-    assert_eq!(slot.take_group_id(Epoch(4)), None, "its epoch is over");
+    assert_eq!(slot.wait_for_group_id(Epoch(4), Duration::ZERO), None, "its epoch is over");
     // Another coordinator counts anew; the executor may be behind.
     let next = slot.new_link();
     slot.tell_group_id(Epoch(1), vec![1]);
-    assert_eq!(slot.take_group_id(Epoch(1)), None, "the command is of the old link");
+    assert_eq!(
+        slot.wait_for_group_id(Epoch(1), Duration::ZERO),
+        None,
+        "the command is of the old link"
+    );
     slot.enter(next);
-    assert_eq!(slot.take_group_id(Epoch(1)), Some(vec![1]));
+    assert_eq!(slot.wait_for_group_id(Epoch(1), Duration::ZERO), Some(vec![1]));
+}
+
+#[test]
+fn a_group_s_id_is_waited_for_until_it_comes_or_the_epoch_is_over() {
+    for comes in [true, false] {
+        let slot = AbortSlot::default();
+        slot.enter(slot.new_link());
+        let waiting = slot.clone();
+        let began = Instant::now();
+        let waiter = std::thread::spawn(move || {
+            waiting.wait_for_group_id(Epoch(3), Duration::from_secs(60))
+        });
+        std::thread::sleep(Duration::from_millis(50));
+        slot.tell_group_id(Epoch(2), vec![2]);
+        match comes {
+            true => slot.tell_group_id(Epoch(3), vec![3]),
+            false => slot.abort(Epoch(3)),
+        }
+        assert_eq!(waiter.join().unwrap(), comes.then(|| vec![3]));
+        assert!(began.elapsed() < Duration::from_secs(30));
+    }
+    let (slot, moment) = (AbortSlot::default(), Duration::from_millis(20));
+    assert_eq!(slot.wait_for_group_id(Epoch(3), moment), None, "nobody tells it");
 }

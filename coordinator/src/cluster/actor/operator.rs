@@ -28,6 +28,7 @@ impl Handler<GetStatus> for ClusterActor {
     type Result = actix::MessageResult<GetStatus>;
 
     fn handle(&mut self, _: GetStatus, _ctx: &mut Self::Context) -> Self::Result {
+        let now = self.clock.now();
         let replicas: Vec<_> = self.core.replicas().collect();
         let place = |worker: WorkerId| {
             replicas.iter().find_map(|replica| {
@@ -41,6 +42,7 @@ impl Handler<GetStatus> for ClusterActor {
             let place = place(*worker);
             let state = match place {
                 _ if draining(*worker) => "draining",
+                None if self.core.is_aside(*worker) => "set aside",
                 Some(_) => "alive",
                 None => "spare",
             };
@@ -78,6 +80,7 @@ impl Handler<GetStatus> for ClusterActor {
                     ranks: replica.ranks.iter().map(|rank| rank.map(|rank| rank.0)).collect(),
                     requests: load(replica.id),
                     last_failure: replica.last_failure.clone(),
+                    held_seconds: replica.held_until.map(|it| it.saturating_sub(now).as_secs()),
                 })
                 .collect(),
             actors: self.actor_statuses(),

@@ -8,6 +8,15 @@ use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
 use crate::replica::driver::{Moved, count_refusal};
 
+/// Of a request that was accepted where there was room for it.
+fn no_room(needed: u32, room: u32) -> EngineError {
+    let message = format!(
+        "none has room in its KV cache any more for the {needed} tokens that this request may come \
+         to (the largest holds {room}); one had when it was accepted"
+    );
+    EngineError::Unavailable { message }
+}
+
 /// A request or cancellation from the front end.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
@@ -27,6 +36,10 @@ impl ClusterActor {
             request.end(self.hub.observer(), None);
         }
         self.refuse_all(placed.homeless);
+        for (request, room) in placed.outgrown {
+            let error = no_room(request.tokens_needed(), room);
+            request.end(self.hub.observer(), Some(error));
+        }
         for (id, requests) in placed.homes {
             if id != from {
                 tracing::info!(from = %from, to = %id, requests = requests.len(), "go on elsewhere");
@@ -50,7 +63,7 @@ impl ClusterActor {
             && let Some(running) = self.replicas.get(&from)
         {
             running.addr.do_send(Share(most));
-            self.orphanage.expect();
+            self.orphanage.expect(from);
         }
     }
 

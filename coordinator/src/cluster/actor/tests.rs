@@ -6,6 +6,8 @@ use shared::metrics::Limits;
 use shared::protocol::{Dtype, Formed, Lora, NodeResources, Quantization, Started};
 use shared::wire::auth::Secret;
 
+use shared::model_identity::ModelIdentity;
+
 use super::*;
 use crate::cluster::{Member, PlacementRules, ReplicaPhase};
 use crate::coordinator::ended;
@@ -52,6 +54,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         reshard_after: Duration::from_secs(2),
         max_replicas: None,
         model: "m".into(),
+        identity: Some(ModelIdentity(1)),
         dtype: Dtype::Float32,
         quantization: Quantization::None,
         engine,
@@ -137,11 +140,19 @@ fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
                 collective_addr: SocketAddr::from(([127, 0, 0, 1], 9000)),
                 draining: false,
                 offer: NodeResources::default(),
+                gpu: String::new(),
+                build: "b".into(),
             };
             actor.core.worker_joined(now, member, &mut effects);
             let epoch = Epoch(1);
-            let formed =
-                Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
+            let formed = Formed {
+                epoch,
+                kv_blocks: 9,
+                host_blocks: 0,
+                weight_bytes: 1,
+                load_seconds: 0.0,
+                identity: ModelIdentity(1),
+            };
             actor.core.worker_formed(Duration::ZERO, worker, formed, &mut effects);
             actor.core.worker_started(now, worker, Started { epoch }, &mut effects);
             actor.start_replica(ctx, id);

@@ -9,7 +9,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::protocol::{FromWorker, Hello, StepResult, Welcome, WorkerStats};
+use shared::protocol::{FromWorker, Hello, Parting, StepResult, Welcome, WorkerStats};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
@@ -160,12 +160,16 @@ impl ClusterActor {
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
-            FromWorker::Goodbye { reason, failed } => {
+            FromWorker::Goodbye { reason, parting } => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
-                if !failed {
-                    self.core.worker_leaves(now, worker, &reason, &mut effects);
+                match parting {
+                    Parting::OnPurpose => {
+                        self.core.worker_leaves(now, worker, &reason, &mut effects);
+                    }
+                    Parting::DeviceLost => self.core.device_failed(now, worker, &mut effects),
+                    Parting::Failed => {}
                 }
                 goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
             }
@@ -343,6 +347,7 @@ impl Handler<Joined> for ClusterActor {
         self.connected.insert(worker, connected);
         self.records.joined(worker, &hello.node, hello.pid);
         self.absences.back(worker);
+        self.frozen.remove(&hello.node);
         let mut recording = self.hub.observer().record();
         recording.worker_up(worker, true);
         recording.worker_info(worker, &hello.node, &hello.version);
@@ -362,6 +367,8 @@ impl Handler<Joined> for ClusterActor {
             collective_addr: hello.collective_addr,
             draining: false,
             offer: hello.offer,
+            gpu: hello.gpu,
+            build: hello.build,
         };
         if let Some((resource, needed, offered)) = self.core.placement().lacks(&member) {
             tracing::warn!(
@@ -371,6 +378,18 @@ impl Handler<Joined> for ClusterActor {
                 needed,
                 offered,
                 "too little to be a rank"
+            );
+        }
+        if let Some(other) = self.core.members().find(|other| other.build != member.build) {
+            let (node, build) = (&member.node, &member.build);
+            let (other_node, other_build) = (&other.node, &other.build);
+            tracing::warn!(
+                worker = node,
+                slot = worker.0,
+                build,
+                other_node,
+                other_build,
+                "workers are of several builds; a replica's ranks are of one"
             );
         }
         self.core.holds(worker, hello.rejoin.shard);
@@ -411,7 +430,7 @@ impl Handler<FromLink> for ClusterActor {
                 if matches!(reason, CloseReason::Silent { .. })
                     && let Some(connected) = self.connected.get(&worker)
                 {
-                    self.frozen = Some((connected.node.clone(), connected.pid));
+                    self.frozen.insert(connected.node.clone(), connected.pid);
                 }
                 self.worker_gone(ctx, worker, number, &reason.to_string());
             }

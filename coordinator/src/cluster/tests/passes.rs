@@ -1,14 +1,22 @@
 //! What passes over the cluster cost, and that none is left out that would find something to do.
 use proptest::prelude::*;
 
+use shared::model_identity::ModelIdentity;
+
 use super::*;
 
 /// Serves with all replicas that have formed so far.
 fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
     for (worker, _, epoch, _) in forms(effects) {
         let epoch = Epoch(epoch);
-        let formed =
-            Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
+        let formed = Formed {
+            epoch,
+            kv_blocks: 9,
+            host_blocks: 0,
+            weight_bytes: 1,
+            load_seconds: 0.0,
+            identity: ModelIdentity(1),
+        };
         cluster.worker_formed(now, WorkerId(worker), formed, &mut Vec::new());
     }
     for (worker, _, epoch, _) in forms(effects) {
@@ -155,6 +163,7 @@ impl Twins {
                         host_blocks: 0,
                         weight_bytes: 1,
                         load_seconds: 0.0,
+                        identity: ModelIdentity(1),
                     };
                     self.both(|it, now, effects| it.worker_formed(now, worker, done, effects));
                 }

@@ -1,4 +1,6 @@
 //! Ranks that never answer when they are formed, while their links live.
+use shared::model_identity::ModelIdentity;
+
 use super::*;
 
 /// Passes as time passes, until this time.
@@ -23,7 +25,14 @@ fn silent(effects: &[Effect]) -> Vec<u32> {
 
 fn formed(cluster: &mut Cluster, at: u64, worker: u32, epoch: u64) {
     let epoch = Epoch(epoch);
-    let done = Formed { epoch, kv_blocks: 9, host_blocks: 0, weight_bytes: 1, load_seconds: 0.0 };
+    let done = Formed {
+        epoch,
+        kv_blocks: 9,
+        host_blocks: 0,
+        weight_bytes: 1,
+        load_seconds: 0.0,
+        identity: ModelIdentity(1),
+    };
     cluster.worker_formed(secs(at), WorkerId(worker), done, &mut Vec::new());
 }
 

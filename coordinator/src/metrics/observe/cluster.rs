@@ -118,6 +118,7 @@ impl Recording<'_> {
         stats.set(cells.up, if up { 1.0 } else { 0.0 });
         if up {
             stats.set(cells.slow, 0.0);
+            stats.set(cells.set_aside, 0.0);
         }
         if !up && let Some(info) = cells.info.take() {
             stats.remove(info);
@@ -144,6 +145,13 @@ impl Recording<'_> {
         stats.set(cells.slow, f64::from(u8::from(slow)));
     }
 
+    /// Whether a worker gets no rank, as its device failed again and again.
+    pub fn device_set_aside(&mut self, worker: WorkerId, aside: bool) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.worker(worker);
+        stats.set(cells.set_aside, f64::from(u8::from(aside)));
+    }
+
     /// A worker came back as another process.
     pub fn worker_restarted(&mut self, worker: WorkerId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
@@ -164,6 +172,7 @@ impl Recording<'_> {
         let (cells, stats) = cells.worker(worker);
         stats.clear(cells.up);
         stats.clear(cells.slow);
+        stats.clear(cells.set_aside);
         stats.clear(cells.last_report);
         if let Some(info) = cells.info.take() {
             stats.remove(info);
@@ -258,6 +267,7 @@ impl Cells {
                 info: None,
                 restarts: stats.counter(catalogue::WORKER_RESTARTS, [&name]),
                 slow: stats.gauge(catalogue::SLOW_RANKS, [&name]),
+                set_aside: stats.gauge(catalogue::DEVICES_SET_ASIDE, [&name]),
                 last_report: stats.gauge(catalogue::WORKER_LAST_REPORT, [&name]),
             }
         });

@@ -22,18 +22,18 @@ fn record(incarnation: u64) -> Record {
 }
 
 fn entry(key: &str, incarnation: u64, created: i64) -> Entry {
-    Entry { key: key.to_owned(), value: Value::Process(record(incarnation)), created }
+    Entry { key: key.to_owned(), value: Value::Process(record(incarnation)), created, lease: 7 }
 }
 
 /// Who led last, as written at `revision`.
 fn led(by: Record, ended: bool, revision: i64) -> Entry {
     let value = Value::Led(Led { record: by, ended, revision });
-    Entry { key: LED_KEY.to_owned(), value, created: 1 }
+    Entry { key: LED_KEY.to_owned(), value, created: 1, lease: 0 }
 }
 
 fn desired(by: u64, generation: u64) -> Entry {
     let value = Value::Desired(Desired { by, generation, ..Desired::default() });
-    Entry { key: DESIRED_KEY.to_owned(), value, created: 1 }
+    Entry { key: DESIRED_KEY.to_owned(), value, created: 1, lease: 0 }
 }
 
 /// One that was registered at revision 5 and is in its first session since 0 s.
@@ -212,7 +212,8 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     assert_eq!(keeper.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((6, 5)));
     keeper.closed();
     keeper.leased(at(9), 8);
-    keeper.opened(at(9), 3, vec![entry("coordinators/n", 1, 2), entry(LEADER_KEY, 1, 3)]);
+    let leader = Entry { lease: 8, ..entry(LEADER_KEY, 1, 3) };
+    keeper.opened(at(9), 3, vec![entry("coordinators/n", 1, 2), leader]);
     keeper.registered();
     assert_eq!(keeper.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((3, 5)));
 }
@@ -238,4 +239,26 @@ fn an_etcd_that_was_silent_for_half_a_lease_was_away() {
     assert_eq!(leaves(5).due(at(8)), Some(Due::Lead), "its lease ended while etcd was there");
     let keeper = leaves(6);
     assert_eq!((keeper.due(at(9)), keeper.due(at(9) + INCUMBENT_FIRST)), (None, Some(Due::Lead)));
+}
+
+#[test]
+fn the_lead_goes_over_to_a_new_lease() {
+    let own = |lease| Entry { lease, ..entry("coordinators/n", 1, 5) };
+    let leader = |lease| Entry { lease, ..entry(LEADER_KEY, 1, 6) };
+    let mut keeper = registered();
+    keeper.listed(at(0), 6, vec![own(7), leader(7)]);
+    assert_eq!(keeper.due(at(1)), None);
+    // etcd says that the lease is not there, and still has its keys.
+    keeper.closed();
+    keeper.lease_over();
+    keeper.leased(at(2), 8);
+    keeper.opened(at(2), 9, vec![own(7), leader(7)]);
+    assert_eq!(keeper.due(at(2)), Some(Due::Register), "first its own");
+    keeper.registered();
+    assert_eq!(keeper.due(at(2)), Some(Due::Hold(6)));
+    keeper.listed(at(2), 10, vec![own(8), leader(8)]);
+    assert_eq!(keeper.due(at(2)), None);
+    // Another's is not touched.
+    keeper.listed(at(3), 12, vec![own(8), Entry { lease: 7, ..entry(LEADER_KEY, 2, 11) }]);
+    assert_eq!(keeper.due(at(3)), None);
 }

@@ -1,0 +1,264 @@
+//! Signs of life, from a process to whoever started it: one that lives by its process id and does
+//! nothing any more (stopped, or stuck in a call that never returns) is ended and started again.
+//!
+//! Beats come from the thread that runs the process's actors, not from one made for them, for such a
+//! thread would go on beating over a process that is dead otherwise. A worker with a parent of ours
+//! beats into its stdin, a socket whose other end tells it when the parent is gone; a service of
+//! systemd's with `WatchdogSec=` beats to systemd.
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::linux::net::SocketAddrExt as _;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::{MissedTickBehavior, interval};
+
+/// How often a worker beats, and how often its parent looks.
+pub(super) const EVERY: Duration = Duration::from_secs(1);
+/// What a worker beats, and what it says when it is about to end, which may take its time.
+const BEAT: u8 = b'.';
+const FAREWELL: u8 = b'!';
+/// After so many looks in a row without a beat it is dead.
+const SILENT_LOOKS: u32 = 10;
+
+/// Resolves when a parent is gone: when stdin reaches its end, if that `tells` so. Beats meanwhile,
+/// where somebody listens.
+pub(super) async fn parent_gone(tells: bool) {
+    if !tells {
+        return std::future::pending().await;
+    }
+    let (sender, receiver) = oneshot::channel();
+    match stdin_socket() {
+        // A task of its own: it beats for as long as this thread runs tasks, whatever becomes of
+        // the one that waits here.
+        Some(stream) => drop(actix::spawn(async move {
+            beat(stream).await;
+            let _ = sender.send(());
+        })),
+        None => drop(std::thread::spawn(move || {
+            let mut bytes = [0u8; 64];
+            while std::io::stdin().read(&mut bytes).is_ok_and(|n| n > 0) {}
+            let _ = sender.send(());
+        })),
+    }
+    drop(receiver.await);
+}
+
+/// This process is about to end: what it has to give back may keep it from beating.
+pub(super) fn farewell() {
+    if let Some(stream) = stdin_socket() {
+        let _ = (&stream).write(&[FAREWELL]);
+    }
+}
+
+/// stdin, if it is a socket.
+fn stdin_socket() -> Option<UnixStream> {
+    let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
+    // Of anything else this fails, and nothing is written to it.
+    stream.peer_addr().ok()?;
+    stream.set_nonblocking(true).ok()?;
+    Some(stream)
+}
+
+/// Beats until the other end is closed.
+async fn beat(beats: UnixStream) {
+    let stream = beats.try_clone().and_then(tokio::net::UnixStream::from_std);
+    let Ok(stream) = stream else { return std::future::pending().await };
+    let mut timer = interval(EVERY);
+    timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut bytes = [0u8; 64];
+    loop {
+        tokio::select! {
+            _ = timer.tick() => {
+                // A parent that reads nothing is stopped itself: it has enough of them.
+                let _ = (&beats).write(&[BEAT]);
+            }
+            ready = stream.readable() => {
+                let read = ready.and_then(|()| stream.try_read(&mut bytes));
+                match read {
+                    Ok(0) => return,
+                    Ok(_) => {}
+                    Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                    Err(_) => return,
+                }
+            }
+        }
+    }
+}
+
+/// A parent's end: as long as it is open, the child knows that its parent lives.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    stream: UnixStream,
+    silence: Silence,
+    /// It has said that it is about to end.
+    ends: bool,
+}
+
+impl Pulse {
+    /// Returns the parent's end, and what shall be the child's stdin.
+    pub(super) fn pair() -> std::io::Result<(Self, OwnedFd)> {
+        let (stream, child) = UnixStream::pair()?;
+        stream.set_nonblocking(true)?;
+        Ok((Self { stream, silence: Silence::default(), ends: false }, child.into()))
+    }
+
+    /// Called [`EVERY`] so often; says whether the child is dead.
+    pub(super) fn is_dead(&mut self) -> bool {
+        let (mut bytes, mut heard) = ([0u8; 256], false);
+        loop {
+            match (&self.stream).read(&mut bytes) {
+                Ok(0) => return false,
+                Ok(n) => {
+                    heard = true;
+                    self.ends |= bytes[..n].contains(&FAREWELL);
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(_) => return self.silence.looked(heard) && !self.ends,
+            }
+        }
+    }
+}
+
+/// For how many looks nothing was heard. Looks are counted, not time: a parent that was stopped
+/// itself, with its whole host perhaps, has not looked.
+#[derive(Debug, Default)]
+struct Silence {
+    /// Some program beats there.
+    begun: bool,
+    looks: u32,
+}
+
+impl Silence {
+    fn looked(&mut self, heard: bool) -> bool {
+        self.begun |= heard;
+        self.looks = if heard || !self.begun { 0 } else { self.looks + 1 };
+        self.looks >= SILENT_LOOKS
+    }
+}
+
+/// systemd's watchdog.
+#[derive(Debug)]
+struct Watchdog {
+    address: SocketAddr,
+    every: Duration,
+}
+
+impl Watchdog {
+    /// As the environment says, if it is for this process.
+    fn of(variable: impl Fn(&str) -> Option<String>, pid: u32) -> Option<Self> {
+        let micros: u64 = variable("WATCHDOG_USEC")?.parse().ok().filter(|micros| *micros > 0)?;
+        let is_mine = variable("WATCHDOG_PID").is_none_or(|it| it.parse() == Ok(pid));
+        let path = variable("NOTIFY_SOCKET").filter(|_| is_mine)?;
+        let address = match path.strip_prefix('@') {
+            Some(name) => SocketAddr::from_abstract_name(name),
+            None => SocketAddr::from_pathname(&path),
+        };
+        // Twice in the time it allows is the rule; a third leaves room for one that is lost.
+        Some(Self { address: address.ok()?, every: Duration::from_micros(micros) / 3 })
+    }
+
+    async fn beat(self) {
+        let Ok(socket) = UnixDatagram::unbound() else { return };
+        if socket.set_nonblocking(true).is_err() {
+            return;
+        }
+        let mut timer = interval(self.every);
+        timer.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            timer.tick().await;
+            let _ = socket.send_to_addr(b"WATCHDOG=1", &self.address);
+        }
+    }
+}
+
+/// Beats to systemd, where it wants that: from tasks of this thread.
+pub(super) fn beat_to_systemd() {
+    if let Some(watchdog) = Watchdog::of(|name| std::env::var(name).ok(), std::process::id()) {
+        drop(actix::spawn(watchdog.beat()));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_that_has_beaten_is_dead_after_ten_silent_looks() {
+        let mut silence = Silence::default();
+        // A program that does not beat is left alone.
+        assert!((0..100).all(|_| !silence.looked(false)));
+        assert!(!silence.looked(true));
+        assert!((0..9).all(|_| !silence.looked(false)));
+        assert!(!silence.looked(true), "late, and in time");
+        assert!((0..9).all(|_| !silence.looked(false)));
+        assert!(silence.looked(false));
+    }
+
+    #[test]
+    fn a_parent_hears_beats_that_came_while_it_did_not_look_and_the_end() {
+        let (mut pulse, child) = Pulse::pair().unwrap();
+        let mut child = UnixStream::from(child);
+        child.write_all(b"...").unwrap();
+        assert!(!pulse.is_dead());
+        assert!((0..9).all(|_| !pulse.is_dead()));
+        child.write_all(b".").unwrap();
+        assert!(!pulse.is_dead());
+        assert!((0..9).all(|_| !pulse.is_dead()));
+        assert!(pulse.is_dead());
+        child.write_all(&[FAREWELL]).unwrap();
+        assert!((0..100).all(|_| !pulse.is_dead()), "it ends by itself");
+        drop(child);
+        assert!((0..100).all(|_| !pulse.is_dead()));
+    }
+
+    #[test]
+    fn a_worker_beats_until_its_parent_is_gone() {
+        let (pulse, child) = Pulse::pair().unwrap();
+        let heard = actix::System::new().block_on(async move {
+            let child = UnixStream::from(child);
+            child.set_nonblocking(true).unwrap();
+            let beating = actix::spawn(beat(child));
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            let mut bytes = [0u8; 8];
+            let heard = (&pulse.stream).read(&mut bytes);
+            drop(pulse);
+            tokio::time::timeout(Duration::from_secs(5), beating).await.unwrap().unwrap();
+            heard
+        });
+        assert_eq!(heard.unwrap(), 1);
+    }
+
+    #[test]
+    fn systemd_is_told_as_often_as_it_wants() {
+        let name = format!("tutti-watchdog-{}", std::process::id());
+        let listens = SocketAddr::from_abstract_name(&name).unwrap();
+        let listener = UnixDatagram::bind_addr(&listens).unwrap();
+        listener.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+        let variables = |micros: &str, pid: &str| {
+            let all = [("WATCHDOG_USEC", micros), ("WATCHDOG_PID", pid)];
+            let socket = ("NOTIFY_SOCKET", format!("@{name}"));
+            let mut all = all.map(|(key, value)| (key, value.to_owned())).to_vec();
+            all.push(socket);
+            move |wanted: &str| {
+                all.iter().find(|(key, _)| *key == wanted).map(|(_, value)| value.clone())
+            }
+        };
+        assert!(Watchdog::of(|_| None, 7).is_none());
+        assert!(Watchdog::of(variables("300000", "8"), 7).is_none(), "for another process");
+        assert!(Watchdog::of(variables("0", "7"), 7).is_none());
+        let watchdog = Watchdog::of(variables("300000", "7"), 7).unwrap();
+        assert_eq!(watchdog.every, Duration::from_millis(100));
+        actix::System::new().block_on(async move {
+            let beating = actix::spawn(watchdog.beat());
+            tokio::time::sleep(Duration::from_millis(350)).await;
+            beating.abort();
+        });
+        let mut bytes = [0u8; 64];
+        for _ in 0..2 {
+            let length = listener.recv(&mut bytes).unwrap();
+            assert_eq!(&bytes[..length], b"WATCHDOG=1");
+        }
+    }
+}
