@@ -199,6 +199,5 @@ fn an_adapter_that_cannot_be_served_ends_with_one_clear_error() {
         &["--lora-modules", heads, heads],
         &["error:", "--lora-modules", "the name heads is given twice"],
     );
-    fails_with(&["--enable-lora"], &["--enable-lora needs --lora-modules"]);
     fails_with(&["--lora-modules", "heads"], &["expected NAME=DIR"]);
 }
