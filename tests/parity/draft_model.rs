@@ -203,6 +203,47 @@ fn requests_with_adapters_and_masks_beside_are_drafted_for_by_the_model_alone() 
     assert_eq!(drafting.output()[..count], whole[..count]);
 }
 
+/// By definition: what the draft model drafts is what it says behind the text so far, computed anew; of
+/// that counts what the text goes on with. Whatever was drafted and rejected before, and whatever it was
+/// not asked about, is forgotten: else it would say something else.
+#[test]
+fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
+    let model = variant("llama-gqa");
+    let scratch = Scratch::new(&model, &[AdapterSpec::whole(8, 31)]);
+    let lora = scratch.lora();
+    let (mut accepted, mut rejected) = (0, 0);
+    for (at, sampling) in requests().into_iter().enumerate() {
+        let golden = &goldens(&model)[at % 3];
+        let prompt = &golden.prompt_ids;
+        // With its adapter the text is another than the draft model's, in part.
+        let mut plain = Rig::adapted(On::Cpu, &model, (1, 1), lora);
+        let mut text = plain.sequence(prompt, prompt.len(), sampling.clone());
+        text.adapter = 1;
+        plain.run(&mut text, OUTPUT, u32::MAX);
+        let mut rig = Rig::drafting(On::Cpu, &model, 1, &model, lora);
+        let mut seq = rig.sequence(prompt, prompt.len(), sampling.clone());
+        seq.adapter = 1;
+        rig.run(&mut seq, 1, u32::MAX);
+        while seq.output().len() < OUTPUT {
+            let len = seq.tokens.len();
+            let asks = [4, 3, 0, 5, 0, 0, 2][len % 7].min((OUTPUT - seq.output().len()) as u32 - 1);
+            let mut anew = plain.sequence(&seq.tokens, prompt.len(), sampling.clone());
+            plain.run(&mut anew, seq.output().len() + asks as usize, u32::MAX);
+            let drafts = &anew.tokens[len..];
+            let right = drafts.iter().zip(&text.tokens[len..]).take_while(|(a, b)| a == b).count();
+            plain.forget(&[&anew, &text]);
+            let before = rig.drafted;
+            seq.asks = asks;
+            rig.step(&mut [&mut seq], u32::MAX);
+            let own = (rig.drafted.0 - before.0, rig.drafted.1 - before.1);
+            assert_eq!(own, (asks, right as u32), "request {at} behind {len} tokens");
+            (accepted, rejected) = (accepted + own.1, rejected + own.0 - own.1);
+        }
+        same(&seq, &text, &format!("request {at}"));
+    }
+    assert!(accepted > 20 && rejected > 100, "{accepted} accepted, {rejected} rejected");
+}
+
 /// On the emulation of CUDA's kernels, whose decode steps run as graphs: the draft model has a backend of
 /// its own on the same GPU, with graphs of its own.
 #[test]

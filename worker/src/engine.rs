@@ -408,7 +408,7 @@ impl<B: Backend> Engine<B> {
         plan: &StepPlan,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<(), EngineError> {
-        let Self { backend, sequences, step, digest, draft, .. } = self;
+        let Self { backend, sequences, step, digest, .. } = self;
         if step.sample_rows.is_empty() {
             return Ok(());
         }
@@ -432,11 +432,6 @@ impl<B: Backend> Engine<B> {
             let wants_logprobs = seq.params.logprobs.is_some();
             if !entry.drafts.is_empty() {
                 let counting = seq.verify(entry, tokens, digest);
-                if let Some(draft) = draft {
-                    // Of what was drafted behind them nothing stays.
-                    let end = entry.start + entry.count;
-                    draft.overwrite(&seq.blocks, entry.start + counting as u32..end);
-                }
                 if rank == 0 {
                     verify::report(entry, sampled.by_ref().take(counting), wants_logprobs, outputs);
                 }

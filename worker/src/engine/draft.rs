@@ -236,15 +236,13 @@ impl<B: Backend> Draft<B> {
             let table = &self.rows.block_tables[drafting.table.clone()];
             // Blocks that several have are written by the first of them; the others read, in this
             // very pass, what that one has written. The last token's position is nobody else's.
-            let missing = self.written.missing(table, drafting.start);
-            let end = (drafting.start + 1).min(missing.saturating_add(budget));
-            if missing == end {
-                continue;
+            let room = (config.max_num_seqs as usize).saturating_sub(self.rows.seqs.len());
+            let runs = self.written.take(table, drafting.start + 1, budget, room);
+            for run in runs {
+                budget -= run.end - run.start;
+                drafting.has_caught_up = run.end > drafting.start;
+                self.rows.push(seq, drafting, run, config.block_size);
             }
-            self.written.write(table, missing..end);
-            budget -= end - missing;
-            drafting.has_caught_up = end > drafting.start;
-            self.rows.push(seq, drafting, missing..end, config.block_size);
         }
     }
 
