@@ -10,6 +10,7 @@
 //! - [`doctor`]: what a host needs to become a node
 //! - [`draining`]: processes that are told to end finish what they do
 //! - [`etcd`]: several coordinators, of which one leads, and who finds it through etcd
+//! - [`etcd_restarts`]: an etcd that starts again takes the lead from nobody
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`full_etcd`]: what etcd has to keep, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes
