@@ -10,6 +10,7 @@
 //! - [`doctor`]: what a host needs to become a node
 //! - [`draining`]: processes told to end finish their requests first
 //! - [`etcd`]: several coordinators, one of which leads, and discovery through etcd
+//! - [`etcd_restarts`]: an etcd that restarts takes the lead from nobody
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`full_etcd`]: what etcd stores, and what happens when it is full
 //! - [`front_ends`]: HTTP in further processes

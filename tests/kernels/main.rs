@@ -7,7 +7,7 @@
 //! On CPUs:
 //! - [`products`], [`int4`], [`mxfp4`]: matrix products, by the format of the weights
 //! - [`attention`]: QKV projection, rotation and paged attention
-//! - [`rows`]: norms
+//! - [`rows`]: norms of rows
 //! - [`experts`]: mixtures of experts
 //! - [`adapters`]: the operations behind LoRA adapters
 //! - [`sampling`], [`masks`]: sampling, token masks

@@ -312,7 +312,7 @@ impl World {
         let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
         let homes: Vec<Home> = homes.collect();
         if let Some((from, most)) = surplus(&homes) {
-            coordinator.orphanage.expect();
+            coordinator.orphanage.expect(from);
             self.mail_replica(from, ReplicaMail::Share(most));
         }
     }
