@@ -388,7 +388,7 @@ async fn counters_go_on_under_the_next_leader() {
             scrapes
         })
     };
-    ask(&leader, 3).await;
+    ask(&leader, 12).await;
     let stream = long_stream(&leader).await;
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     stop.store(true, Ordering::Relaxed);

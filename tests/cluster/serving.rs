@@ -219,7 +219,7 @@ async fn hostile_requests_get_a_4xx_and_disturb_nobody() {
         (400, "max_tokens", with("max_tokens", json!(1_000_000))),
         (400, "max_tokens", with("max_tokens", json!(-3))),
         (400, "n", with("n", json!(1e30))),
-        (400, "prompt", with("prompt", json!(""))),
+        (400, "prompt", with("prompt", json!([]))),
         (400, "prompt", with("prompt", json!([999_999]))),
         (400, "prompt", with("prompt", json!("a ".repeat(5000)))),
         (404, "model", with("model", json!("nope"))),

@@ -245,7 +245,7 @@ async fn the_checks_can_fail(server: &Prometheus) {
         "sum(rate(tutti_generation_tokens_total[30s])",
         "sum(tutti_generated_tokens_total)",
         "sum(tutti_requests_running{replica=\"7\"})",
-        "sum(tutti_requests_waiting) / sum(tutti_requests_waiting * 0)",
+        "sum(tutti_requests_waiting * 0) / sum(tutti_requests_waiting * 0)",
         "sum by (le) (rate(tutti_iteration_tokens_total[30s]))",
         "sum(tutti_worker_up) + sum(tutti_requests_swapped)",
     ] {

@@ -224,11 +224,11 @@ fn parent_of(pid: u32) -> Option<u32> {
     stat.rsplit_once(") ")?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
+/// The URL in a server's banner; log lines name URLs of others, such as etcd's. Lines are added whole.
 fn url_in(log: &str) -> Option<String> {
-    let start = ["http://", "https://"].iter().filter_map(|it| log.find(it)).min()?;
-    let url: String = log[start..].chars().take_while(|c| !c.is_whitespace()).collect();
-    // A line that is still being written could end within the port.
-    log[start + url.len()..].starts_with(['\n', ' ']).then_some(url)
+    let banners = ["ready: ", "tutti coordinator: ", "tutti frontend: "];
+    let rest = log.lines().find_map(|line| banners.iter().find_map(|it| line.strip_prefix(it)))?;
+    rest.split_whitespace().next().map(str::to_owned)
 }
 
 fn collect(stream: impl std::io::Read + Send + 'static, log: Arc<Mutex<String>>) {

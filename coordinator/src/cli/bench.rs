@@ -8,17 +8,23 @@ use super::serve::demo_model;
 use super::work::cores;
 use super::{CliError, devices, logging};
 
+/// Where nobody says otherwise.
+const PROMPT_TOKENS: u32 = 512;
+
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
     let model = args.model.clone().map_or_else(demo_model, Ok)?;
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
     let needs = worker::check::model(&model, args.tensor_parallel, args.quantization)
         .map_err(|error| CliError::Failed(error.to_string()))?;
-    if args.prompt_tokens as usize + WARM_UP_STEPS as usize > needs.max_positions {
+    let longest = needs.max_positions.saturating_sub(WARM_UP_STEPS as usize);
+    let longest = u32::try_from(longest).unwrap_or(u32::MAX);
+    let prompt_tokens = args.prompt_tokens.unwrap_or(PROMPT_TOKENS.min(longest));
+    if prompt_tokens > longest {
         return Err(CliError::Usage(format!(
-            "--prompt-tokens {} is too many: the model has {} positions, and {WARM_UP_STEPS} are for \
-             the steps behind the prompt",
-            args.prompt_tokens, needs.max_positions
+            "--prompt-tokens {prompt_tokens} is too many: the model has {} positions, and \
+             {WARM_UP_STEPS} are for the steps behind the prompt",
+            needs.max_positions
         )));
     }
     let options = BenchOptions {
@@ -27,13 +33,13 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         quantization: args.quantization,
         tensor_parallel: args.tensor_parallel,
         device: devices::choose(&args.compute, threads)?,
-        prompt_tokens: args.prompt_tokens,
+        prompt_tokens,
         decode_steps: args.decode_steps,
         batches: args.batches.clone(),
     };
     let figures = measure(&options).map_err(CliError::Failed)?;
     let mut line = Map::new();
-    line.insert(format!("prefill{}", args.prompt_tokens), json!(round(figures.prefill)));
+    line.insert(format!("prefill{prompt_tokens}"), json!(round(figures.prefill)));
     for (batch, tokens_per_second) in figures.decode {
         line.insert(format!("decode_b{batch}"), json!(round(tokens_per_second)));
     }

@@ -1,5 +1,5 @@
 //! Files that are read again when they change. They change one after the other, so only what looks
-//! the same twice is taken for complete ([`Watch`], pure).
+//! the same twice is taken for complete (`Watch`, pure).
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
