@@ -1,6 +1,6 @@
-//! Names the build by what its bits come from: the sources of the engine and of the arithmetic below
-//! it. Ranks of one replica have to be of one build, and a version alone does not tell two states of
-//! the sources apart.
+//! Names the build by what its bits come from: the sources of the engine and of the arithmetic
+//! below it. Ranks of one replica have to be of one build, and a version alone does not tell two
+//! states of the sources apart.
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 

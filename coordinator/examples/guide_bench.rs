@@ -1,5 +1,5 @@
-//! What structured output costs with a large vocabulary: making what grammars need of it, a grammar,
-//! and the mask behind each token.
+//! What structured output costs with a large vocabulary: making what grammars need of it, a
+//! grammar, and the mask behind each token.
 //!
 //! `cargo run --release -p coordinator --example guide_bench [TOKENS]`
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark's report, and its end")]

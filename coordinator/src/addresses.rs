@@ -32,8 +32,8 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Whether an address is of a private network, where one address may stand for many parties: a proxy,
-/// a load balancer, an ingress.
+/// Whether an address is of a private network, where one address may stand for many parties: a
+/// proxy, a load balancer, an ingress.
 pub(crate) fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => {

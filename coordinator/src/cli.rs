@@ -3,7 +3,22 @@
 //!
 //! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
 //! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
-//! stand by; or a worker process that another supervises was signalled), 78 another process has this one's name.
+//! stand by; or a worker process that another supervises was signalled), 78 another process has
+//! this one's name.
+//!
+//! - `up`: a coordinator and local workers
+//! - `serve`, `elected`: a coordinator alone, and one of several
+//! - `work`, `host`, `children`: a worker, all workers of a host, and worker processes supervised
+//! - `front`: a front end
+//! - `operate`, `asking`: commands to a running cluster, and how they reach it
+//! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
+//! - `options`, `config_file`: options and files of them
+//! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: parts of the options, and vLLM's
+//!   names for them
+//! - `secret`, `core_dumps`: the cluster's secret; no core dumps that would show it
+//! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs taken, signs of life, limits and signals
+//!   of a process
+//! - `logging`, `output`: the log, and what is printed
 mod api;
 mod asking;
 mod bench;

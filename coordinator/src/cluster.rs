@@ -2,15 +2,15 @@
 //! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
 //!
 //! Events and the time go in, [`Effect`]s come out. Every formation has an epoch of its own, larger
-//! than all before it; messages that carry another epoch than the replica's present one are ignored,
-//! so a worker that returns from a pause cannot disturb anything. Nothing of that knows sockets,
-//! clocks or actors but [`actor`], the shell around it.
+//! than all before it; messages that carry another epoch than the replica's present one are
+//! ignored, so a worker that returns from a pause cannot disturb anything. Nothing of that knows
+//! sockets, clocks or actors but [`actor`], the shell around it.
 //!
 //! - [`config`]: what a cluster is made with; [`effect`]: what the core wants done
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
 //!   workers go together
-//! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is whose
-//!   rank; `silence`: who was told something and has not answered
+//! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
+//!   whose rank; `silence`: who was told something and has not answered
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: who is who; [`absence`]: who is expected back; [`records`]: logs and ends
 //! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
@@ -59,8 +59,8 @@ pub struct Cluster {
     /// Since when there have been workers, and too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
-    /// Processes that were told to end, why, and whether others shall take their places: a link that broke before they heard it changes
-    /// nothing.
+    /// Processes that were told to end, why, and whether others shall take their places: a link
+    /// that broke before they heard it changes nothing.
     let_go: BTreeMap<WorkerId, (Incarnation, String, bool)>,
     /// Workers that computed much slower than the others of their replica when last seen to.
     slow: BTreeSet<WorkerId>,
@@ -277,7 +277,8 @@ impl Cluster {
     }
 
     /// A rank has computed much slower than the others of its replica for a while, or has kept pace
-    /// for as long. A spare takes the place of a slow one, which becomes the spare that is used last.
+    /// for as long. A spare takes the place of a slow one, which becomes the spare that is used
+    /// last.
     pub fn rank_pace(
         &mut self,
         now: Duration,

@@ -1,5 +1,5 @@
-//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. In two
-//! steps: [`Prepared`] has checked everything and holds the addresses, [`Coordinator`] serves.
+//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. In
+//! two steps: [`Prepared`] has checked everything and holds the addresses, [`Coordinator`] serves.
 //!
 //! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
 //! without crossing threads, and a step needs no lock that another thread holds for long.
@@ -400,8 +400,8 @@ fn page(
     })
 }
 
-/// What is in the model folder here. A coordinator needs no weights: without them its workers have to
-/// agree among each other alone.
+/// What is in the model folder here. A coordinator needs no weights: without them its workers have
+/// to agree among each other alone.
 fn identity(model: &Path, lora: &Lora) -> Option<ModelIdentity> {
     let read = ModelIdentity::read(model, lora);
     read.inspect_err(|reason| {

@@ -1,8 +1,8 @@
 //! The seam between the HTTP front end and the engine: what is asked for and what comes back.
 //!
-//! The front end (validation, templates, tokens to text) knows only these types; the engine (router,
-//! replicas, schedulers) never sees text, except that it is told by a [`StopCheck`] whether a token
-//! completes a stop string, so that the accepted-token log ends exactly there.
+//! The front end (validation, templates, tokens to text) knows only these types; the engine
+//! (router, replicas, schedulers) never sees text, except that it is told by a [`StopCheck`]
+//! whether a token completes a stop string, so that the accepted-token log ends exactly there.
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -46,8 +46,8 @@ impl From<GuideEnd> for EngineError {
 
 /// Decides which tokens a sequence may get, so that its text has the structure that was asked for.
 ///
-/// One per choice; told of every accepted token in order. What it says depends on them alone: no IO,
-/// no clock. It may work it out elsewhere meanwhile, and wakes whoever waits for it.
+/// One per choice; told of every accepted token in order. What it says depends on them alone: no
+/// IO, no clock. It may work it out elsewhere meanwhile, and wakes whoever waits for it.
 pub trait TokenGuide: Send + fmt::Debug {
     /// Ready once it is known which tokens may come next. Asked only while the guide goes on.
     ///
@@ -94,8 +94,8 @@ pub struct GenerateRequest {
     pub guide_spec: Option<Arc<GuideSpec>>,
     /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
     pub max_tokens: u32,
-    /// The client named no bound: it gets as many as the KV cache of its replica has room for, where
-    /// that is less than `max_tokens`.
+    /// The client named no bound: it gets as many as the KV cache of its replica has room for,
+    /// where that is less than `max_tokens`.
     pub open_ended: bool,
     /// Lower is earlier; 0 unless priorities are followed.
     pub priority: i32,
@@ -108,7 +108,8 @@ pub struct GenerateRequest {
     pub end_tokens: Vec<u32>,
     /// The stop strings themselves, for an engine in another process.
     pub stops: Arc<[String]>,
-    /// Stop strings are looked for in text with its special tokens: for an engine in another process.
+    /// Stop strings are looked for in text with its special tokens: for an engine in another
+    /// process.
     pub keep_special: bool,
     /// The text goes on from the prompt's, see [`crate::text::stream::TextStream::behind`]: for an
     /// engine in another process.
@@ -177,8 +178,8 @@ pub enum EventSender {
     Remote(RemoteEvents),
 }
 
-/// A client that reads nothing for this long, though something waits for it, is disconnected. Sockets take pieces of
-/// 64 KiB, so this is about 1 KiB a second: slow links live.
+/// A client that reads nothing for this long, though something waits for it, is disconnected.
+/// Sockets take pieces of 64 KiB, so this is about 1 KiB a second: slow links live.
 pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 
 /// Whether a request's events are taken.

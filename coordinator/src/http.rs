@@ -11,6 +11,7 @@
 //! - [`structured`]: what the output must be
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
+//! - [`message`], [`tools`]: a choice's message; tools, and calls of them
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes

@@ -8,6 +8,7 @@
 //! - [`logger`]: the trait of all that take the totals periodically, and their timer
 //! - [`interval`]: what happened between two looks at the totals
 //! - [`log_line`], [`json_lines`], [`throughput`]: the log line, JSON, the deprecated gauges
+//! - `level`: gauges that go up and down with what they count
 //! - [`membership`]: what etcd says of the cluster
 //! - [`markdown`]: the catalogue as documentation
 //!

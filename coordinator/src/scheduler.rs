@@ -2,33 +2,42 @@
 //! paged KV, preemption by swapping or recomputation, one step ahead of the workers.
 //!
 //! Events and the time go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
-//! [`Scheduler::cancel`]); plans, masks and [`Effect`]s come out. The order of everything is decided by
-//! arrival and admission, never by hashing.
+//! [`Scheduler::cancel`]); plans, masks and [`Effect`]s come out. The order of everything is
+//! decided by arrival and admission, never by hashing.
 //!
 //! - `queue order`: requests are admitted by priority (lower is earlier), and in order of arrival
 //!   among equals; where a step has no room for more masks, those that are not guided pass those
 //!   that are. Out of blocks, the least urgent sequence, of equals the one admitted last, is
-//!   preempted and returns to the front of its equals, so the oldest of the most urgent always makes
-//!   progress. Who is less urgent may wait for ever: priorities are given on purpose. What was
-//!   computed of it goes to host memory where that has room (`swap`), else it is computed again.
+//!   preempted and returns to the front of its equals, so the oldest of the most urgent always
+//!   makes progress. Who is less urgent may wait for ever: priorities are given on purpose. What
+//!   was computed of it goes to host memory where that has room (`swap`), else it is computed
+//!   again.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
 //!   begin at the position of a token that only the workers know yet. A sequence that is about to
 //!   draft needs that token. While such ones wait for theirs and are fewer than half of those that
 //!   run, the others are planned ahead and those are in every other step; else no step is planned
 //!   before their tokens are there.
-//! - `masks`: guided sequences are planned ahead, too. The mask of what they may get depends on that
-//!   token, and follows its plan when it is known.
+//! - `masks`: guided sequences are planned ahead, too. The mask of what they may get depends on
+//!   that token, and follows its plan when it is known.
 //! - `speculation`: a sequence that repeats what it has before drafts the tokens that may come next
-//!   (`speculate`), or rank 0 drafts them by a model of its own when the step begins, as many as the
-//!   sequence's drafts are worth (`pace`); the step computes them all: its own tokens count as far as they are those
-//!   drafted, and one more. Drafts take what nobody else wants of a step; of what a step drafts only
-//!   its first token is taken for computed until the answer is there.
+//!   (`speculate`), or rank 0 drafts them by a model of its own when the step begins, as many as
+//!   the sequence's drafts are worth (`pace`); the step computes them all: its own tokens count as
+//!   far as they are those drafted, and one more. Drafts take what nobody else wants of a step; of
+//!   what a step drafts only its first token is taken for computed until the answer is there.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
 //!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
 //!   writes them after the late step has; the late output is ignored.
 //! - `acceptance`: an output counts only if epoch, step, admission and position match what was
 //!   planned. A token in flight of a sequence that is computed again is ignored and sampled again,
 //!   which gives the same token (law 7); that of a swapped one counts.
+//!
+//! Modules:
+//! - `queue`, `sequence`, `tokens`: requests that wait, sequences, their tokens
+//! - `blocks`: KV blocks, and which of them are found again
+//! - `plan`, `accept`: a step planned; its answer accepted
+//! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
+//! - `masks`, `swap`, `weight`: structured output; host memory; what a plan weighs
+//! - `config`, `effect`: its bounds; what it decides
 mod accept;
 mod blocks;
 mod config;
@@ -246,9 +255,9 @@ impl Scheduler {
         self.last_step
     }
 
-    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know no
-    /// sequence. Open-ended requests that have outgrown the new cache, where that is smaller, end.
-    /// Returns those that it could never hold: another replica may have room.
+    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know
+    /// no sequence. Open-ended requests that have outgrown the new cache, where that is smaller,
+    /// end. Returns those that it could never hold: another replica may have room.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
@@ -391,8 +400,8 @@ impl Scheduler {
         }
     }
 
-    /// Goes on with another replica's requests, before all equals that wait here: they are older. Returns
-    /// which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
+    /// Goes on with another replica's requests, before all equals that wait here: they are older.
+    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
     ///
     /// # Errors
     /// The request, when it does not fit here.

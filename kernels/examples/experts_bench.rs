@@ -1,9 +1,9 @@
 //! How fast this machine computes a layer's experts:
 //! `cargo run --release -p kernels --example experts_bench [THREADS] [bfloat16|float32]`.
 //!
-//! The shape is that of Qwen3-30B-A3B (128 experts of 768, 8 for each row, hidden 2048); beside it, an
-//! MLP of as many columns as a row's experts have together. Of few rows the bytes of weights that are
-//! read per second count, of 512 the arithmetic. Prints; asserts nothing.
+//! The shape is that of Qwen3-30B-A3B (128 experts of 768, 8 for each row, hidden 2048); beside it,
+//! an MLP of as many columns as a row's experts have together. Of few rows the bytes of weights
+//! that are read per second count, of 512 the arithmetic. Prints; asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 

@@ -1,4 +1,5 @@
-//! How fast this machine multiplies: `cargo run --release -p kernels --example gemm_bench [THREADS]`.
+//! How fast this machine multiplies:
+//! `cargo run --release -p kernels --example gemm_bench [THREADS]`.
 //!
 //! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
 //! show arithmetic. Prints; asserts nothing.

@@ -1,8 +1,8 @@
 //! How fast weights are packed while they are loaded:
 //! `cargo run --release -p kernels --example load_bench [THREADS]`.
 //!
-//! A bf16 matrix that is in memory already, taken as it is and in int8; whole, and as the column parts
-//! that a rank makes of a row-parallel matrix. Prints; asserts nothing.
+//! A bf16 matrix that is in memory already, taken as it is and in int8; whole, and as the column
+//! parts that a rank makes of a row-parallel matrix. Prints; asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 

@@ -1,9 +1,10 @@
-//! Where the time of a prompt goes:
-//! `cargo run --release -p kernels --example prefill_bench [THREADS] [ROWS] [bfloat16|float32] [ROUNDS]`.
+//! Where the time of a prompt goes: `cargo run --release -p kernels --example prefill_bench`, with
+//! `[THREADS] [ROWS] [bfloat16|float32] [ROUNDS]` behind it.
 //!
-//! The operations of a decoder in the shape of a Llama of 160M parameters (hidden 768, 12 layers, 12
-//! heads of 64 over 4 KV heads, intermediate 2048), one after the other as a step calls them, each
-//! timed: the best of all rounds, for the machine may have others to serve. Prints; asserts nothing.
+//! The operations of a decoder in the shape of a Llama of 160M parameters (hidden 768, 12 layers,
+//! 12 heads of 64 over 4 KV heads, intermediate 2048), one after the other as a step calls them,
+//! each timed: the best of all rounds, for the machine may have others to serve. Prints; asserts
+//! nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 

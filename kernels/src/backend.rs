@@ -8,26 +8,28 @@
 //! A backend is owned by one executor thread and owns its threads, streams and collective.
 //!
 //! # Steps as a whole
-//! A device may run a step as one recorded graph instead of call by call. For that the caller frames
-//! each step by [`Backend::begin_step`], which names everything that the step reads, and
-//! [`Backend::end_step`]. Between them a backend is free to put work off: it may record the calls, or
-//! only check that they are the ones it recorded for an earlier step of this kind and run its record
-//! at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or `end_step`
-//! returns, no result needs to be there, and errors of a call may come from a later one. Both hooks
-//! do nothing by default; without them every call stands for itself. [`KernelError::Again`] from any
-//! of these calls means that the whole step, beginning with `begin_step`, is to be called once more.
+//! A device may run a step as one recorded graph instead of call by call. For that the caller
+//! frames each step by [`Backend::begin_step`], which names everything that the step reads, and
+//! [`Backend::end_step`]. Between them a backend is free to put work off: it may record the calls,
+//! or only check that they are the ones it recorded for an earlier step of this kind and run its
+//! record at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or
+//! `end_step` returns, no result needs to be there, and errors of a call may come from a later one.
+//! Both hooks do nothing by default; without them every call stands for itself.
+//! [`KernelError::Again`] from any of these calls means that the whole step, beginning with
+//! `begin_step`, is to be called once more.
 //!
 //! # Masks
-//! Which tokens a row may get may be known later than all else that its step reads. The step is begun
-//! without masks ([`StepInputs::masked`]), [`Backend::launch_step`] has the device compute what was
-//! called so far, and its rows are sampled when the masks are there; no other step is begun before.
+//! Which tokens a row may get may be known later than all else that its step reads. The step is
+//! begun without masks ([`StepInputs::masked`]), [`Backend::launch_step`] has the device compute
+//! what was called so far, and its rows are sampled when the masks are there; no other step is
+//! begun before.
 //!
 //! # One step ahead
-//! A device may also be given a step before the tokens of the one before are known, so that it never
-//! waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next step names
-//! them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them later, in the
-//! order of the steps. Two steps whose tokens are not fetched are under way at most; those that sample
-//! nothing stand anywhere among them.
+//! A device may also be given a step before the tokens of the one before are known, so that it
+//! never waits for its host: [`Backend::queue_sample`] leaves the tokens on the device, the next
+//! step names them by their rows ([`StepInputs::feed`]), and [`Backend::take_sampled`] fetches them
+//! later, in the order of the steps. Two steps whose tokens are not fetched are under way at most;
+//! those that sample nothing stand anywhere among them.
 mod arguments;
 
 pub use arguments::{
@@ -99,24 +101,24 @@ pub trait Backend {
         self.new_buffer(rows_max, width)
     }
 
-    /// Packs the vertical concatenation of `parts` (equal `cols`); integers of 4 bits as they are where
-    /// [`Backend::keeps_int4`] and [`crate::weights::int4_groups`] say so.
+    /// Packs the vertical concatenation of `parts` (equal `cols`); integers of 4 bits as they are
+    /// where [`Backend::keeps_int4`] and [`crate::weights::int4_groups`] say so.
     ///
     /// # Errors
     /// [`KernelError::Shape`] when a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
-    /// Whether it keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits: products take
-    /// the integers less their zeros exactly, add them up in f32 for each group of inputs, and the
-    /// groups' sums times their scales. Else weights become bf16.
+    /// Whether it keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits: products
+    /// take the integers less their zeros exactly, add them up in f32 for each group of inputs, and
+    /// the groups' sums times their scales. Else weights become bf16.
     fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
         let _ = (groups, is_stack);
         false
     }
 
-    /// As [`Backend::load_matrix`], quantised to int8 on the way ([`HostMatrix::row_int8`]): products
-    /// take activations as they do otherwise, weights' integers exactly, and multiply each sum by its
-    /// output's scale.
+    /// As [`Backend::load_matrix`], quantised to int8 on the way ([`HostMatrix::row_int8`]):
+    /// products take activations as they do otherwise, weights' integers exactly, and multiply each
+    /// sum by its output's scale.
     ///
     /// # Errors
     /// As there.
@@ -171,7 +173,8 @@ pub trait Backend {
     /// blocks of the cache, does so behind it.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when a block is not there or is written twice; [`KernelError::Device`].
+    /// [`KernelError::Shape`] when a block is not there or is written twice;
+    /// [`KernelError::Device`].
     fn swap_out(
         &mut self,
         cache: &Self::KvCache,
@@ -200,8 +203,8 @@ pub trait Backend {
         Ok(())
     }
 
-    /// Hands what was called of the open step to the device, which computes it while its host waits for
-    /// masks ([`StepInputs::masked`]).
+    /// Hands what was called of the open step to the device, which computes it while its host waits
+    /// for masks ([`StepInputs::masked`]).
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -336,8 +339,8 @@ pub trait Backend {
     /// [`KernelError::Shape`].
     fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError>;
 
-    /// `out = activation(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` = gate
-    /// rows, then up rows, and `bias` and the columns of `addend: [rows, 2 * inner]` likewise.
+    /// `out = activation(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` =
+    /// gate rows, then up rows, and `bias` and the columns of `addend: [rows, 2 * inner]` likewise.
     /// `out: [rows, inner]`.
     ///
     /// # Errors
@@ -352,13 +355,13 @@ pub trait Backend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Every row chooses its experts: `p = softmax(x W^T + bias)` over all experts, in f32; the `top_k`
-    /// experts of the largest p, largest first, of equal ones the lowest number first; their weights
-    /// are their p, divided by their sum where [`Routing::normalise`]. `x: [rows, in]`,
-    /// `router: [num_experts, in]`, `bias: [num_experts]`; the rows of `routes` are set. Every rank chooses for itself, and
-    /// has to choose alike: from the same bits come the same choices and weights on every CPU,
-    /// whatever its instructions, and on every GPU of one compute capability, whatever else is in the
-    /// batch.
+    /// Every row chooses its experts: `p = softmax(x W^T + bias)` over all experts, in f32; the
+    /// `top_k` experts of the largest p, largest first, of equal ones the lowest number first;
+    /// their weights are their p, divided by their sum where [`Routing::normalise`].
+    /// `x: [rows, in]`, `router: [num_experts, in]`, `bias: [num_experts]`; the rows of `routes`
+    /// are set. Every rank chooses for itself, and has to choose alike: from the same bits come the
+    /// same choices and weights on every CPU, whatever its instructions, and on every GPU of one
+    /// compute capability, whatever else is in the batch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -382,9 +385,9 @@ pub trait Backend {
         Err(KernelError::Unsupported("rows cannot be assigned to matrices here".to_owned()))
     }
 
-    /// As [`Backend::gate_up`] for every expert that a row goes to: row `r * top_k + j` of `out` is of
-    /// row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices `[inner, in]`,
-    /// each expert's gate before its up, `bias: [2 * num_experts, inner]` likewise,
+    /// As [`Backend::gate_up`] for every expert that a row goes to: row `r * top_k + j` of `out` is
+    /// of row `r` and its expert `j`. `x: [rows, in]`, `weight: 2 * num_experts` matrices
+    /// `[inner, in]`, each expert's gate before its up, `bias: [2 * num_experts, inner]` likewise,
     /// `out: [rows * top_k, inner]` (its rows are set).
     ///
     /// # Errors
@@ -400,10 +403,10 @@ pub trait Backend {
     ) -> Result<(), KernelError>;
 
     /// What a row's experts make of some of their columns, weighted and added up in the order in
-    /// which the row chose them: `out[r] = sum over j of weight of (r, j) * (x[r * top_k + j, first..
-    /// first + in] W^T + bias)`. `x: [rows * top_k, at least first + in]`, `weight: num_experts`
-    /// matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]` (its rows are set), which
-    /// may be one of [`Backend::new_input_buffer`].
+    /// which the row chose them: `out[r] = sum over j of w(r, j) * (x[r * top_k + j, columns] W^T +
+    /// bias)`, with columns `first..first + in`. `x: [rows * top_k, at least first + in]`,
+    /// `weight: num_experts` matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]` (its rows are set),
+    /// which may be one of [`Backend::new_input_buffer`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -476,9 +479,10 @@ pub trait Backend {
         false
     }
 
-    /// Leaves the open step's logits where they are, where that does: `sample` and `queue_sample` are
-    /// then given this rank's own, whose first `count` columns are the tokens from `first_id` on, a
-    /// part of the vocabulary that is not empty on any rank. False when they have to be gathered.
+    /// Leaves the open step's logits where they are, where that does: `sample` and `queue_sample`
+    /// are then given this rank's own, whose first `count` columns are the tokens from `first_id`
+    /// on, a part of the vocabulary that is not empty on any rank. False when they have to be
+    /// gathered.
     fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
         let _ = (first_id, count);
         false
@@ -510,9 +514,9 @@ pub trait Backend {
         false
     }
 
-    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. Of a row that
-    /// is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is the one that it is fed
-    /// with, whatever stands there.
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. Of a row
+    /// that is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is the one that
+    /// it is fed with, whatever stands there.
     ///
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::Unsupported`].

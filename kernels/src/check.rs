@@ -1,5 +1,5 @@
-//! Checks of arguments before memory is touched, the same for all backends. A failed check is a caller's
-//! bug and an error, not a panic; nothing has been written then.
+//! Checks of arguments before memory is touched, the same for all backends. A failed check is a
+//! caller's bug and an error, not a panic; nothing has been written then.
 use crate::backend::{AttentionShape, Batch, KvShape};
 use crate::error::KernelError;
 

@@ -10,11 +10,12 @@
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
 //! - [`bucket`], [`batch`], [`parts`], [`capacity`]: PURE: graphs and plans, a step's inputs, what
 //!   sequences are decoded by, memory
-//! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to the
-//!   GPU; `readback`: rows on theirs to the host
+//! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to
+//!   the GPU; `readback`: rows on theirs to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
-//! - `operations`: the list of operations; what they do: `rows`, `attention`, `products` (of many rows:
-//!   `matmul`), `experts`, `exchange`, `sample`, `results`; `edits`: PURE: rows whose logits are edited
+//! - `operations`: the list of operations; what they do: `rows`, `attention`, `products` (of many
+//!   rows: `matmul`), `experts`, `exchange`, `sample`, `results`; `edits`: PURE: rows whose logits
+//!   are edited
 //! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 

@@ -22,8 +22,8 @@ impl MappedFile {
         let file = File::open(path)?;
         // SAFETY: the map is read only and private to this process. A model file that is changed
         // or truncated while it is mapped is outside of what can be checked for good; operations.md
-        // tells operators to replace model folders, not to write into them, and `len_now` finds most
-        // of those that were cut.
+        // tells operators to replace model folders, not to write into them, and `len_now` finds
+        // most of those that were cut.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { file, map })
     }

@@ -31,7 +31,8 @@ pub enum DType {
     F8E4M3,
     /// Signed integers of 8 bits.
     I8,
-    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's E8M0).
+    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's
+    /// E8M0).
     E8M0,
     /// Elsewhere than in the matrix's `data`: see [`Scales`].
     Packed,
@@ -186,8 +187,8 @@ impl HostMatrix<'_> {
         Ok(())
     }
 
-    /// Row `row` in f32, the columns from `first` of the file's row on: the file's numbers, where they
-    /// are quantised multiplied by their scales in f32.
+    /// Row `row` in f32, the columns from `first` of the file's row on: the file's numbers, where
+    /// they are quantised multiplied by their scales in f32.
     fn widen_row(&self, row: usize, first: usize, out: &mut [f32]) {
         if let Some(Scales::Packed(packed)) = &self.scales {
             return packed.row_f32(row, first, out);
@@ -217,8 +218,9 @@ impl HostMatrix<'_> {
         self.widen_row(row, self.col_start, out);
     }
 
-    /// The columns taken of row `row` in bf16 (`cols` elements): bf16 files bit by bit, others rounded
-    /// to the nearest (ties to even). `room` is for what lies between, kept from row to row.
+    /// The columns taken of row `row` in bf16 (`cols` elements): bf16 files bit by bit, others
+    /// rounded to the nearest (ties to even). `room` is for what lies between, kept from row to
+    /// row.
     pub fn row_bf16(&self, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
         room.resize(out.len(), 0.0);
         self.row_f32(row, room);
@@ -247,8 +249,8 @@ impl HostMatrix<'_> {
         scale
     }
 
-    /// The largest absolute value of the file's whole row, scaled; as bits, in whose order what is no
-    /// number comes last.
+    /// The largest absolute value of the file's whole row, scaled; as bits, in whose order what is
+    /// no number comes last.
     fn row_most(&self, row: usize, room: &mut Vec<f32>) -> f32 {
         if let (DType::Bf16, None) = (self.dtype, &self.scales) {
             let bytes = &self.data[row * self.row_stride * 2..][..self.row_stride * 2];

@@ -1,10 +1,12 @@
-//! What tells a model folder from another one at the same path: on another host, or put in its place
-//! since. Ranks that have different weights would compute nonsense together without one error.
+//! What tells a model folder from another one at the same path: on another host, or put in its
+//! place since. Ranks that have different weights would compute nonsense together without one
+//! error.
 //!
-//! It depends on what the files say alone, not on their times or owners: on the whole `config.json`,
-//! on the names and sizes of the files of weights, on their headers, which name all tensors with
-//! their shapes, and on a sample of the tensors themselves; of adapters likewise. So it is read in
-//! milliseconds, and two folders of one architecture with other weights differ in it all the same.
+//! It depends on what the files say alone, not on their times or owners: on the whole
+//! `config.json`, on the names and sizes of the files of weights, on their headers, which name all
+//! tensors with their shapes, and on a sample of the tensors themselves; of adapters likewise. So
+//! it is read in milliseconds, and two folders of one architecture with other weights differ in it
+//! all the same.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;

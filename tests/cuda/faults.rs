@@ -176,7 +176,8 @@ fn steps_that_cannot_be_captured_are_called() {
     }
 }
 
-/// Nor is one whose kernels may not begin early while they are captured: it is captured without that.
+/// Nor is one whose kernels may not begin early while they are captured: it is captured without
+/// that.
 #[test]
 fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     let log = tempfile::NamedTempFile::new().unwrap();
@@ -224,7 +225,8 @@ fn products_take_the_quickest_algorithm() {
     assert!(chosen > 0);
 }
 
-/// One that the library names and that fails when it is called is not chosen, and costs nothing else.
+/// One that the library names and that fails when it is called is not chosen, and costs nothing
+/// else.
 #[test]
 fn an_algorithm_that_fails_is_passed_over() {
     let log = tempfile::NamedTempFile::new().unwrap();

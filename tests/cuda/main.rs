@@ -3,7 +3,8 @@
 //!
 //! - [`devices`]: `tutti devices` and `--device`
 //! - [`faults`]: what the driver may answer, and what is said then
-//! - [`nccl`]: ranks on two GPUs that exchange data by a stand-in for NCCL, and all that can go wrong
+//! - [`nccl`]: ranks on two GPUs that exchange data by a stand-in for NCCL, and all that can go
+//!   wrong
 //! - [`peers`]: two processes that see each other's GPU memory
 //! - [`serving`]: `tutti up` on one and on two GPUs, and one that fails
 #![allow(

@@ -270,8 +270,8 @@ async fn a_collective_that_hangs_is_ended() {
     assert_eq!(pair.nccl_log().matches(" id").count(), 2, "{log}");
 }
 
-/// What one rank finds has the other leave, whatever it is in the middle of. That its communicator is
-/// used no more then, and aborted as it has to be, the stand-in sees to.
+/// What one rank finds has the other leave, whatever it is in the middle of. That its communicator
+/// is used no more then, and aborted as it has to be, the stand-in sees to.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_calls_under_way_and_no_process() {
     // Both ranks come to the same call then.
@@ -314,8 +314,8 @@ async fn an_abort_that_hangs_costs_its_process() {
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
 }
 
-/// A GPU that goes on for ever, whatever it is told: its worker says so and ends, though nothing that
-/// waits for the GPU, as freeing its memory does, would ever return.
+/// A GPU that goes on for ever, whatever it is told: its worker says so and ends, though nothing
+/// that waits for the GPU, as freeing its memory does, would ever return.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
     // In the second request: the process that replaces it does not come so far.

@@ -1,5 +1,5 @@
-//! Ranks on two GPUs that see each other's memory, by CUDA IPC, all on the stand-in: a whole cluster
-//! of processes whose kernels wait for each other.
+//! Ranks on two GPUs that see each other's memory, by CUDA IPC, all on the stand-in: a whole
+//! cluster of processes whose kernels wait for each other.
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -65,9 +65,9 @@ async fn two_processes_see_each_others_memory() {
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
 }
 
-/// Steps that cannot be captured as they are end the epoch, since the ranks' graphs belong together: each
-/// remembers what it has found out although its group is left for that, and captures the next ones
-/// another way.
+/// Steps that cannot be captured as they are end the epoch, since the ranks' graphs belong
+/// together: each remembers what it has found out although its group is left for that, and captures
+/// the next ones another way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     let expected = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(24).await;

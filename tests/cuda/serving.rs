@@ -48,7 +48,8 @@ async fn two_gpus_make_one_replica() {
 /// Its process ends with code 71, another takes its place, the request goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
-    // Some steps after the profiling passes and those that are captured first, in every process anew.
+    // Some steps after the profiling passes and those that are captured first, in every process
+    // anew.
     let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")];
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
     let client = cluster.client().unwrap();
@@ -60,8 +61,8 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert!(log.contains("exit status: 71"), "{log}");
 }
 
-/// Whatever comes then, and however much of it at once; and what comes of it is the same where a GPU has
-/// room for so few blocks that each takes several parts of sequences.
+/// Whatever comes then, and however much of it at once; and what comes of it is the same where a
+/// GPU has room for so few blocks that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
     // Steps of 1, 2, 4 and 8 rows; of ranks those whose rows are all greedy besides.
@@ -97,7 +98,8 @@ async fn graphs_are_captured_before_the_first_request() {
             assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
         }
         if args[1] == "1" {
-            // Alone, so that its prompt is cut alike; with more parts than one multiprocessor has blocks.
+            // Alone, so that its prompt is cut alike; with more parts than one multiprocessor has
+            // blocks.
             let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
             let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
             texts.push(

@@ -16,8 +16,8 @@ pub(crate) struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts a server with the configuration `shipped`, but that it scrapes `target`, every second,
-    /// and evaluates the rules as often.
+    /// Starts a server with the configuration `shipped`, but that it scrapes `target`, every
+    /// second, and evaluates the rules as often.
     /// `None` when there is no such program here, which continuous integration does not accept.
     pub(crate) async fn start(target: &str, shipped: &Path) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();

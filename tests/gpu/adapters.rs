@@ -1,5 +1,5 @@
-//! What LoRA adapters are made of against the reference: rows that go to matrices that others chose, or
-//! to none, down to the rank and up again, and the addition to a fused product.
+//! What LoRA adapters are made of against the reference: rows that go to matrices that others
+//! chose, or to none, down to the rank and up again, and the addition to a fused product.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, NOT_ASSIGNED, Routing};
 

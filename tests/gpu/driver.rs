@@ -64,7 +64,8 @@ impl Driver<'_> {
         sound(&outputs)
     }
 
-    /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step takes.
+    /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step
+    /// takes.
     pub(crate) fn prefill(
         &mut self,
         batch: u32,
@@ -153,8 +154,8 @@ impl Driver<'_> {
         Ok(step)
     }
 
-    /// Steps of one sequence with drafts, which stand for what nobody knows: what such a step costs,
-    /// however many of them are right. Returns where it is then, and how many steps it was.
+    /// Steps of one sequence with drafts, which stand for what nobody knows: what such a step
+    /// costs, however many of them are right. Returns where it is then, and how many steps it was.
     pub(crate) fn verify(
         &mut self,
         seq: SeqId,

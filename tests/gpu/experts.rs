@@ -57,8 +57,8 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     cases
 }
 
-/// From one expert's first weight to the next one's, in the run of random numbers that all are cut from:
-/// making up as many as a real model has would take longer than the case.
+/// From one expert's first weight to the next one's, in the run of random numbers that all are cut
+/// from: making up as many as a real model has would take longer than the case.
 const SHIFT: usize = 1016;
 
 /// The least difference between one logit and the next in order, as far as that order counts: more

@@ -1,5 +1,5 @@
-//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without, and with
-//! drafts that are verified.
+//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without, and
+//! with drafts that are verified.
 use std::path::{Path, PathBuf};
 
 use kernels::Backend as _;
@@ -92,8 +92,8 @@ pub(crate) fn engine_over(
     Ok(engine)
 }
 
-/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared: none
-/// on another rank than the first.
+/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared:
+/// none on another rank than the first.
 pub(crate) fn follow(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,

@@ -1,5 +1,5 @@
-//! Products with weights of 4 bits against the reference, which multiplies what their integers, zeros
-//! and scales stand for.
+//! Products with weights of 4 bits against the reference, which multiplies what their integers,
+//! zeros and scales stand for.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, Scales};
 use kernels::weights::{Groups, Packed, Packing, int4_groups};

@@ -1,24 +1,25 @@
-//! What can only be known on a GPU, as one table. `tests/gpu/run` runs it there; nothing but a driver
-//! is needed besides this program and the model folders.
+//! What can only be known on a GPU, as one table. `tests/gpu/run` runs it there; nothing but a
+//! driver is needed besides this program and the model folders.
 //!
 //! - `operations`: every operation against the float32 reference, outputs poisoned before
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
-//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one that is killed
-//!   or frozen
+//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one that is
+//!   killed or frozen
 //! - `ranks-nccl`: one rank, and two on two GPUs or, where NCCL can, on one
 //! - `ranks-threads`: how long a sum takes where both ranks run at once on one GPU
 //!
-//! Each part is a process of its own with a time limit (`supervisor`): a kernel that hangs or leaves
-//! its memory costs the step that it is in. Lines are printed as they come, and appended to
+//! Each part is a process of its own with a time limit (`supervisor`): a kernel that hangs or
+//! leaves its memory costs the step that it is in. Lines are printed as they come, and appended to
 //! `$OUT/gpu-check.txt` where `OUT` names a folder.
 //!
 //! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
-//! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on the
-//! stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it are
-//! complete; `--only PART,..` runs the parts whose names contain one of these, and `--step TEXT`, once or
-//! several times, only the steps of these whose names contain such a text. All parts together may not
-//! fit into the time of one call: `operations,goldens`, `speed` and `ranks` do, one at a time.
+//! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on
+//! the stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it
+//! are complete; `--only PART,..` runs the parts whose names contain one of these, and
+//! `--step TEXT`, once or several times, only the steps of these whose names contain such a text.
+//! All parts together may not fit into the time of one call: `operations,goldens`, `speed` and
+//! `ranks` do, one at a time.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
@@ -63,8 +64,8 @@ struct Options {
     endless: bool,
     /// The model folder whose golden values such a process follows.
     golden: Option<PathBuf>,
-    /// Up to which sizes which of this project's exchanges is used; measured when none are given, with
-    /// messages of up to so many bytes.
+    /// Up to which sizes which of this project's exchanges is used; measured when none are given,
+    /// with messages of up to so many bytes.
     thresholds: Option<Thresholds>,
     measured_most: usize,
     ordinal: Option<u32>,
@@ -76,7 +77,8 @@ struct Options {
     only: Vec<String>,
     /// Likewise steps.
     steps: Vec<String>,
-    /// To be one part, from this step on, and whether it goes on in the same process when one fails.
+    /// To be one part, from this step on, and whether it goes on in the same process when one
+    /// fails.
     part: Option<String>,
     skip: usize,
     keep_going: bool,
@@ -217,8 +219,8 @@ struct Table {
     is_broken: bool,
 }
 
-/// How errors name what leaves a context of no use: an address out of bounds or misaligned, a kernel
-/// that failed, an instruction that is none.
+/// How errors name what leaves a context of no use: an address out of bounds or misaligned, a
+/// kernel that failed, an instruction that is none.
 const BROKEN: [&str; 4] = [
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "CUDA_ERROR_MISALIGNED_ADDRESS",

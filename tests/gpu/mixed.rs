@@ -1,5 +1,6 @@
-//! Decode steps of sequences that are not alike: one of many tokens among short ones, a prompt in every
-//! step, one whose sampling knows all of its tokens. What each costs beside a step of equal ones.
+//! Decode steps of sequences that are not alike: one of many tokens among short ones, a prompt in
+//! every step, one whose sampling knows all of its tokens. What each costs beside a step of equal
+//! ones.
 use std::time::Instant;
 
 use shared::ids::{BlockId, SeqId};

@@ -1,7 +1,7 @@
-//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, how long a sum
-//! takes; by NCCL, and by this project's own kernels on GPUs that see each other's memory, one rank of
-//! which is then killed or frozen. Each rank has a GPU of its own where there are enough, else they
-//! share one, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, how long a
+//! sum takes; by NCCL, and by this project's own kernels on GPUs that see each other's memory, one
+//! rank of which is then killed or frozen. Each rank has a GPU of its own where there are enough,
+//! else they share one, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -72,8 +72,8 @@ fn joined(
     Ok((backend, joining.reason))
 }
 
-/// Ranks that share a GPU take turns of milliseconds, and what they measured would be those: only the
-/// step that is about it does, and as little as it can.
+/// Ranks that share a GPU take turns of milliseconds, and what they measured would be those: only
+/// the step that is about it does, and as little as it can.
 fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
     let mut options = options.clone();
     if gpus[0] == gpus[1] {
@@ -148,8 +148,8 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
 }
 
 /// How long sums of several sizes take, one after the other and not waited for in between. Nothing
-/// is allocated or freed from the first sum to the last: on a GPU that both ranks share, as threads,
-/// that may wait for the other's kernel, which waits for this rank's.
+/// is allocated or freed from the first sum to the last: on a GPU that both ranks share, as
+/// threads, that may wait for the other's kernel, which waits for this rank's.
 fn latencies(
     backend: &mut CudaBackend,
     meeting: &Meeting,
@@ -201,8 +201,8 @@ impl Meeting {
     }
 }
 
-/// Sums of two ranks that are threads: on one GPU their kernels run at the same time, which those of
-/// two processes do not.
+/// Sums of two ranks that are threads: on one GPU their kernels run at the same time, which those
+/// of two processes do not.
 fn sums(
     options: &Options,
     exchange: Exchange,

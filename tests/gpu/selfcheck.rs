@@ -47,8 +47,8 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// A part goes on after a fault where it is told to, but not on a GPU that answers nothing more; and it
-/// does the steps that it is asked for.
+/// A part goes on after a fault where it is told to, but not on a GPU that answers nothing more;
+/// and it does the steps that it is asked for.
 fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     for (code, exit, steps) in [("1", 1, 4), ("700", i32::from(AGAIN), 1)] {

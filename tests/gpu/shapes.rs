@@ -140,8 +140,8 @@ impl Shape {
         }
     }
 
-    /// Bytes of weights that a step of so many rows is likely to read: of experts those that some row
-    /// goes to, if they all choose at random.
+    /// Bytes of weights that a step of so many rows is likely to read: of experts those that some
+    /// row goes to, if they all choose at random.
     pub(crate) fn read_bytes(&self, all: u64, rows: u32) -> u64 {
         let Some(routing) = self.experts else { return all };
         let experts = routing.num_experts as f64;

@@ -19,7 +19,8 @@ use crate::shapes::{SHAPES, Shape, TINY};
 use crate::{Options, Step, Table, mixed, values};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
-/// Of the cache as shared memory, in per cent: three blocks of decode attention, which ask for the most.
+/// Of the cache as shared memory, in per cent: three blocks of decode attention, which ask for the
+/// most.
 const CARVEOUT: u8 = 58;
 
 /// What a case measures.
@@ -88,7 +89,8 @@ fn cases(
     let mut driver = Driver::new(engine, vocab);
     let together = (sizes.prefill / sizes.context).max(1);
     let greedy = SamplingParams::greedy();
-    // Logits of random weights are a bell without a peak: as many tokens as there can be are drawn from.
+    // Logits of random weights are a bell without a peak: as many tokens as there can be are drawn
+    // from.
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy);

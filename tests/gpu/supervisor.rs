@@ -102,8 +102,8 @@ impl Part {
         Ok(Self { process, lines })
     }
 
-    /// Hands each line to `on_line` until there are no more; what is before the first step and that one
-    /// may take `first`, others `each`, all may last until `deadline`.
+    /// Hands each line to `on_line` until there are no more; what is before the first step and that
+    /// one may take `first`, others `each`, all may last until `deadline`.
     fn follow(
         &mut self,
         (first, each): (Duration, Duration),
@@ -229,7 +229,8 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
     }
 }
 
-/// Prints what the table is of; the GPU that is taken, or why there is none, if it has not been said.
+/// Prints what the table is of; the GPU that is taken, or why there is none, if it has not been
+/// said.
 fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
@@ -305,8 +306,8 @@ pub(crate) fn run(mut options: Options) -> ExitCode {
     }
 }
 
-/// On a host without a GPU: that every part is as it should be, as far as a stand-in shows, and that
-/// steps which fail, break the context or hang are told and cost no others.
+/// On a host without a GPU: that every part is as it should be, as far as a stand-in shows, and
+/// that steps which fail, break the context or hang are told and cost no others.
 fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {

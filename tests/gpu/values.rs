@@ -1,5 +1,5 @@
-//! Values at the sizes of real models: other tests compare small ones, and speed alone would not show a
-//! wrong sum.
+//! Values at the sizes of real models: other tests compare small ones, and speed alone would not
+//! show a wrong sum.
 use shared::sampling::SamplingParams;
 
 use crate::driver::{Driver, Plans};
@@ -9,11 +9,12 @@ use crate::{Options, Table};
 /// Tokens that are decoded, and those of a prompt before.
 const TOKENS: u32 = 32;
 const PROMPT: u32 = 100;
-/// Rows up to which a step makes the same sums whatever way it is launched; with more, the library's
-/// product of what a graph has room for may be another than that of the rows there are.
+/// Rows up to which a step makes the same sums whatever way it is launched; with more, the
+/// library's product of what a graph has room for may be another than that of the rows there are.
 const SAME: u32 = 32;
 
-/// Ways to launch a step: as a graph, and with kernels that begin before those before them are complete.
+/// Ways to launch a step: as a graph, and with kernels that begin before those before them are
+/// complete.
 const WAYS: [(&str, bool, bool); 3] = [
     ("graphs and overlap", true, true),
     ("graphs", true, false),

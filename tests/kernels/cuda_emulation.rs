@@ -320,8 +320,8 @@ fn the_emulation_notices_what_it_should() {
     assert!(wrong.failure(&args).contains("multiple of 32"));
 }
 
-/// A grid may not be complete before those before it, and what these read or write is left alone until
-/// then: see `end_without_waiting` in `device.cuh`.
+/// A grid may not be complete before those before it, and what these read or write is left alone
+/// until then: see `end_without_waiting` in `device.cuh`.
 #[test]
 fn the_emulation_notices_who_does_not_wait() {
     let word = [u32s(&[7])];

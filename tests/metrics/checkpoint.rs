@@ -1,5 +1,5 @@
-//! Totals that outlive the coordinator: what the next one makes of a checkpoint. That no sequence of
-//! events loses or doubles anything is in [`crate::merge_laws`].
+//! Totals that outlive the coordinator: what the next one makes of a checkpoint. That no sequence
+//! of events loses or doubles anything is in [`crate::merge_laws`].
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};

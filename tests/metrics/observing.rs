@@ -606,8 +606,8 @@ fn identities_hold_in_scrapes_under_load() {
     );
 }
 
-/// Of two scrapes at once the second draws nothing before the first has merged what it drew: parts of
-/// the one could be newer than those of the other, and the totals of the later report lower.
+/// Of two scrapes at once the second draws nothing before the first has merged what it drew: parts
+/// of the one could be newer than those of the other, and the totals of the later report lower.
 #[test]
 fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
     let hub = hub();

@@ -1,5 +1,5 @@
-//! A model that drafts changes how many steps a text takes and nothing else: not a token, not a bit of
-//! a log-probability, whatever it knows of what comes.
+//! A model that drafts changes how many steps a text takes and nothing else: not a token, not a bit
+//! of a log-probability, whatever it knows of what comes.
 use std::path::Path;
 
 use shared::protocol::Lora;
@@ -36,8 +36,8 @@ impl Texts {
         Self { prompts, texts }
     }
 
-    /// All of them in one batch, drafted for, beside a prompt that is computed in parts; returns how
-    /// many steps it took.
+    /// All of them in one batch, drafted for, beside a prompt that is computed in parts; returns
+    /// how many steps it took.
     fn drafted(
         &self,
         rig: &mut Rig,
@@ -203,9 +203,9 @@ fn requests_with_adapters_and_masks_beside_are_drafted_for_by_the_model_alone() 
     assert_eq!(drafting.output()[..count], whole[..count]);
 }
 
-/// By definition: what the draft model drafts is what it says behind the text so far, computed anew; of
-/// that counts what the text goes on with. Whatever was drafted and rejected before, and whatever it was
-/// not asked about, is forgotten: else it would say something else.
+/// By definition: what the draft model drafts is what it says behind the text so far, computed
+/// anew; of that counts what the text goes on with. Whatever was drafted and rejected before, and
+/// whatever it was not asked about, is forgotten: else it would say something else.
 #[test]
 fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     let model = variant("llama-gqa");
@@ -244,8 +244,8 @@ fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     assert!(accepted > 20 && rejected > 100, "{accepted} accepted, {rejected} rejected");
 }
 
-/// On the emulation of CUDA's kernels, whose decode steps run as graphs: the draft model has a backend of
-/// its own on the same GPU, with graphs of its own.
+/// On the emulation of CUDA's kernels, whose decode steps run as graphs: the draft model has a
+/// backend of its own on the same GPU, with graphs of its own.
 #[test]
 fn on_gpus_that_do_not_mind_the_batch() {
     for (model, draft, degree) in

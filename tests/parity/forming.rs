@@ -123,7 +123,8 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
     }
 }
 
-/// The draft model takes its part of the memory, is kept with the rest, and is read where it changes.
+/// The draft model takes its part of the memory, is kept with the rest, and is read where it
+/// changes.
 fn with_drafts<D: Device>(device: D) {
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
@@ -169,7 +170,8 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
-/// Weights stay while their files do, whatever else becomes of these: not when others take their place.
+/// Weights stay while their files do, whatever else becomes of these: not when others take their
+/// place.
 #[test]
 fn a_folder_that_was_replaced_is_loaded_anew() {
     let folder = tempfile::tempdir().unwrap();

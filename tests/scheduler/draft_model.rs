@@ -1,4 +1,5 @@
-//! Drafts by a model that rank 0 has: who asks for how many, and what the scheduler makes of the answers.
+//! Drafts by a model that rank 0 has: who asks for how many, and what the scheduler makes of the
+//! answers.
 use coordinator::engine::EngineError;
 use coordinator::scheduler::{Effect, Method, SchedulerConfig, Speculation};
 use shared::ids::{Epoch, SeqId, StepId};
@@ -182,8 +183,8 @@ fn drafts_survive_preemption_swapping_loss_and_a_move_of_their_sequence() {
 /// What a rank may answer by mistake.
 #[test]
 fn an_answer_that_does_not_fit_what_was_asked_is_not_believed() {
-    // Positions and tokens that come, how many are said to have been drafted; what is believed of it:
-    // tokens, and of how many drafted how many were right.
+    // Positions and tokens that come, how many are said to have been drafted; what is believed of
+    // it: tokens, and of how many drafted how many were right.
     type Case = (&'static [(u32, u32)], &'static [u32], Option<(usize, Option<(u32, u32)>)>);
     let cases: [Case; 11] = [
         (&[(21, 5), (22, 6), (23, 7), (24, 8), (25, 9)], &[4], Some((5, Some((4, 4))))),

@@ -1,4 +1,5 @@
-//! A guide whose masks depend on every token before, and what the scheduler makes of guided requests.
+//! A guide whose masks depend on every token before, and what the scheduler makes of guided
+//! requests.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
@@ -308,7 +309,8 @@ fn a_guide_that_gives_up_as_it_waits_ends_its_request_behind_the_step_its_other_
     while rig.requests[&fails].1.tokens[1].len() < 3 {
         let _ = rig.plan() || rig.deliver();
     }
-    // All wait again: the choice that goes on is planned before it is known that the other does not.
+    // All wait again: the choice that goes on is planned before it is known that the other does
+    // not.
     rig.lost();
     rig.ready(30);
     rig.drain();

@@ -1,5 +1,5 @@
-//! A KV cache that comes back smaller: what was accepted goes where there is room, or is told that there
-//! is none; it is never told that it asked for too much.
+//! A KV cache that comes back smaller: what was accepted goes where there is room, or is told that
+//! there is none; it is never told that it asked for too much.
 use std::time::Duration;
 
 use coordinator::cluster::orphanage::{Home, Orphanage};
@@ -18,8 +18,8 @@ const BLOCKS: u32 = 4;
 /// The events of a request that stays, and the replica where it is.
 type Stays = (mpsc::Receiver<EngineEvent>, Operation);
 
-/// A replica with a request that needs all its blocks and one that needs a block, comes back with half
-/// of them. What it gives up.
+/// A replica with a request that needs all its blocks and one that needs a block, comes back with
+/// half of them. What it gives up.
 fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
     let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
     let at = Duration::from_millis(1);

@@ -1,5 +1,5 @@
-//! Requests of different priority. That nobody is overtaken by a less urgent one, and that the least
-//! urgent are preempted, is among the rig's invariants.
+//! Requests of different priority. That nobody is overtaken by a less urgent one, and that the
+//! least urgent are preempted, is among the rig's invariants.
 use coordinator::scheduler::SchedulerConfig;
 
 use crate::rig::{ClientRequest, Rig};

@@ -313,8 +313,8 @@ impl Rig {
         }
     }
 
-    /// The worker answers the step that waits for masks before they come, as soon as it has answered the
-    /// one before: each sequence gets this token.
+    /// The worker answers the step that waits for masks before they come, as soon as it has
+    /// answered the one before: each sequence gets this token.
     pub(crate) fn rush(&mut self, tokens: &[u32]) {
         let (before, outputs, drafted) = self.in_flight.pop_front().unwrap();
         let epoch = Epoch(self.epoch);

@@ -260,8 +260,8 @@ fn refusals_name_the_bound() {
     assert_eq!(error, EngineError::QueueFull { queued: 3, max: 3, retry_after_s: 1 });
 }
 
-/// A request without a bound gets what the cache has room for, wherever it comes to run, and ends as
-/// one that reached its bound.
+/// A request without a bound gets what the cache has room for, wherever it comes to run, and ends
+/// as one that reached its bound.
 #[test]
 fn without_a_bound_the_cache_is_the_bound() {
     let open = ClientRequest { max_tokens: 900, open_ended: true, ..prompt(40) };
@@ -291,8 +291,8 @@ fn without_a_bound_the_cache_is_the_bound() {
     rig.lost();
     rig.ready(8);
     ends_at(&mut rig, id, 128);
-    // With more tokens already than the smaller cache holds, it ends with those: in the replica that
-    // comes back smaller, and in another that goes on with it.
+    // With more tokens already than the smaller cache holds, it ends with those: in the replica
+    // that comes back smaller, and in another that goes on with it.
     for moves in [false, true] {
         let mut rig = ready();
         let id = rig.submit(open.clone()).unwrap();

@@ -180,8 +180,8 @@ fn nothing_is_drafted_where_more_sequences_run_than_were_said() {
 
 #[test]
 fn drafts_take_what_is_left_of_rows_and_budget() {
-    // 8 rows: 6 sequences leave 2, one more where one waits; and 10 tokens: a prompt takes what there
-    // is.
+    // 8 rows: 6 sequences leave 2, one more where one waits; and 10 tokens: a prompt takes what
+    // there is.
     let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 10, ..config() });
     rig.ready(60);
     for _ in 0..6 {

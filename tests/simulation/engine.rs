@@ -334,8 +334,8 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sampled rows choose, in order, once they are computed; `masks` are those of masked ones,
-    /// as far as they are known here.
+    /// How the sampled rows choose, in order, once they are computed; `masks` are those of masked
+    /// ones, as far as they are known here.
     pub(crate) fn choosers(&self, plan: &StepPlan, masks: &[Option<TokenMask>]) -> Vec<Chooser> {
         let mut masks = masks.iter();
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);

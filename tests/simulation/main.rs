@@ -9,7 +9,8 @@
 //!   and the workers find each other
 //! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
 //!   the actors do between them
-//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: commands, likewise
+//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: commands,
+//!   likewise
 //! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
 //! - [`switches`]: guards that can be taken away, to show that this is noticed
 //!

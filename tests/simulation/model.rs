@@ -37,8 +37,8 @@ pub(crate) fn extend(state: u64, token: u32) -> u64 {
     mix(state, u64::from(token)) | 1
 }
 
-/// The token that follows a state whose last token was `last`, of those allowed. Every third text goes
-/// round and round as prompts do that begin alike, until something throws it out.
+/// The token that follows a state whose last token was `last`, of those allowed. Every third text
+/// goes round and round as prompts do that begin alike, until something throws it out.
 pub(crate) fn choose(
     state: u64,
     last: u32,

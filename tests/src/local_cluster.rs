@@ -224,7 +224,8 @@ fn parent_of(pid: u32) -> Option<u32> {
     stat.rsplit_once(") ")?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// The URL in a server's banner; log lines name URLs of others, such as etcd's. Lines are added whole.
+/// The URL in a server's banner; log lines name URLs of others, such as etcd's. Lines are added
+/// whole.
 fn url_in(log: &str) -> Option<String> {
     let banners = ["ready: ", "tutti coordinator: ", "tutti frontend: "];
     let rest = log.lines().find_map(|line| banners.iter().find_map(|it| line.strip_prefix(it)))?;

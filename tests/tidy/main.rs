@@ -11,6 +11,7 @@
     reason = "a test binary: failing is its job"
 )]
 
+mod comments;
 mod compose;
 mod configs;
 mod dependencies;

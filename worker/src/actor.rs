@@ -1,10 +1,10 @@
 //! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
 //! is told to the executor, and sends what the executor says.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]), or
-//! refused for a reason that trying again cannot change. At an end it sends the last lines of its
-//! log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it dials
-//! again.
+//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]),
+//! or refused for a reason that trying again cannot change. At an end it sends the last lines of
+//! its log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it
+//! dials again.
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -30,9 +30,10 @@ use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 
 /// New log lines go to the coordinator this often, a bounded number of them at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
-/// An executor that has not left an epoch for so long, and does not get on with what it is in, never
-/// will: the process ends, so that another one takes its place. Longer than the largest matrix takes
-/// to load from a slow disk, and than steps of large models on slow CPUs take, which nothing breaks off.
+/// An executor that has not left an epoch for so long, and does not get on with what it is in,
+/// never will: the process ends, so that another one takes its place. Longer than the largest
+/// matrix takes to load from a slow disk, and than steps of large models on slow CPUs take, which
+/// nothing breaks off.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
 /// Told to end, an executor that has not left its epoch for so long is taken for one that hangs.
 const HANGS_AFTER: Duration = Duration::from_secs(10);

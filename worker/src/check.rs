@@ -43,8 +43,9 @@ pub fn degree(folder: &Path, degree: u32) -> Result<(), ModelError> {
 }
 
 /// Reads the folder's configuration and the headers of its weight files, and checks that `degree`
-/// ranks can divide it and that the tensors of its first and last layers, the embedding and the output
-/// head are there in the shapes that the configuration asks for, quantised ones with their scales.
+/// ranks can divide it and that the tensors of its first and last layers, the embedding and the
+/// output head are there in the shapes that the configuration asks for, quantised ones with their
+/// scales.
 ///
 /// # Errors
 /// [`ModelError`], the sentence that a worker would end with.

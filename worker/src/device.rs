@@ -47,7 +47,8 @@ pub trait Device: Debug {
     /// # Errors
     /// [`ModelError::Dtype`] when the device has no such products.
     fn precision(&self, asked: Dtype, config: &ModelConfig) -> Result<Precision, ModelError> {
-        // Most checkpoints of 4 bits say float16; what rounding to bf16 adds is little beside theirs.
+        // Most checkpoints of 4 bits say float16; what rounding to bf16 adds is little beside
+        // theirs.
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
         Ok(match asked {
             Dtype::Auto if config.is_bf16 || is_packed => Precision::Bfloat16,
@@ -66,8 +67,8 @@ pub trait Device: Debug {
         collective: Box<dyn Collective>,
     ) -> Result<Self::Backend, KernelError>;
 
-    /// A backend of its own for the draft model, where that of the model it drafts for is made for one
-    /// model; else they share one.
+    /// A backend of its own for the draft model, where that of the model it drafts for is made for
+    /// one model; else they share one.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -125,8 +126,8 @@ pub trait Device: Debug {
     }
 
     /// Makes an engine that has its cache ready for decode steps of every size, so that no request
-    /// waits for what is made at first use; every rank of a replica calls it. `is_new`: of rank 0, no
-    /// requests wait for it.
+    /// waits for what is made at first use; every rank of a replica calls it. `is_new`: of rank 0,
+    /// no requests wait for it.
     ///
     /// # Errors
     /// [`KernelError`].

@@ -3,6 +3,16 @@
 //!
 //! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
 //! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+//!
+//! - `layout`: a plan checked, and its batch laid out in rows
+//! - `sequence`: what a rank keeps of one sequence
+//! - `ahead`: a step begun while the one before runs
+//! - `report`: what a step tells of its sequences
+//! - `masks`: structured output
+//! - `draft`, `verify`: drafts by a small model; drafts verified
+//! - `swap`: sequences in host memory
+//! - `pool`: embeddings
+//! - `profile`: steps on made-up tokens, before any that counts
 mod ahead;
 mod draft;
 mod layout;
@@ -120,8 +130,8 @@ impl<B: Backend> Engine<B> {
         Self { draft, ..self }
     }
 
-    /// How many tokens were drafted for each sequence of the last step that was to be drafted for, on
-    /// rank 0.
+    /// How many tokens were drafted for each sequence of the last step that was to be drafted for,
+    /// on rank 0.
     #[must_use]
     pub fn drafted(&self) -> &[u32] {
         &self.drafted
@@ -199,8 +209,8 @@ impl<B: Backend> Engine<B> {
         self.start_with(num_blocks, 0)
     }
 
-    /// Makes an empty KV cache, and `host_blocks` blocks in host memory to swap to; all sequences are
-    /// forgotten.
+    /// Makes an empty KV cache, and `host_blocks` blocks in host memory to swap to; all sequences
+    /// are forgotten.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].

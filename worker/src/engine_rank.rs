@@ -1,6 +1,6 @@
 //! A rank on some device: connects the collective a coordinator asks for, loads its shard, runs the
-//! engine over the device's backend. Weights outlive the epoch: a rank that is formed again with the
-//! same shard only connects anew.
+//! engine over the device's backend. Weights outlive the epoch: a rank that is formed again with
+//! the same shard only connects anew.
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::net::TcpListener;
@@ -179,8 +179,8 @@ impl<D: Device> EngineRank<D> {
         let draft = draft.transpose()?;
         let precision = self.device.precision(form.dtype, &config)?;
         let mut backend = self.device.backend(precision, collective)?;
-        // Now, for those that have loaded wait for this one. What becomes of them while it loads, it
-        // finds when it first needs them: what it has loaded is good for the next epoch.
+        // Now, for those that have loaded wait for this one. What becomes of them while it loads,
+        // it finds when it first needs them: what it has loaded is good for the next epoch.
         join::<D>(&mut backend, form, all, abort, news)?;
         D::set_alone(&mut backend, true);
         let positions = form.engine.max_model_len as usize;
@@ -221,8 +221,8 @@ impl<D: Device> EngineRank<D> {
     }
 }
 
-/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch: its
-/// cache is another in the next.
+/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch:
+/// its cache is another in the next.
 fn leave<D: Device>(engine: &mut Engine<D::Backend>) -> Result<(), KernelError> {
     let own = engine.draft_backend();
     own.map_or(Ok(()), |own| D::set_collective(own, single_rank()))
@@ -418,7 +418,8 @@ impl<D: Device> Rank for EngineRank<D> {
                 bytes_text(*bytes)
             ));
         }
-        // Behind an epoch that failed requests wait: what decode steps need is made as they come then.
+        // Behind an epoch that failed requests wait: what decode steps need is made as they come
+        // then.
         let is_new = std::mem::take(&mut loaded.is_new);
         let result = loaded.engine.start_with(num_blocks, host_blocks);
         let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
@@ -468,8 +469,8 @@ impl<D: Device> Rank for EngineRank<D> {
         if let Err(error) = left {
             self.note(&error);
         }
-        // Freeing memory waits for the device, which may not come to rest any more, and whoever asks
-        // for it is told so: nothing is freed but by the process's end.
+        // Freeing memory waits for the device, which may not come to rest any more, and whoever
+        // asks for it is told so: nothing is freed but by the process's end.
         if self.lost.is_some() {
             let _kept = self.loaded.take().map(ManuallyDrop::new);
         } else if let Some(loaded) = &mut self.loaded {

@@ -24,8 +24,8 @@ use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
 
 /// How long the thread may take to end when its owner does.
 const END_PATIENCE: Duration = Duration::from_millis(200);
-/// How long a rank waits for a step's masks: longer than the coordinator gives whoever computes them,
-/// and than it gives most steps.
+/// How long a rank waits for a step's masks: longer than the coordinator gives whoever computes
+/// them, and than it gives most steps.
 const MASKS_PATIENCE: Duration = Duration::from_secs(60);
 /// Load progress is reported at most this often.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
@@ -112,8 +112,8 @@ impl Executor {
         let waits = report_waits.clone();
         let (lives, ended) = oneshot::channel();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
-            // Dropped last, also by a panic: whoever learns of the end finds the queue closed. What is
-            // captured would be dropped behind all that is declared here.
+            // Dropped last, also by a panic: whoever learns of the end finds the queue closed. What
+            // is captured would be dropped behind all that is declared here.
             let _lives: oneshot::Sender<Infallible> = lives;
             let receiver = receiver;
             let rank = make_rank();
@@ -129,8 +129,8 @@ impl Executor {
         self.ended.take()
     }
 
-    /// For how long the executor has not left an epoch that it was told to leave, without a sign that
-    /// it gets on with what it does: what it is in may never end.
+    /// For how long the executor has not left an epoch that it was told to leave, without a sign
+    /// that it gets on with what it does: what it is in may never end.
     #[must_use]
     pub fn leaving_for(&self) -> Option<Duration> {
         self.commands.as_ref()?.leaving_for()
@@ -179,8 +179,8 @@ impl Executor {
         self.abort.tell_group_id(id.epoch, id.bytes);
     }
 
-    /// Brings the masks of a step that is planned. They wait in no queue: the executor may be in the
-    /// middle of that step, with the next one's plan before them.
+    /// Brings the masks of a step that is planned. They wait in no queue: the executor may be in
+    /// the middle of that step, with the next one's plan before them.
     pub fn tell_masks(&self, masks: StepMasks) {
         self.abort.tell_masks(masks);
     }

@@ -49,8 +49,8 @@ pub trait Rank {
     /// The digest of the last step's tokens, as this rank has them.
     fn digest(&self) -> u32;
 
-    /// How many tokens the last step's draft model drafted for each sequence that it was asked to draft
-    /// for, on rank 0.
+    /// How many tokens the last step's draft model drafted for each sequence that it was asked to
+    /// draft for, on rank 0.
     fn drafted(&self) -> Vec<u32> {
         Vec::new()
     }
@@ -247,8 +247,8 @@ impl AbortSlot {
         }
     }
 
-    /// Waits for what rank 0 of `epoch` of the command under way tells; it is told once. `None` when the
-    /// epoch is over, or nothing comes within `patience`.
+    /// Waits for what rank 0 of `epoch` of the command under way tells; it is told once. `None`
+    /// when the epoch is over, or nothing comes within `patience`.
     #[must_use]
     pub fn wait_for_group_id(&self, epoch: Epoch, patience: Duration) -> Option<Vec<u8>> {
         let began = Instant::now();
@@ -312,7 +312,8 @@ impl AbortSlot {
         }
     }
 
-    /// A step of `epoch` of the command under way is over: its masks are needed no longer, if they were.
+    /// A step of `epoch` of the command under way is over: its masks are needed no longer, if they
+    /// were.
     pub fn forget_masks(&self, epoch: Epoch, step: StepId) {
         let mut state = self.state();
         let term = (state.entered, epoch);

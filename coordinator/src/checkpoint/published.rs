@@ -51,8 +51,8 @@ impl<T> Published<T> {
         }
     }
 
-    /// etcd answers, but this process does not lead just now: others may take over, so pages stay as
-    /// they are, unless they are of the present already.
+    /// etcd answers, but this process does not lead just now: others may take over, so pages stay
+    /// as they are, unless they are of the present already.
     pub fn kept(&mut self, now: Duration) {
         let patience = self.patience;
         if let Some(taken) = &mut self.acknowledged

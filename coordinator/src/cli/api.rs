@@ -23,29 +23,30 @@ const LOGPROBS_BOUND: i64 = 128;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ApiArgs {
     /// Answer /v1, /tokenize and /detokenize only with `Authorization: Bearer KEY`, of any of these
-    /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides it
+    /// keys. Others see command lines: --api-key-file, or TUTTI_API_KEY in the environment, hides
+    /// it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line, # begins a comment; each with limits of its own
-    /// behind it if need be: KEY requests=N requests-per-minute=N. Only its owner may read it. Read again
-    /// when it changes
+    /// The same with the keys of this file, one per line, # begins a comment; each with limits of
+    /// its own behind it if need be: KEY requests=N requests-per-minute=N. Only its owner may read
+    /// it. Read again when it changes
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Most requests of one API key under way at a time; beyond it its clients get 429. The same at each
-    /// front end, which counts for itself; 0 for no bound
+    /// Most requests of one API key under way at a time; beyond it its clients get 429. The same at
+    /// each front end, which counts for itself; 0 for no bound
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(crate) max_requests_per_key: u32,
-    /// Most requests that one API key may begin in a minute, so many at once after a rest, in the same
-    /// way; 0 for no bound
+    /// Most requests that one API key may begin in a minute, so many at once after a rest, in the
+    /// same way; 0 for no bound
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(crate) requests_per_minute_per_key: u32,
-    /// Share what is cached of prompts among API keys: who has one can then tell by the time of an answer
-    /// what others ask
+    /// Share what is cached of prompts among API keys: who has one can then tell by the time of an
+    /// answer what others ask
     #[arg(long)]
     pub(crate) share_prefix_cache: bool,
-    /// Most connections of one address (of IPv6, one /64 network) at a time; 0 for no bound [default: 256
-    /// of each address of the internet, any number of private networks' and this host's own, which may be
-    /// proxies]
+    /// Most connections of one address (of IPv6, one /64 network) at a time; 0 for no bound
+    /// [default: 256 of each address of the internet, any number of private networks' and this
+    /// host's own, which may be proxies]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=20_000))]
     pub(crate) max_connections_per_address: Option<u32>,
     /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
@@ -59,12 +60,12 @@ pub(crate) struct ApiArgs {
     /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
-    /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for all
-    /// [default: none]
+    /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for
+    /// all [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// How the model writes calls of tools: hermes, llama3_json, mistral, qwen3_coder or openai (gpt-oss)
-    /// [default: what its chat template tells]
+    /// How the model writes calls of tools: hermes, llama3_json, mistral, qwen3_coder or openai
+    /// (gpt-oss) [default: what its chat template tells]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
     /// Tell the reasoning of models that write it between <think> and </think> apart from their
@@ -97,8 +98,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Checks the options, and reads the file of keys. HTTP that is served to everybody at `listen` is said
-/// to be.
+/// Checks the options, and reads the file of keys. HTTP that is served to everybody at `listen` is
+/// said to be.
 pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, CliError> {
     for origin in &args.allowed_origins {
         let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));

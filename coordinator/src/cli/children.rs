@@ -1,10 +1,11 @@
-//! The worker processes of `tutti up` and of `tutti worker --workers`: started, watched, restarted with backoff, stopped.
+//! The worker processes of `tutti up` and of `tutti worker --workers`: started, watched, restarted
+//! with backoff, stopped.
 //!
 //! A worker's stderr goes on to ours; its end is kept with the exit status, for `tutti logs`.
 //!
-//! A worker must never outlive its parent, however that ends: each has a socket as stdin whose other
-//! end this process holds, and exits when it closes. Through it the worker beats; one that has
-//! stopped to is killed, and started again like one that crashed.
+//! A worker must never outlive its parent, however that ends: each has a socket as stdin whose
+//! other end this process holds, and exits when it closes. Through it the worker beats; one that
+//! has stopped to is killed, and started again like one that crashed.
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;

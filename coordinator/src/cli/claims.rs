@@ -1,5 +1,5 @@
-//! Which GPUs other workers of this host compute on. Memory is taken when a model is loaded, so workers
-//! that start together would all take the same GPU by what is free.
+//! Which GPUs other workers of this host compute on. Memory is taken when a model is loaded, so
+//! workers that start together would all take the same GPU by what is free.
 use std::io::ErrorKind;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
@@ -8,8 +8,8 @@ use std::sync::{Mutex, PoisonError};
 /// What this process has said. An abstract name ends with its process, however that ends.
 static CLAIMS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
-/// Says to others on this host (in this network namespace) that this process computes on the GPU with
-/// this `uuid`, until it ends. False when one said so before; what cannot be said is no reason
+/// Says to others on this host (in this network namespace) that this process computes on the GPU
+/// with this `uuid`, until it ends. False when one said so before; what cannot be said is no reason
 /// against a GPU.
 pub(crate) fn claim(uuid: &str) -> bool {
     let name = format!("tutti/gpu/{uuid}");

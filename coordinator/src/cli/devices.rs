@@ -177,8 +177,8 @@ pub(crate) struct Shared {
     pub(crate) text: String,
 }
 
-/// Workers and tensor-parallel degree on a host with so many usable GPUs: what is asked for, and for
-/// the rest a worker for each GPU where they are enough for a replica, or two on the CPU.
+/// Workers and tensor-parallel degree on a host with so many usable GPUs: what is asked for, and
+/// for the rest a worker for each GPU where they are enough for a replica, or two on the CPU.
 fn sizes(usable: u32, workers: Option<u32>, degree: Option<u32>) -> (u32, u32) {
     let workers = workers.unwrap_or(match degree {
         _ if usable > 0 && usable >= degree.unwrap_or(1) => usable,
@@ -187,8 +187,8 @@ fn sizes(usable: u32, workers: Option<u32>, degree: Option<u32>) -> (u32, u32) {
     (workers, degree.unwrap_or_else(|| workers.min(TENSOR_PARALLEL)))
 }
 
-/// What the workers of this host compute on, `workers` of them, `degree` for each replica, where that is
-/// said.
+/// What the workers of this host compute on, `workers` of them, `degree` for each replica, where
+/// that is said.
 pub(crate) fn share_out(
     args: &ComputeArgs,
     workers: Option<u32>,

@@ -1,5 +1,9 @@
 //! `tutti doctor`: can this host become a node? Looks, says what is wrong and how to mend it, and
 //! leaves everything as it is: nobody joins, nothing is loaded.
+//!
+//! - `host`, `gpu`: the host and its GPUs
+//! - `model`: the model folder
+//! - `network`: ports, peers and clocks
 mod gpu;
 mod host;
 mod model;

@@ -1,10 +1,10 @@
 //! Signs of life, from a process to whoever started it: one that lives by its process id and does
 //! nothing any more (stopped, or stuck in a call that never returns) is ended and started again.
 //!
-//! Beats come from the thread that runs the process's actors, not from one made for them, for such a
-//! thread would go on beating over a process that is dead otherwise. A worker with a parent of ours
-//! beats into its stdin, a socket whose other end tells it when the parent is gone; a service of
-//! systemd's with `WatchdogSec=` beats to systemd.
+//! Beats come from the thread that runs the process's actors, not from one made for them, for such
+//! a thread would go on beating over a process that is dead otherwise. A worker with a parent of
+//! ours beats into its stdin, a socket whose other end tells it when the parent is gone; a service
+//! of systemd's with `WatchdogSec=` beats to systemd.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;

@@ -1,7 +1,8 @@
-//! Sets up logging: to stderr, level from `--log-level` or `RUST_LOG`; and the last lines in memory,
-//! for those who ask after the process is gone.
+//! Sets up logging: to stderr, level from `--log-level` or `RUST_LOG`; and the last lines in
+//! memory, for those who ask after the process is gone.
 //!
-//! A thread of its own writes to stderr: whoever reads it may stall, and nobody who logs waits for it.
+//! A thread of its own writes to stderr: whoever reads it may stall, and nobody who logs waits for
+//! it.
 use std::fs::File;
 use std::io::{IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -19,9 +20,9 @@ pub(crate) const COLOURS: &str = "TUTTI_LOG_COLOURS";
 /// How long a process that ends waits until its last lines are written.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// What libraries say in vain. Bytes that are no HTTP, and connections that break, are ERROR lines to
-/// the HTTP library's dispatcher: anybody could fill the log with them. They are answered with 400,
-/// and what becomes of requests is counted and logged by ourselves.
+/// What libraries say in vain. Bytes that are no HTTP, and connections that break, are ERROR lines
+/// to the HTTP library's dispatcher: anybody could fill the log with them. They are answered with
+/// 400, and what becomes of requests is counted and logged by ourselves.
 const QUIET: &str = "actix_server=warn,actix_http::h1::dispatcher=off";
 
 static STDERR: OnceLock<LineQueue> = OnceLock::new();

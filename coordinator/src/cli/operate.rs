@@ -1,4 +1,5 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running coordinator.
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running
+//! coordinator.
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use coordinator::cluster::status::{NodeLogs, Status};

@@ -91,8 +91,8 @@ pub(crate) struct UpArgs {
     pub(crate) serving: ServingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
-    /// Local worker processes to start; more than --tensor-parallel makes more replicas [default: one
-    /// for each usable GPU; on the CPU 2, or --tensor-parallel]
+    /// Local worker processes to start; more than --tensor-parallel makes more replicas [default:
+    /// one for each usable GPU; on the CPU 2, or --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = parse_workers)]
     pub(crate) workers: Option<Workers>,
 }

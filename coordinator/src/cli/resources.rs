@@ -14,8 +14,8 @@ pub(crate) struct ResourceArgs {
     /// What this node is, comma separated: rack=r1,zone=a
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',', value_parser = pair)]
     pub(crate) label: Vec<(String, String)>,
-    /// What this node has besides cpus, gpus and memory, which are found out; comma separated, whole
-    /// numbers: nvme=2,licence=1
+    /// What this node has besides cpus, gpus and memory, which are found out; comma separated,
+    /// whole numbers: nvme=2,licence=1
     #[arg(long, value_name = "NAME=AMOUNT", value_delimiter = ',', value_parser = amount)]
     pub(crate) resource: Vec<(String, u64)>,
 }

@@ -18,7 +18,8 @@ use super::signals::Signals;
 use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
 
-/// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have GPUs.
+/// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have
+/// GPUs.
 const BATCHED_TOKENS: u32 = 512;
 pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
 

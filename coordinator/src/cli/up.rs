@@ -138,8 +138,8 @@ fn worker_command(
     Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
-/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot be
-/// done without stays.
+/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot
+/// be done without stays.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
@@ -167,8 +167,8 @@ async fn scale(
     Ok(())
 }
 
-/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer than
-/// the `least` workers that a replica needs, say.
+/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer
+/// than the `least` workers that a replica needs, say.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,

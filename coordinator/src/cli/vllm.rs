@@ -1,5 +1,5 @@
-//! Options of vLLM that have another name here, or none: what operators bring along is understood or
-//! answered with what to say instead. docs/operations.md has the same in a table.
+//! Options of vLLM that have another name here, or none: what operators bring along is understood
+//! or answered with what to say instead. docs/operations.md has the same in a table.
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;

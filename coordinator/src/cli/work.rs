@@ -146,7 +146,8 @@ pub(crate) fn host_id() -> String {
     format!("{boot}-{memory:x}-{processes:x}")
 }
 
-/// A number that no other process has drawn: hashers are seeded by the operating system. Not for secrets.
+/// A number that no other process has drawn: hashers are seeded by the operating system. Not for
+/// secrets.
 pub(crate) fn random() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
 }
@@ -164,8 +165,8 @@ fn hostname() -> String {
         .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
 }
 
-/// A process's name where none is given. In containers all processes have one id, and hosts may have
-/// one name.
+/// A process's name where none is given. In containers all processes have one id, and hosts may
+/// have one name.
 pub(crate) fn default_node() -> String {
     format!("{}-{}-{:04x}", hostname(), std::process::id(), random() as u16)
 }

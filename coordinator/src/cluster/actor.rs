@@ -1,5 +1,10 @@
 //! The actix shell of the cluster core: its effects go out, replicas run. What comes in is in the
 //! modules: workers and their links, requests, what operators ask, names.
+//!
+//! - `workers`: workers and their links
+//! - `requests`: requests on their way
+//! - `operator`: what operators ask
+//! - `names`: the cluster's actors by name
 mod names;
 mod operator;
 mod requests;
@@ -358,8 +363,8 @@ impl ClusterActor {
         }
     }
 
-    /// An actor that panicked is gone, with its requests, whose clients see their end. Its ranks form
-    /// anew, for another one.
+    /// An actor that panicked is gone, with its requests, whose clients see their end. Its ranks
+    /// form anew, for another one.
     fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas

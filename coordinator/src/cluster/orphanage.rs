@@ -30,8 +30,8 @@ pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
     }
 }
 
-/// The replicas without those that serve and are doubtful, since a rank of theirs is silent; all, if no
-/// other serves: most silences end.
+/// The replicas without those that serve and are doubtful, since a rank of theirs is silent; all,
+/// if no other serves: most silences end.
 #[must_use]
 pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<Home> {
     let (doubtful, heard): (Vec<Home>, Vec<Home>) =
@@ -42,8 +42,8 @@ pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<H
 /// The replica that shall share its queue, and how many requests at most: half of what it has more
 /// than the one with the fewest. What runs stays, so it may well give fewer, or none.
 ///
-/// Requests are bound to a replica when they come. One that begins to serve later, or whose requests
-/// were shorter, would have nothing to do beside the queues of others.
+/// Requests are bound to a replica when they come. One that begins to serve later, or whose
+/// requests were shorter, would have nothing to do beside the queues of others.
 #[must_use]
 pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, u32)> {
     let serving = || homes.iter().filter(|home| home.serving);

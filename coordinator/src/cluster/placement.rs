@@ -77,11 +77,11 @@ impl PlacementRules {
 /// build; the nearest groups come first.
 ///
 /// What NVLink joins first, then one host, since ranks exchange data twice a layer: as many whole
-/// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest label, of the
-/// next one, and at last of any. A worker without a label is near nobody by it. Workers that lack
-/// what ranks need are in no group, workers that fill none stay spare. A worker whose weights are
-/// those of a rank, by `held`, becomes that rank where it can. Deterministic: depends on the members
-/// and what they hold alone, not on their order.
+/// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest
+/// label, of the next one, and at last of any. A worker without a label is near nobody by it.
+/// Workers that lack what ranks need are in no group, workers that fill none stay spare. A worker
+/// whose weights are those of a rank, by `held`, becomes that rank where it can. Deterministic:
+/// depends on the members and what they hold alone, not on their order.
 #[must_use]
 pub fn place(
     free: &[&Member],

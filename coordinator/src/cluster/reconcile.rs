@@ -1,10 +1,10 @@
 //! PURE: from the members there are to the replicas there shall be.
 //!
-//! One pass, in this order: formations of which nothing is heard are given up; too many replicas are
-//! removed; vacant ranks are filled with spares, a
+//! One pass, in this order: formations of which nothing is heard are given up; too many replicas
+//! are removed; vacant ranks are filled with spares, a
 //! returning worker into its own rank first; a replica whose ranks stay away is given to others or
-//! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again when spares allow; spares become
-//! new replicas; what is complete and due is formed.
+//! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again
+//! when spares allow; spares become new replicas; what is complete and due is formed.
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -82,8 +82,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Its replica goes on without the worker, which is told to end; `again`: to be started again, if
-    /// it hangs.
+    /// Its replica goes on without the worker, which is told to end; `again`: to be started again,
+    /// if it hangs.
     pub(super) fn let_go(
         &mut self,
         now: Duration,
@@ -165,7 +165,8 @@ impl Cluster {
         free
     }
 
-    /// Whether others are taken before this worker: it is slow, or did not answer when it was formed.
+    /// Whether others are taken before this worker: it is slow, or did not answer when it was
+    /// formed.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
         self.slow.contains(&worker) || self.silence.struck(worker)
     }
@@ -182,8 +183,8 @@ impl Cluster {
         ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
 
-    /// Formations that do not get on end. Of a rank that does not answer another takes the place; one
-    /// that does not answer again is told to end, for its process may do what it cannot.
+    /// Formations that do not get on end. Of a rank that does not answer another takes the place;
+    /// one that does not answer again is told to end, for its process may do what it cannot.
     fn give_up_formations(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let patience = self.config.form_timeout;
         let forming: Vec<ReplicaId> =
@@ -386,8 +387,8 @@ impl Cluster {
             groups = placed.find(|groups| !groups.is_empty()).unwrap_or_default();
             groups.truncate(1);
         }
-        // The number of one that was given up is given again: its totals go on, and scaling down and
-        // up makes no new series for ever. Whatever is still said of the old one has its epoch.
+        // The number of one that was given up is given again: its totals go on, and scaling down
+        // and up makes no new series for ever. Whatever is still said of the old one has its epoch.
         let taken: BTreeSet<u32> = self.replicas.iter().map(|(id, _)| id.0).collect();
         let vacant = (0u32..).filter(|id| !taken.contains(id));
         for (id, group) in vacant.zip(groups.into_iter().take(room)) {

@@ -17,8 +17,8 @@ const BACKOFF_MAX: Duration = Duration::from_secs(10);
 const HOLD_MIN: Duration = Duration::from_secs(60);
 /// Longest such wait.
 const HOLD_MAX: Duration = Duration::from_secs(600);
-/// A replica that served this long starts counting failures anew: what it waits for is not to do the
-/// same again and again, and clients wait as long.
+/// A replica that served this long starts counting failures anew: what it waits for is not to do
+/// the same again and again, and clients wait as long.
 const STABLE_AFTER: Duration = Duration::from_secs(5);
 
 /// Where a replica is in its life.
@@ -375,8 +375,8 @@ impl Replica {
         self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
     }
 
-    /// Returns the block counts (KV cache, host memory) to start with once every rank is formed: the
-    /// least that any has.
+    /// Returns the block counts (KV cache, host memory) to start with once every rank is formed:
+    /// the least that any has.
     pub(super) fn formed(&mut self, worker: WorkerId, formed: &Formed) -> Option<(u32, u32)> {
         if self.phase != ReplicaPhase::Forming {
             return None;

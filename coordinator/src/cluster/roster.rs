@@ -6,7 +6,8 @@
 //! replaced and is back, the two would otherwise displace each other for ever.
 //!
 //! A slot is its name's for good while there are enough; then those of nodes that are not expected
-//! back are given to others, and their totals are closed: names that nobody gave have a random part.
+//! back are given to others, and their totals are closed: names that nobody gave have a random
+//! part.
 use std::collections::{BTreeMap, VecDeque};
 
 use shared::ids::{Incarnation, WorkerId};

@@ -1,9 +1,9 @@
-//! PURE: which ranks were told to form or to start and have not answered, and since when nothing was
-//! heard of them.
+//! PURE: which ranks were told to form or to start and have not answered, and since when nothing
+//! was heard of them.
 //!
 //! An executor that hangs says nothing, while its process and its link live. How long it has said
-//! nothing is counted over formations: its peers give up waiting for it earlier, and would be formed
-//! with it again without end.
+//! nothing is counted over formations: its peers give up waiting for it earlier, and would be
+//! formed with it again without end.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

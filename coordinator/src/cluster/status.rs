@@ -57,7 +57,8 @@ pub struct Node {
     pub pid: u32,
     /// Identifies its host.
     pub host: String,
-    /// `alive` (holds a rank), `spare`, `set aside` (its device failed again and again), `draining`; of a coordinator `leading` or `standby`.
+    /// `alive` (holds a rank), `spare`, `set aside` (its device failed again and again),
+    /// `draining`; of a coordinator `leading` or `standby`.
     pub state: String,
     /// The replica it is a rank of.
     pub replica: Option<u32>,
@@ -105,7 +106,8 @@ pub struct Replica {
     pub requests: u32,
     /// Why it last broke.
     pub last_failure: Option<String>,
-    /// That would come to the same again: it is tried in so many seconds, or when workers come or go.
+    /// That would come to the same again: it is tried in so many seconds, or when workers come or
+    /// go.
     #[serde(default)]
     pub held_seconds: Option<u64>,
 }

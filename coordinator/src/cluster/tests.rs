@@ -1,4 +1,10 @@
 //! The replica life cycle, event by event.
+//!
+//! - `passes`: passes over members and replicas
+//! - `operators`: scaling and draining
+//! - `silent`: ranks that do not answer
+//! - `alike`: ranks of one model and build
+//! - `devices`: devices set aside
 mod alike;
 mod devices;
 mod operators;
@@ -521,7 +527,8 @@ fn two_broken_replicas_complete_one() {
     cluster.tick(secs(5), &mut effects);
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
     assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }));
-    // And four again: the lost ones make a replica of their own, under the number that was given up.
+    // And four again: the lost ones make a replica of their own, under the number that was given
+    // up.
     effects.clear();
     bring_up(&mut cluster, secs(6), 3, &[0, 2]);
     cluster.worker_joined(secs(7), member(1, 2, "a"), &mut effects);

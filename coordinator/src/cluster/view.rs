@@ -53,8 +53,8 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
 }
 
 impl ClusterView {
-    /// Why trying again cannot help any replica there is: each failed for a reason that stays. One that
-    /// waits for its ranks, or is formed, may serve soon.
+    /// Why trying again cannot help any replica there is: each failed for a reason that stays. One
+    /// that waits for its ranks, or is formed, may serve soon.
     #[must_use]
     pub fn unservable(&self) -> Option<&str> {
         if self.broken.is_some() {

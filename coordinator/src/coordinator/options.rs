@@ -71,8 +71,8 @@ pub struct CoordinatorOptions {
     pub api: ApiOptions,
     /// How long is waited for what.
     pub limits: DriverLimits,
-    /// How long nothing may be heard of a rank that is formed: longer than the largest matrix takes to
-    /// load, or host memory to be pinned.
+    /// How long nothing may be heard of a rank that is formed: longer than the largest matrix takes
+    /// to load, or host memory to be pinned.
     pub form_timeout: Duration,
     /// How statistics are logged.
     pub log_stats: LogStats,

@@ -41,7 +41,8 @@ fn queue(file: &Path) -> io::Result<LineQueue> {
     LineQueue::start("stats", SaysOnce { out: file, failed: false })
 }
 
-/// Says in the log that something cannot be written, once: a full disk would otherwise fill that too.
+/// Says in the log that something cannot be written, once: a full disk would otherwise fill that
+/// too.
 struct SaysOnce<W> {
     out: W,
     failed: bool,

@@ -19,8 +19,8 @@ const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additiona
 /// Keywords with a list of schemas for the described value itself.
 const IN_PLACE: [&str; 3] = ["allOf", "anyOf", "oneOf"];
 
-/// The formats that grammars know. Others are annotations, as JSON Schema has all of them by default:
-/// clients' libraries write `password`, `path` or `binary` of their own accord.
+/// The formats that grammars know. Others are annotations, as JSON Schema has all of them by
+/// default: clients' libraries write `password`, `path` or `binary` of their own accord.
 const FORMATS: [&str; 10] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 

@@ -151,8 +151,8 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
     }
 }
 
-/// Why a request does not come from an operator of this host, as far as it can be told: a proxy or a
-/// browser of this host speaks for others.
+/// Why a request does not come from an operator of this host, as far as it can be told: a proxy or
+/// a browser of this host speaks for others.
 fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
     if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
         return Some("this comes from elsewhere".to_owned());

@@ -257,8 +257,8 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
 }
 
 /// Makes a call's arguments, JSON in a string, the object that templates expect. What models wrote
-/// and no JSON object is, is none of them: refusing it would end a conversation that its client cannot
-/// mend.
+/// and no JSON object is, is none of them: refusing it would end a conversation that its client
+/// cannot mend.
 fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)> {
     let function = call.get_mut("function").and_then(Value::as_object_mut);
     let function = function.ok_or((".function", "an object"))?;

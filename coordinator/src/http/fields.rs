@@ -1,7 +1,7 @@
 //! A request body's fields, read one by one, so that an error names the field and its bound.
 //!
-//! `null` is the same as absent. As vLLM, a number may be written as a string, and an integer with a
-//! fraction of zero.
+//! `null` is the same as absent. As vLLM, a number may be written as a string, and an integer with
+//! a fraction of zero.
 use serde_json::{Map, Value};
 
 use super::access::Tally;
@@ -240,8 +240,8 @@ fn whole(value: &Value) -> Option<i64> {
     }
 }
 
-/// Greatest nesting of arrays and objects, and how many values there are, or some more. Each takes many
-/// times the two bytes that it may be written in.
+/// Greatest nesting of arrays and objects, and how many values there are, or some more. Each takes
+/// many times the two bytes that it may be written in.
 fn extent(json: &[u8]) -> (usize, usize) {
     let (mut depth, mut deepest, mut values) = (0usize, 0usize, 1);
     let (mut in_string, mut escaped) = (false, false);

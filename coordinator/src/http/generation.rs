@@ -200,8 +200,8 @@ impl RunningPrompt {
         self.generation.is_running() && deadline.as_mut().poll(context).is_ready()
     }
 
-    /// A choice's end is said with its last token, if it is there already: an event of its own would
-    /// look like one more token to clients that measure the time between them.
+    /// A choice's end is said with its last token, if it is there already: an event of its own
+    /// would look like one more token to clients that measure the time between them.
     fn end_with(&mut self, piece: &mut Piece, context: &mut Context<'_>) {
         match self.generation.poll_next(context) {
             Poll::Ready(Some(EngineEvent::Finished { choice, reason, cached }))

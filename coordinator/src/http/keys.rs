@@ -130,8 +130,8 @@ impl ApiKeys {
         self.0.accounts.read().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Whose key this is, and its number, from 1 in the order given. The time it takes tells nothing of the keys: hashes are compared, whole,
-    /// with all of them.
+    /// Whose key this is, and its number, from 1 in the order given. The time it takes tells
+    /// nothing of the keys: hashes are compared, whole, with all of them.
     fn owner(&self, key: &str) -> Option<(u64, Arc<Account>)> {
         let given: [u8; 32] = Sha256::digest(key.as_bytes()).into();
         let accounts = self.0.accounts.read().unwrap_or_else(PoisonError::into_inner);
@@ -166,9 +166,10 @@ struct Unknown;
 const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
-/// Whether a path, as it is in the request, is for those with a key: all that is not known to be for
-/// everybody. `/admin` has its own secret. Routes are found by the path with its percent-encoding
-/// undone, so what names no open path here letter by letter needs a key, however it is spelt.
+/// Whether a path, as it is in the request, is for those with a key: all that is not known to be
+/// for everybody. `/admin` has its own secret. Routes are found by the path with its
+/// percent-encoding undone, so what names no open path here letter by letter needs a key, however
+/// it is spelt.
 fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/")
 }

@@ -17,7 +17,8 @@ pub struct Limits {
     pub inputs: usize,
     /// Numbers in one embeddings answer.
     pub embedding_numbers: usize,
-    /// Choices of one request, of all its prompts together: each may have a whole sequence's tokens.
+    /// Choices of one request, of all its prompts together: each may have a whole sequence's
+    /// tokens.
     pub choices: usize,
     /// Messages of one conversation, and documents beside it.
     pub messages: usize,
@@ -59,7 +60,8 @@ pub struct Limits {
 /// conversation whose messages carry much that the template leaves out. All of them together have a
 /// bound of their own, see [`super::room`].
 const BODY_BYTES_MIN: usize = 16 << 20;
-/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than 16.
+/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than
+/// 16.
 const BODY_BYTES_PER_TOKEN: usize = 16;
 
 impl Limits {

@@ -1,5 +1,5 @@
-//! `GET /metrics`: at the coordinator the whole cluster, at a front end of its own process what that
-//! one counts itself; in the format asked for.
+//! `GET /metrics`: at the coordinator the whole cluster, at a front end of its own process what
+//! that one counts itself; in the format asked for.
 use std::net::TcpListener;
 use std::sync::Arc;
 

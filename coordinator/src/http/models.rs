@@ -1,5 +1,5 @@
-//! `GET /v1/models` and `GET /v1/models/{id}`: the model and its adapters, and which of them requests
-//! name.
+//! `GET /v1/models` and `GET /v1/models/{id}`: the model and its adapters, and which of them
+//! requests name.
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -49,8 +49,8 @@ impl Models {
         found.map(|(name, _)| name).or(self.names.first()).cloned().unwrap_or_default()
     }
 
-    /// Everything that has a name, as vLLM shows it: the model's root is its folder, as an adapter's
-    /// is, whose parent is the model.
+    /// Everything that has a name, as vLLM shows it: the model's root is its folder, as an
+    /// adapter's is, whose parent is the model.
     fn cards(&self, state: &AppState) -> Vec<Value> {
         let card = |id: &str, root: &str, parent: Option<&str>| {
             json!({

@@ -35,8 +35,8 @@ pub struct ApiOptions {
 /// How many connections one address may have at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ConnectionBound {
-    /// [`CONNECTIONS_PER_ADDRESS`] of an address of the internet; of one of a private network, which
-    /// may be a proxy that stands for many clients, any number.
+    /// [`CONNECTIONS_PER_ADDRESS`] of an address of the internet; of one of a private network,
+    /// which may be a proxy that stands for many clients, any number.
     #[default]
     OfInternet,
     /// So many of each, private or not; 0 for any number.

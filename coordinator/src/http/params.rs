@@ -1,7 +1,7 @@
 //! Request bodies to validated requests: what completions and chat have in common.
 //!
-//! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]); fields
-//! that nobody knows are ignored, as OpenAI's own servers and vLLM do.
+//! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]);
+//! fields that nobody knows are ignored, as OpenAI's own servers and vLLM do.
 use std::sync::Arc;
 
 use serde_json::Value;
@@ -52,7 +52,8 @@ pub struct Common {
     pub include_stop: bool,
     /// Special tokens are part of the text.
     pub keep_special: bool,
-    /// They can be told from text that spells them: see [`StopRules::fenced`](crate::text::stream::StopRules::fenced).
+    /// They can be told from text that spells them: see
+    /// [`StopRules::fenced`](crate::text::stream::StopRules::fenced).
     pub fences: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,

@@ -1,5 +1,5 @@
-//! How much memory the bodies of requests may take together. One large body is fine, and so are many
-//! small ones; a bound on each alone would let a few hundred clients fill a host's memory.
+//! How much memory the bodies of requests may take together. One large body is fine, and so are
+//! many small ones; a bound on each alone would let a few hundred clients fill a host's memory.
 use std::sync::Arc;
 
 use actix_web::web::BytesMut;
@@ -7,8 +7,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::error::ApiError;
 
-/// Bytes of all bodies that are being read or looked at, but for the first [`FREE`] of each. What is
-/// made of a body may take some times as many.
+/// Bytes of all bodies that are being read or looked at, but for the first [`FREE`] of each. What
+/// is made of a body may take some times as many.
 const ALL_BODIES: usize = 256 << 20;
 /// And no fewer than so many of the largest.
 const LARGEST: usize = 4;
@@ -54,8 +54,8 @@ pub struct Body<'a> {
 }
 
 impl Body<'_> {
-    /// Takes the next piece. Nobody waits for room with a part of a body: two that did would wait for
-    /// each other.
+    /// Takes the next piece. Nobody waits for room with a part of a body: two that did would wait
+    /// for each other.
     ///
     /// # Errors
     /// 413 when the body is too large, 503 when there is no room for it now.

@@ -15,8 +15,9 @@ use super::error::ApiError;
 
 /// Something is sent after this much silence, so that proxies keep the connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
-/// What is sent then. Of all that means nothing an empty line is taken best: clients that strip what
-/// they read, as vLLM's benchmark, lose the end of a comment and take the next event for more of it.
+/// What is sent then. Of all that means nothing an empty line is taken best: clients that strip
+/// what they read, as vLLM's benchmark, lose the end of a comment and take the next event for more
+/// of it.
 const PING: &[u8] = b"\n";
 
 /// Events in the form in which they travel.
@@ -84,8 +85,8 @@ pub trait EventSource {
         out.bytes.extend_from_slice(b"data: [DONE]\n\n");
     }
 
-    /// Appends the event that ends a stream that failed: no `[DONE]`, since the client must see that
-    /// this is no regular end.
+    /// Appends the event that ends a stream that failed: no `[DONE]`, since the client must see
+    /// that this is no regular end.
     fn fail(&mut self, error: &ApiError, out: &mut Events) {
         // It is JSON already.
         let _ = out.push(&error.json());

@@ -86,8 +86,8 @@ impl Asked {
     }
 }
 
-/// Refuses what else than `field` says where the text ends; end tokens do, where they are not listed
-/// by the client.
+/// Refuses what else than `field` says where the text ends; end tokens do, where they are not
+/// listed by the client.
 ///
 /// # Errors
 /// 400 naming the field.

@@ -1,5 +1,5 @@
-//! `POST /tokenize` and `POST /detokenize`, as vLLM has them. What grows with the text is done off the
-//! threads that serve connections, the answer's JSON too.
+//! `POST /tokenize` and `POST /detokenize`, as vLLM has them. What grows with the text is done off
+//! the threads that serve connections, the answer's JSON too.
 use serde::Serialize;
 use serde_json::{Value, json};
 

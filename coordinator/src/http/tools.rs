@@ -173,8 +173,8 @@ impl Wanted {
         !matches!(self, Self::Answer(answer) if answer.is_whole())
     }
 
-    /// What the engine is asked for, of a reply that begins so; `special` are the vocabulary's special
-    /// tokens by their text. Work that grows with tools and schemas.
+    /// What the engine is asked for, of a reply that begins so; `special` are the vocabulary's
+    /// special tokens by their text. Work that grows with tools and schemas.
     ///
     /// # Errors
     /// 400 naming the field.

@@ -18,8 +18,8 @@ use crate::checkpoint::Moment;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
 ///
-/// While `refreshing` is held the others (the cells of observer and front end, the merger) are taken,
-/// one at a time; otherwise no two are held together.
+/// While `refreshing` is held the others (the cells of observer and front end, the merger) are
+/// taken, one at a time; otherwise no two are held together.
 #[derive(Debug)]
 pub struct Hub {
     observer: Observer,
@@ -192,8 +192,9 @@ impl Hub {
 
     /// The merger, with this process's own totals of this moment.
     fn refreshed(&self) -> MutexGuard<'_, Merger> {
-        // The parts of a report are drawn one after the other: of two scrapes at once each could have
-        // the newer one of some, and the report with the larger number would have totals that fell.
+        // The parts of a report are drawn one after the other: of two scrapes at once each could
+        // have the newer one of some, and the report with the larger number would have totals that
+        // fell.
         let _drawn_and_merged = self.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());

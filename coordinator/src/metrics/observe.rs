@@ -8,6 +8,10 @@
 //! - sum of `ITERATION_TOKENS` = prompt tokens computed + tokens generated; its count = steps
 //! - running + waiting + swapped = in flight
 //! - finished over all reasons + in flight = accepted
+//!
+//! - `request`: the life of a request
+//! - `cluster`: replicas, workers and actors
+//! - `speculation`, `swap`: drafts; host memory
 mod cluster;
 mod request;
 mod speculation;
@@ -264,8 +268,8 @@ impl Recording<'_> {
         cells.adapters = names.map(str::to_owned).collect();
     }
 
-    /// How KV caches are used: in what `--dtype` says, and whether prefixes of prompts are looked up
-    /// in them. Called before there are replicas.
+    /// How KV caches are used: in what `--dtype` says, and whether prefixes of prompts are looked
+    /// up in them. Called before there are replicas.
     pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.cache = (dtype, prefix_caching);

@@ -171,7 +171,8 @@ pub struct EpochFailed {
     pub reason: String,
 }
 
-/// Tells the cluster that a rank computes much slower than the others of its replica, or keeps pace.
+/// Tells the cluster that a rank computes much slower than the others of its replica, or keeps
+/// pace.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct RankPace {

@@ -1,5 +1,5 @@
-//! PURE: what the ranks of one epoch say about the same step. They compute it together, so they must
-//! say the same of its tokens; how long each took by itself tells who holds the others up.
+//! PURE: what the ranks of one epoch say about the same step. They compute it together, so they
+//! must say the same of its tokens; how long each took by itself tells who holds the others up.
 use std::collections::VecDeque;
 
 use shared::ids::StepId;
@@ -50,8 +50,8 @@ impl Agreement {
         self.open.clear();
     }
 
-    /// A rank has finished a step. What it says twice counts once. That it is a step which was sent,
-    /// and the rank's next, is for the caller to see to: what is open has no other bound.
+    /// A rank has finished a step. What it says twice counts once. That it is a step which was
+    /// sent, and the rank's next, is for the caller to see to: what is open has no other bound.
     pub fn say(&mut self, rank: usize, step: StepId, word: Word) {
         let known = self.open.iter().position(|it| it.step == step);
         let index = known.unwrap_or_else(|| {

@@ -65,7 +65,8 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Whether many requests are told to wait for so long, each within this range and not all alike.
+    /// Whether many requests are told to wait for so long, each within this range and not all
+    /// alike.
     fn told(completions: &Completions, now: u64, waiting: u64, range: (u32, u32)) -> bool {
         let told = (0..200).map(|id| completions.retry_after_s(at(now), waiting, RequestId(id)));
         let (least, most) = (told.clone().min().unwrap(), told.max().unwrap());

@@ -86,7 +86,8 @@ pub struct ReplicaDriver {
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
-    /// For how long masks have been waited for that are not there, and when that was last looked at.
+    /// For how long masks have been waited for that are not there, and when that was last looked
+    /// at.
     masks_late: HashMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
@@ -215,8 +216,8 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// The ranks are formed: steps can run. Returns the requests that their KV cache could never hold,
-    /// which other replicas' may.
+    /// The ranks are formed: steps can run. Returns the requests that their KV cache could never
+    /// hold, which other replicas' may.
     pub fn ready(
         &mut self,
         now: Duration,
@@ -528,7 +529,8 @@ fn send(live: &mut Live, id: RequestId, event: EngineEvent, gone: &mut Vec<Reque
     }
 }
 
-/// A request was accepted where there was room for it: that there is none any more is not its fault.
+/// A request was accepted where there was room for it: that there is none any more is not its
+/// fault.
 #[must_use]
 pub fn outgrown(error: &EngineError) -> EngineError {
     match error {

@@ -64,7 +64,8 @@ pub trait Outside {
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String>;
     /// The epoch must end.
     fn end_epoch(&mut self, epoch: Epoch, reason: String);
-    /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps pace.
+    /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps
+    /// pace.
     fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
 }
 
@@ -149,8 +150,8 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// The replica's ranks are formed: `workers`, in rank order. Returns the requests that they could
-    /// never hold, for other replicas.
+    /// The replica's ranks are formed: `workers`, in rank order. Returns the requests that they
+    /// could never hold, for other replicas.
     #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
     pub fn ready(
         &mut self,
@@ -278,8 +279,8 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// Sends masks that are known, for which ranks wait, and the steps that can run now: up to two are
-    /// in flight.
+    /// Sends masks that are known, for which ranks wait, and the steps that can run now: up to two
+    /// are in flight.
     fn drive(&mut self, now: Duration, outside: &mut impl Outside) {
         self.send_masks(now, outside);
         while self.epoch.is_some() && self.driver.next_plan(now, &mut self.plan) {

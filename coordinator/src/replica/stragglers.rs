@@ -107,8 +107,8 @@ impl Stragglers {
 mod tests {
     use super::*;
 
-    /// Runs for `seconds` with a step each 100 ms; `own` tells each rank's time. Returns when who was
-    /// found to be what.
+    /// Runs for `seconds` with a step each 100 ms; `own` tells each rank's time. Returns when who
+    /// was found to be what.
     fn run(seconds: u64, ranks: usize, own: impl Fn(u64, usize) -> u64) -> Vec<(u64, usize, bool)> {
         let mut stragglers = Stragglers::default();
         stragglers.begin(ranks);

@@ -35,8 +35,8 @@ fn next_of(outputs: &mut vec::IntoIter<SequenceOutput>, seq: SeqId) -> Option<Se
 pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
 
 impl Scheduler {
-    /// Takes the answer of the oldest step in flight; `drafted` is how many tokens a draft model drafted
-    /// for each sequence that it was asked to draft for.
+    /// Takes the answer of the oldest step in flight; `drafted` is how many tokens a draft model
+    /// drafted for each sequence that it was asked to draft for.
     ///
     /// # Errors
     /// [`ApplyError`]; nothing has changed then.

@@ -112,9 +112,9 @@ impl BlockPool {
         self.total() - self.num_free
     }
 
-    /// How often a block became findable, or one that nobody had was shared. Of what a sequence finds
-    /// here, each of these changes one block at most: a block behind it goes by the name of the one
-    /// before, which is new with each.
+    /// How often a block became findable, or one that nobody had was shared. Of what a sequence
+    /// finds here, each of these changes one block at most: a block behind it goes by the name of
+    /// the one before, which is new with each.
     #[must_use]
     pub fn gains(&self) -> u64 {
         self.gains

@@ -13,8 +13,8 @@ use crate::engine::EngineError;
 /// done.
 const INDICES_MAX: usize = 256 << 20;
 
-/// Drafted tokens that a sequence waits for, if drafts may be as long. One gives two tokens at best,
-/// and takes two steps where others stay one ahead: that is what the sequence gets without.
+/// Drafted tokens that a sequence waits for, if drafts may be as long. One gives two tokens at
+/// best, and takes two steps where others stay one ahead: that is what the sequence gets without.
 const WORTH_WAITING: u32 = 2;
 
 /// A sequence's answer of which a part was taken.
@@ -30,9 +30,9 @@ pub(super) struct Verifying {
 /// Stands for a draft that was wrong: nobody here knows what it was.
 const WRONG: u32 = u32::MAX;
 
-/// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right are the
-/// tokens that were sampled in their places, which all but the last stand for; of the others there is
-/// but the number. None where no number was told.
+/// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right
+/// are the tokens that were sampled in their places, which all but the last stand for; of the
+/// others there is but the number. None where no number was told.
 pub(super) fn told(
     drafted: Option<u32>,
     seq: SeqId,
@@ -105,8 +105,8 @@ impl Sequence {
         self.guide.is_none() && self.drafts_most(max_model_len) > 0
     }
 
-    /// How long its next draft may be: nothing but its last token is to be computed, or that is under
-    /// way.
+    /// How long its next draft may be: nothing but its last token is to be computed, or that is
+    /// under way.
     fn draft_length(&self, config: &Speculation) -> u32 {
         let (len, most) = (self.tokens.len() as u32, config.num_speculative_tokens);
         if self.computed + 1 < len {
@@ -126,9 +126,9 @@ impl Sequence {
 }
 
 impl Scheduler {
-    /// Looks which admitted sequences are about to draft, as far as their tokens are known: the most
-    /// urgent of those who could. One that drafts has to wait for its last token; so only those do
-    /// for whose drafts there is going to be room.
+    /// Looks which admitted sequences are about to draft, as far as their tokens are known: the
+    /// most urgent of those who could. One that drafts has to wait for its last token; so only
+    /// those do for whose drafts there is going to be room.
     pub(super) fn look_for_drafts(&mut self) {
         let Some(config) = self.config.speculation else { return };
         let max_model_len = self.config.max_model_len;
@@ -138,8 +138,8 @@ impl Scheduler {
             self.enter_tokens(lookup, config.num_speculative_tokens);
         }
         let room = self.room_for_drafts();
-        // Of this step, for those whose last token is known; of the next, for those who wait for it.
-        // So nobody has waited for a room that others take.
+        // Of this step, for those whose last token is known; of the next, for those who wait for
+        // it. So nobody has waited for a room that others take.
         let (mut now, mut next) = (room, room);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -172,16 +172,16 @@ impl Scheduler {
         Room { rows, tokens, blocks: self.blocks_for_drafts() }
     }
 
-    /// Blocks that drafts may take: every admitted sequence could have another one all the same, and
-    /// nobody waits for one. Those of drafts that turn out wrong stay with their sequence, which is
-    /// going to need them.
+    /// Blocks that drafts may take: every admitted sequence could have another one all the same,
+    /// and nobody waits for one. Those of drafts that turn out wrong stay with their sequence,
+    /// which is going to need them.
     fn blocks_for_drafts(&self) -> u32 {
         let spare = self.blocks.num_free().saturating_sub(self.running.len() as u32);
         if self.waiting.is_empty() { spare } else { 0 }
     }
 
-    /// Enters what is new into the indices, up to a bound for all of them: first the tokens that came
-    /// with the last answers, so that those who draft go on, then what the most urgent have.
+    /// Enters what is new into the indices, up to a bound for all of them: first the tokens that
+    /// came with the last answers, so that those who draft go on, then what the most urgent have.
     fn enter_tokens(&mut self, config: &Lookup, draft_max: u32) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
@@ -216,9 +216,10 @@ impl Scheduler {
         }
     }
 
-    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget, of rows and
-    /// of blocks. Each is a row of decode of its own. A step's sequences and drafts are `max_num_seqs`
-    /// together at most, whether they are sampled or not: so many are what ranks have room for.
+    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget, of rows
+    /// and of blocks. Each is a row of decode of its own. A step's sequences and drafts are
+    /// `max_num_seqs` together at most, whether they are sampled or not: so many are what ranks
+    /// have room for.
     pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
@@ -268,8 +269,8 @@ impl Scheduler {
         seq.filter(|seq| entry.is_of(seq))
     }
 
-    /// Takes a token that was sampled behind a draft; returns whether it was accepted. Behind what was
-    /// not drafted, or not what was drafted, nothing can have been computed.
+    /// Takes a token that was sampled behind a draft; returns whether it was accepted. Behind what
+    /// was not drafted, or not what was drafted, nothing can have been computed.
     pub(super) fn accept_next(
         &mut self,
         entry: &Entry,

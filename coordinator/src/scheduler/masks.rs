@@ -1,10 +1,10 @@
 //! PURE: masks of steps in flight. A guided sequence is planned ahead of its tokens as all others
-//! are, and what it may get follows its plan: once all tokens before are accepted its guide is asked,
-//! and when all guides of a step have answered, its masks are sent together.
+//! are, and what it may get follows its plan: once all tokens before are accepted its guide is
+//! asked, and when all guides of a step have answered, its masks are sent together.
 //!
 //! A step that has masked entries gets its masks whatever becomes of them, for ranks wait for that:
-//! what is sampled for a sequence that is no longer the one that was planned is ignored, so there is
-//! no mask for it.
+//! what is sampled for a sequence that is no longer the one that was planned is ignored, so there
+//! is no mask for it.
 use std::task::{Context, Poll};
 
 use shared::ids::RequestId;
@@ -15,8 +15,8 @@ use crate::engine::{EngineError, GuideEnd};
 
 impl Scheduler {
     /// Fills `masks` with those of the first step that waits for some, once they are all known, and
-    /// returns true. To be called after everything else, until it returns false. Requests whose guides
-    /// cannot go on end.
+    /// returns true. To be called after everything else, until it returns false. Requests whose
+    /// guides cannot go on end.
     pub fn masks(&mut self, masks: &mut StepMasks, effects: &mut Vec<Effect>) -> bool {
         let Some(epoch) = self.epoch else { return false };
         let Some(next) = self.in_flight.iter().position(|step| step.owes_masks) else {

@@ -1,25 +1,25 @@
-//! PURE: how many tokens a draft model drafts for a sequence, by what became of its drafts so far: more
-//! while all of them are right, fewer when some are wrong, for a while none when nearly none was right.
-//! A sequence that is not drafted for is one step ahead, as it is without a draft model.
+//! PURE: how many tokens a draft model drafts for a sequence, by what became of its drafts so far:
+//! more while all of them are right, fewer when some are wrong, for a while none when nearly none
+//! was right. A sequence that is not drafted for is one step ahead, as it is without a draft model.
 
 /// A draft of which all were right is followed by one of so many more.
 const FASTER: u32 = 2;
 /// Fewest tokens of a draft, if drafts may be as long: fewer are not worth waiting for.
 const LEAST: u32 = 2;
 
-/// Trust at the beginning, behind a pause, and at most. Each draft of which some token was right adds
-/// one, each other takes one away; at zero there is a pause.
+/// Trust at the beginning, behind a pause, and at most. Each draft of which some token was right
+/// adds one, each other takes one away; at zero there is a pause.
 const TRUST_AT_FIRST: u32 = 4;
 const TRUST_AGAIN: u32 = 2;
 const TRUST_MOST: u32 = 8;
 
-/// Tokens that a first pause lasts, and the longest; each is twice the one before, until there is as
-/// much trust as at the beginning.
+/// Tokens that a first pause lasts, and the longest; each is twice the one before, until there is
+/// as much trust as at the beginning.
 const PAUSE: u32 = 16;
 const PAUSE_MOST: u32 = 512;
 
-/// Times in a row that a draft model drafts nothing before there is a pause, too: it may be computing
-/// what it misses, a part in each step. Or the sequence is longer than it can compute.
+/// Times in a row that a draft model drafts nothing before there is a pause, too: it may be
+/// computing what it misses, a part in each step. Or the sequence is longer than it can compute.
 const MISSED_MOST: u32 = 32;
 
 /// One sequence's.
@@ -89,8 +89,8 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// Drafts of which the first `right` tokens are right; returns steps and drafted tokens of a text of
-    /// so many tokens.
+    /// Drafts of which the first `right` tokens are right; returns steps and drafted tokens of a
+    /// text of so many tokens.
     fn run(tokens: u32, most: u32, right: impl Fn(u32) -> u32) -> (u32, u32, Pace) {
         let (mut pace, mut len, mut steps, mut drafted) = (Pace::default(), 0, 0, 0);
         while len < tokens {

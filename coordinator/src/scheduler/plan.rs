@@ -126,9 +126,9 @@ impl Scheduler {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
-    /// Whether a step can be planned as far as tokens go that are not known yet: while sequences that
-    /// draft wait for tokens of a step in flight, others are planned ahead of them if they are most; so
-    /// those are in every other step.
+    /// Whether a step can be planned as far as tokens go that are not known yet: while sequences
+    /// that draft wait for tokens of a step in flight, others are planned ahead of them if they are
+    /// most; so those are in every other step.
     fn tokens_are_ready(&self) -> bool {
         let (mut waiting, mut wanting) = (0, 0);
         for seq in self.running() {
@@ -174,9 +174,9 @@ impl Scheduler {
         }
     }
 
-    /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is found
-    /// in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody is
-    /// overtaken, except guided ones that wait for room for masks: by those that need none.
+    /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is
+    /// found in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody
+    /// is overtaken, except guided ones that wait for room for masks: by those that need none.
     fn plan_waiting(
         &mut self,
         plan: &mut StepPlan,
@@ -271,9 +271,10 @@ impl Scheduler {
         queue.find(|(_, slot)| waits(*slot))
     }
 
-    /// Whether there are too few free blocks for a waiting sequence; if not, `found` has what the KV
-    /// cache has of it. What was found too few is looked up again only when enough may have changed:
-    /// a long prompt at the head of the queue waits for many steps, and has thousands of blocks.
+    /// Whether there are too few free blocks for a waiting sequence; if not, `found` has what the
+    /// KV cache has of it. What was found too few is looked up again only when enough may have
+    /// changed: a long prompt at the head of the queue waits for many steps, and has thousands of
+    /// blocks.
     fn must_wait(&mut self, slot: usize) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
         let (id, length) = (seq.id, seq.tokens.len() as u32);
@@ -298,8 +299,8 @@ impl Scheduler {
     }
 
     /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
-    /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt need
-    /// it all, and so do embeddings that are made of more.
+    /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt
+    /// need it all, and so do embeddings that are made of more.
     pub(super) fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
@@ -316,9 +317,10 @@ impl Scheduler {
         }
     }
 
-    /// Gets the blocks that `count` more tokens of `slot` need, preempting the least urgent sequence,
-    /// of equals the one admitted last, as often as it takes. Returns false when that was `slot`
-    /// itself, or is in this plan already: then it is preempted when it needs a block of its own.
+    /// Gets the blocks that `count` more tokens of `slot` need, preempting the least urgent
+    /// sequence, of equals the one admitted last, as often as it takes. Returns false when that was
+    /// `slot` itself, or is in this plan already: then it is preempted when it needs a block of its
+    /// own.
     fn make_room(
         &mut self,
         slot: usize,

@@ -1,8 +1,8 @@
 //! PURE: how much may wait, and how requests leave.
 //!
-//! The queue is bounded by what has never run: what was preempted, or moves here from a replica that
-//! broke, has been let in before. Requests that end leave it in one pass, however many they are: a
-//! pass for each of 100,000 sequences would hold everything up for minutes.
+//! The queue is bounded by what has never run: what was preempted, or moves here from a replica
+//! that broke, has been let in before. Requests that end leave it in one pass, however many they
+//! are: a pass for each of 100,000 sequences would hold everything up for minutes.
 use shared::ids::RequestId;
 
 use super::sequence::{Request, Sequence};
@@ -11,8 +11,8 @@ use crate::engine::EngineError;
 
 /// Choices that may wait for each request that may.
 const CHOICES_PER_REQUEST: u32 = 2;
-/// Prompt tokens that may wait for each request that may, counted for every choice, which has a copy
-/// of its own: 4 bytes each. With the usual bound of 16,384 requests they take 256 MiB.
+/// Prompt tokens that may wait for each request that may, counted for every choice, which has a
+/// copy of its own: 4 bytes each. With the usual bound of 16,384 requests they take 256 MiB.
 const TOKENS_PER_REQUEST: u32 = 4 << 10;
 /// So many requests' share may wait however few requests may: a few may have many choices, or long
 /// prompts.

@@ -64,8 +64,8 @@ pub(super) struct Sequence {
     pub(super) suspicion: u32,
     /// Tokens being sampled by steps in flight, behind `tokens`.
     pub(super) pending: u32,
-    /// Set while admitted or swapped: which admission this is, counted over the whole scheduler. Outputs of an
-    /// older admission are ignored.
+    /// Set while admitted or swapped: which admission this is, counted over the whole scheduler.
+    /// Outputs of an older admission are ignored.
     pub(super) admission: Option<u64>,
     /// Prompt log-probabilities gathered so far; taken when complete.
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
@@ -102,8 +102,8 @@ impl Sequence {
         }
     }
 
-    /// The client set no `max_tokens`, and what there is already does not fit in a cache of `tokens`
-    /// tokens any more.
+    /// The client set no `max_tokens`, and what there is already does not fit in a cache of
+    /// `tokens` tokens any more.
     pub(super) fn has_outgrown(&self, tokens: u32) -> bool {
         self.open_ended && self.num_output() > 0 && self.tokens_needed() > tokens
     }

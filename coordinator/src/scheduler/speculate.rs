@@ -2,26 +2,26 @@
 //! lookup"): what followed the last tokens where they stood before.
 //!
 //! An index holds, for each length of n-gram, where each n-gram of the sequence ended last. A token
-//! costs as many look-ups as there are lengths, however long the sequence is and whatever its tokens
-//! are: an n-gram that finds no place soon takes another's. The index has its memory from the start,
-//! and knows a long prompt bit by bit.
+//! costs as many look-ups as there are lengths, however long the sequence is and whatever its
+//! tokens are: an n-gram that finds no place soon takes another's. The index has its memory from
+//! the start, and knows a long prompt bit by bit.
 //!
 //! Whether drafts are worth while is known without making any: of every token that comes, the index
 //! has said before which it expected, if any. [`Drafter::trust`] counts how that turns out. So a
-//! sequence that does not repeat itself drafts nothing, the longer it goes wrong the longer it must go
-//! right before it drafts again, and all that depends on its tokens alone.
+//! sequence that does not repeat itself drafts nothing, the longer it goes wrong the longer it must
+//! go right before it drafts again, and all that depends on its tokens alone.
 use super::config::ConfigError;
 use super::speculation::within;
 
 /// Longest n-gram that may be looked up, in tokens.
 const LOOKUP_MAX: u32 = 16;
 
-/// N-grams that one step's planning enters into all indices together: a prompt of a hundred thousand
-/// tokens delays nobody, nor do many of them.
+/// N-grams that one step's planning enters into all indices together: a prompt of a hundred
+/// thousand tokens delays nobody, nor do many of them.
 const ENTERED_MAX: usize = 2048;
 
-/// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in the
-/// same places: then the n-gram in the last of them is forgotten, and nobody waits.
+/// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in
+/// the same places: then the n-gram in the last of them is forgotten, and nobody waits.
 const PROBES_MAX: usize = 16;
 
 /// Trust of a sequence that nothing is known of, from which on it drafts, and its bounds.
@@ -73,8 +73,8 @@ fn slots(room: usize) -> usize {
 /// One sequence's index and how far it is trusted.
 #[derive(Debug)]
 pub struct Drafter {
-    /// For each length, from the shortest, `slots` places: where an n-gram ended last, 0 where there
-    /// is none. Found by the n-gram's hash, and the tokens there compared.
+    /// For each length, from the shortest, `slots` places: where an n-gram ended last, 0 where
+    /// there is none. Found by the n-gram's hash, and the tokens there compared.
     index: Vec<u32>,
     /// A power of two; at least a quarter of the places stays empty.
     slots: usize,
@@ -123,8 +123,8 @@ impl Drafter {
         size_of_val(self.index.as_slice())
     }
 
-    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt: as
-    /// many as `budget` has, which they are taken of, and the rest with later calls.
+    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt:
+    /// as many as `budget` has, which they are taken of, and the rest with later calls.
     pub fn enter(&mut self, tokens: &[u32], num_prompt: usize, budget: &mut usize) {
         let end = self.entered + self.behind(tokens).min(*budget);
         *budget -= end - self.entered;
@@ -146,8 +146,8 @@ impl Drafter {
         tokens.len().min(self.room).saturating_sub(self.entered)
     }
 
-    /// Enters all n-grams that end at `end`; returns where the longest of them that was there before,
-    /// and was not forgotten, ended.
+    /// Enters all n-grams that end at `end`; returns where the longest of them that was there
+    /// before, and was not forgotten, ended.
     fn exchange(&mut self, tokens: &[u32], end: usize) -> usize {
         let (mut hash, mut found) = (0u64, 0);
         for length in 1..=self.max.min(end) {
@@ -185,9 +185,9 @@ impl Drafter {
         self.found > 0 && self.trust >= TRUST_NEEDED
     }
 
-    /// Fills `draft` with up to `most` tokens: those that followed where the sequence's end was found,
-    /// and behind them, where that reaches the sequence's end, the draft's own. `tokens` are those
-    /// entered.
+    /// Fills `draft` with up to `most` tokens: those that followed where the sequence's end was
+    /// found, and behind them, where that reaches the sequence's end, the draft's own. `tokens` are
+    /// those entered.
     pub fn draft(&self, tokens: &[u32], most: usize, draft: &mut Vec<u32>) {
         draft.clear();
         if !self.is_ready() || self.entered != tokens.len() {

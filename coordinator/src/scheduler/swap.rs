@@ -6,8 +6,8 @@
 //! nothing of it is computed again. It waits before its equals as any that is put back, so it is
 //! back before anything waiting that is not more urgent.
 //!
-//! Host blocks are in the plans' order as blocks of the KV cache are: what a plan reads from there is
-//! free with the next plan, for a plan's copies out come before its copies in.
+//! Host blocks are in the plans' order as blocks of the KV cache are: what a plan reads from there
+//! is free with the next plan, for a plan's copies out come before its copies in.
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 

@@ -22,8 +22,8 @@ const BIAS: usize = U32 + 4;
 
 /// Most bytes of what one plan admits.
 pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
-/// Most bytes of the masks of all guided sequences that are admitted: those of a step travel in a frame
-/// of their own. The rest is for what the message has beside them, a byte for each included.
+/// Most bytes of the masks of all guided sequences that are admitted: those of a step travel in a
+/// frame of their own. The rest is for what the message has beside them, a byte for each included.
 pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 16 * 15;
 /// Most bytes of copies out of the KV cache, and as many of copies in.
 const SWAPS_MAX: usize = BODY_MAX as usize / 32;
@@ -55,8 +55,8 @@ const fn longest(max_model_len: usize, block_size: usize) -> usize {
 }
 
 /// Bytes of a plan's batch: each sequence's share, the blocks that its tokens begin, as many
-/// sequences that are forgotten twice, which were finished before and are preempted by the plan, and
-/// as many drafted tokens, since a step samples no more rows.
+/// sequences that are forgotten twice, which were finished before and are preempted by the plan,
+/// and as many drafted tokens, since a step samples no more rows.
 const fn batch(sequences: usize, tokens: usize, block_size: usize) -> usize {
     let blocks = tokens.div_ceil(block_size) + sequences;
     HEAD + sequences * (SHARE + 2 * U64 + U32) + blocks * U32
@@ -69,14 +69,14 @@ pub(super) fn of(seq: &Sequence, config: &SchedulerConfig) -> usize {
     new_sequence(seq.tokens.len(), config.block_size as usize, biases, suppressed)
 }
 
-/// Most bytes that swapping a sequence of so many blocks takes of a plan: pairs of names, and its new
-/// table, which is told whole when it comes in, be its first blocks copied or found.
+/// Most bytes that swapping a sequence of so many blocks takes of a plan: pairs of names, and its
+/// new table, which is told whole when it comes in, be its first blocks copied or found.
 pub(super) fn swap(blocks: usize) -> usize {
     SWAP + blocks * SWAPPED_BLOCK
 }
 
-/// Whether a plan that swaps so many bytes may swap a sequence of so many blocks. One that may go out
-/// alone may come in alone.
+/// Whether a plan that swaps so many bytes may swap a sequence of so many blocks. One that may go
+/// out alone may come in alone.
 pub(super) fn may_swap(others: usize, blocks: usize) -> bool {
     others + swap(blocks) <= SWAPS_MAX
 }

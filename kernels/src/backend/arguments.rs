@@ -97,7 +97,8 @@ pub enum Activation {
     /// `x * sigmoid(x)`.
     #[default]
     Silu,
-    /// GELU by its approximation with tanh: `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
+    /// GELU by its approximation with tanh:
+    /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
     GeluTanh,
 }
 
@@ -107,8 +108,8 @@ pub enum ExpertActivation {
     /// `silu(gate) * up`.
     #[default]
     Silu,
-    /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` = gate, at most `limit`, and `u` = up, in `-limit
-    /// ..= limit`.
+    /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` = gate, at most `limit`, and `u` = up, in
+    /// `-limit ..= limit`.
     Clamped {
         /// How steep the sigmoid is.
         alpha: f32,
@@ -168,10 +169,10 @@ pub struct StepInputs<'a> {
     pub sample_rows: &'a [u32],
     /// What `sample` will be called with, but for masks; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
-    /// Some rows have masks, which come while the step is computed: behind `lm_head` it is handed to
-    /// the device ([`Backend::launch_step`](super::Backend::launch_step)), and `sample` or
-    /// `queue_sample` is called later, with the same rows, masks and all tokens in them. In between,
-    /// what was queued before may be fetched.
+    /// Some rows have masks, which come while the step is computed: behind `lm_head` it is handed
+    /// to the device ([`Backend::launch_step`](super::Backend::launch_step)), and `sample` or
+    /// `queue_sample` is called later, with the same rows, masks and all tokens in them. In
+    /// between, what was queued before may be fetched.
     pub masked: bool,
     /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
     /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.

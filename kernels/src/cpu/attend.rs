@@ -39,8 +39,9 @@ impl CpuBackend {
             out: Disjoint::new(out.values_mut()),
         };
         let workers = Disjoint::new(&mut self.workers);
-        // Head by head: each thread has K and V of its own heads in its cache, and long rows as well as
-        // short ones. Tasks differ by their rows' positions, so they are handed out in small numbers.
+        // Head by head: each thread has K and V of its own heads in its cache, and long rows as
+        // well as short ones. Tasks differ by their rows' positions, so they are handed out in
+        // small numbers.
         let tasks = tiles.len() * shape.num_kv_heads;
         let group = shape.num_heads / shape.num_kv_heads;
         let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);

@@ -1,5 +1,5 @@
-//! What the QKV product becomes, and attention over the cache: by rows of prompts, by parts of sequences
-//! that are decoded, or, for heads without kernels of their own, by neither.
+//! What the QKV product becomes, and attention over the cache: by rows of prompts, by parts of
+//! sequences that are decoded, or, for heads without kernels of their own, by neither.
 use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};

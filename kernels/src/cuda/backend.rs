@@ -136,8 +136,8 @@ impl CudaBackend {
         !self.device.context.group.is_empty()
     }
 
-    /// While `alone`, collective operations do nothing, and what becomes of other ranks is nothing to
-    /// this one: for loading, and for steps whose results nobody reads. What
+    /// While `alone`, collective operations do nothing, and what becomes of other ranks is nothing
+    /// to this one: for loading, and for steps whose results nobody reads. What
     /// graphs came of them is forgotten, since other ranks have not made such steps.
     pub fn set_alone(&mut self, alone: bool) {
         self.alone = alone;
@@ -175,8 +175,8 @@ impl CudaBackend {
         self.step.num_graphs()
     }
 
-    /// Whether decode steps become graphs from now on, and kernels begin before those before them are
-    /// complete, as far as the options and the GPU allow: for measuring what each is worth.
+    /// Whether decode steps become graphs from now on, and kernels begin before those before them
+    /// are complete, as far as the options and the GPU allow: for measuring what each is worth.
     pub fn set_modes(&mut self, graphs: bool, overlap: bool) {
         self.rest_graphs();
         if !graphs {

@@ -1,8 +1,8 @@
 //! PURE: a step's inputs as the kernels read them: one block of words, uploaded by one copy.
 //!
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
-//! finds each array of a bucket's steps at the same place. Of block tables what is used is copied, of all
-//! else what there is room for.
+//! finds each array of a bucket's steps at the same place. Of block tables what is used is copied,
+//! of all else what there is room for.
 use super::parts::{self, SPLITS_MAX, Windows, least_split};
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
@@ -34,8 +34,8 @@ pub struct Capacity {
     pub seqs: usize,
     /// Tiles of prefill attention.
     pub tiles: usize,
-    /// Parts that decode attention splits sequences of one row in: of each window as many as of the one
-    /// that has most.
+    /// Parts that decode attention splits sequences of one row in: of each window as many as of the
+    /// one that has most.
     pub parts: usize,
     /// Rows of logits.
     pub samples: usize,
@@ -268,8 +268,8 @@ pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capaci
     }
 }
 
-/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need, where no
-/// more sequences are decoded than sampled.
+/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need, where
+/// no more sequences are decoded than sampled.
 #[must_use]
 pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
     // A sequence has at most one tile that is not full; those of one row have none but with

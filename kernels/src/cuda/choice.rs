@@ -171,7 +171,8 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
 }
 
 /// What may go wrong without anybody's noticing where ranks' GPUs are of unlike kinds, in one line:
-/// their tensor cores may round unlike, which is a rounding in a sum, but another expert in a choice.
+/// their tensor cores may round unlike, which is a rounding in a sum, but another expert in a
+/// choice.
 #[must_use]
 pub fn unlike(ranks: &[Capability]) -> Option<String> {
     let (first, rest) = ranks.split_first()?;
@@ -207,9 +208,9 @@ fn peers_obstacle(ranks: &[Capability]) -> Option<String> {
     None
 }
 
-/// Why this rank's GPU is too small for all ranks on it. Blocks of one wait for blocks of another, so
-/// all must find room at once: a multiprocessor each, as they are compiled. Processes that take turns
-/// would do with less, but whether they do is not known (MPS).
+/// Why this rank's GPU is too small for all ranks on it. Blocks of one wait for blocks of another,
+/// so all must find room at once: a multiprocessor each, as they are compiled. Processes that take
+/// turns would do with less, but whether they do is not known (MPS).
 fn crowded(ranks: &[Capability], rank: usize) -> Option<String> {
     let Capability { gpu, multiprocessors: has, .. } = ranks[rank];
     let sharing = ranks.iter().filter(|other| other.gpu == gpu).count();
@@ -359,7 +360,8 @@ mod tests {
         assert!(choose(&[rank(0), twin]).unwrap().peers);
         assert!(choose(&[rank(0), rank(0)]).unwrap().peers);
         assert!(choose(&vec![rank(0); 4]).unwrap().peers);
-        // A small GPU is no obstacle to a rank that has it for itself: blocks come one after another.
+        // A small GPU is no obstacle to a rank that has it for itself: blocks come one after
+        // another.
         let small = |gpu| Capability { multiprocessors: 16, ..rank(gpu) };
         assert!(choose(&[small(0), small(1)]).unwrap().peers);
         let chosen = choose(&[rank(0), wants(Exchange::Peers, 1)]).unwrap();

@@ -1,5 +1,5 @@
-//! Whether products of a real model's sizes are right: this project's kernels against cuBLASLt, and both
-//! against sums in f64 of some results. For `tests/gpu`.
+//! Whether products of a real model's sizes are right: this project's kernels against cuBLASLt, and
+//! both against sums in f64 of some results. For `tests/gpu`.
 use std::fmt;
 
 use super::backend::CudaBackend;
@@ -10,8 +10,8 @@ use crate::error::KernelError;
 
 /// Results that are added up in f64.
 const SAMPLES: usize = 512;
-/// What a result may be off by, in units of what results are like: sums of f32 in another order, and
-/// tensor cores' own rounding, stay far below; any product too many or too few does not.
+/// What a result may be off by, in units of what results are like: sums of f32 in another order,
+/// and tensor cores' own rounding, stay far below; any product too many or too few does not.
 const TOLERANCE: f64 = 2e-3;
 
 /// How far results are from each other and from the truth, in units of their own size.

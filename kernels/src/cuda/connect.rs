@@ -1,5 +1,5 @@
-//! How a rank joins the others' devices: says what it can do over the host's collective, learns what
-//! all can do, and sets up what that makes all of them choose.
+//! How a rank joins the others' devices: says what it can do over the host's collective, learns
+//! what all can do, and sets up what that makes all of them choose.
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -272,8 +272,8 @@ impl Context {
         self.raw
     }
 
-    /// The GPU's work does not end, for this reason. From now on nothing is given back to the driver,
-    /// which would wait for that work first: the process has to end.
+    /// The GPU's work does not end, for this reason. From now on nothing is given back to the
+    /// driver, which would wait for that work first: the process has to end.
     pub(super) fn hangs(&self, reason: String) -> KernelError {
         self.hangs.set(true);
         KernelError::Device(reason)

@@ -28,8 +28,8 @@ pub struct CudaOptions {
     pub graphs: bool,
     /// Let kernels begin before those before them are complete, where the GPU can do that.
     pub overlap: bool,
-    /// How many per cent of the cache all kernels but those of prompts ask for as shared memory; left
-    /// to the driver when nothing is said.
+    /// How many per cent of the cache all kernels but those of prompts ask for as shared memory;
+    /// left to the driver when nothing is said.
     pub carveout: Option<u8>,
     /// Compute every row so that its bits depend on nothing else in the batch, nor on whether it is
     /// a prompt's or was sampled.
@@ -125,8 +125,8 @@ impl Device {
         others.into_iter().try_for_each(|kernel| kernel.set_carveout(percent))
     }
 
-    /// Whether this GPU has the shared memory that a launch takes: those of capability 8.6, 8.9 and 12.0
-    /// have 99 KiB, less than prefill attention takes for heads of 256.
+    /// Whether this GPU has the shared memory that a launch takes: those of capability 8.6, 8.9 and
+    /// 12.0 have 99 KiB, less than prefill attention takes for heads of 256.
     pub(super) fn has_room(&self, call: &Call) -> bool {
         self.kernels.get(call.entry.0).is_some_and(|kernel| kernel.has_room(call.launch.shared))
     }

@@ -55,8 +55,8 @@ pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) 
     survey_for(folders, kernels, nccl, None)
 }
 
-/// As [`survey`] for one who wants GPU `only`, if that is said: no context is made on any other, which
-/// takes time and memory there from each of the workers that begin at once.
+/// As [`survey`] for one who wants GPU `only`, if that is said: no context is made on any other,
+/// which takes time and memory there from each of the workers that begin at once.
 #[must_use]
 pub fn survey_for(
     folders: &[PathBuf],

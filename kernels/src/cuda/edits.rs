@@ -1,5 +1,5 @@
-//! PURE: rows whose logits are edited before they are looked at, among others: which are sampled by one
-//! launch, and which tokens of their lists only the device knows.
+//! PURE: rows whose logits are edited before they are looked at, among others: which are sampled by
+//! one launch, and which tokens of their lists only the device knows.
 use super::batch::PARAMS;
 use crate::backend::NOT_FED;
 
@@ -7,7 +7,8 @@ use crate::backend::NOT_FED;
 const SCRATCH: usize = 64 << 20;
 /// Rows that are edited at a time, at least and at most.
 const ROWS: (usize, usize) = (32, 512);
-/// Where `TuttiSampleParams` says where a row's output is in the lists of tokens, and how long it is.
+/// Where `TuttiSampleParams` says where a row's output is in the lists of tokens, and how long it
+/// is.
 const OUTPUT: usize = 17;
 
 /// Rows that one launch samples.
@@ -24,8 +25,8 @@ pub(super) fn at_once(vocab: usize) -> usize {
     (SCRATCH / (vocab.max(1) * 8)).clamp(ROWS.0, ROWS.1)
 }
 
-/// Cuts rows into launches: from an edited row on, up to `at_once` as far as others are edited; and all
-/// that stand between those.
+/// Cuts rows into launches: from an edited row on, up to `at_once` as far as others are edited; and
+/// all that stand between those.
 pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
     let (mut all, mut first) = (Vec::new(), 0);
     while first < edited.len() {
@@ -48,11 +49,13 @@ pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
 pub(super) struct FedIds {
     /// The first of them in the lists.
     pub(super) first: usize,
-    /// For it and those behind it the row of the step before; `NOT_FED` where the list has the token.
+    /// For it and those behind it the row of the step before; `NOT_FED` where the list has the
+    /// token.
     pub(super) rows: Vec<u32>,
 }
 
-/// Which tokens of packed lists are fed: of rows whose last token is, it is the last of their output.
+/// Which tokens of packed lists are fed: of rows whose last token is, it is the last of their
+/// output.
 pub(super) fn fed_ids(params: &[u32], fed: &[u32]) -> Option<FedIds> {
     let places: Vec<(usize, u32)> = params
         .chunks_exact(PARAMS)

@@ -1,5 +1,5 @@
-//! Mixtures of experts on the GPU: rows choose, are grouped by expert, and are multiplied without the
-//! host's knowing of it, so a decode step with experts is recorded as any other.
+//! Mixtures of experts on the GPU: rows choose, are grouped by expert, and are multiplied without
+//! the host's knowing of it, so a decode step with experts is recorded as any other.
 use super::backend::{CudaBackend, Which};
 use super::context::Context;
 use super::device::Device;
@@ -153,8 +153,9 @@ impl CudaBackend {
         ensure!(op, count <= most, "{count} rows, room for {most}");
         let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
-        // Always this project's own product, whose sums depend on k alone: another algorithm on another
-        // rank, or for another number of rows, could choose another expert, and no rank could tell.
+        // Always this project's own product, whose sums depend on k alone: another algorithm on
+        // another rank, or for another number of rows, could choose another expert, and no rank
+        // could tell.
         let sizes = (count, num_experts, x.width());
         let bias = bias.map(CudaVector::ptr);
         let call = launch::skinny((from, None), router.at(), bias, out, sizes, live);

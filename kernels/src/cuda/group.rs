@@ -60,8 +60,8 @@ pub(super) trait DeviceGroup: fmt::Debug {
     /// Whether calls may be recorded into graphs.
     fn is_capturable(&self) -> bool;
 
-    /// Whether sums of this many bytes are made as a binary tree over the ranks in order, wherever in
-    /// `data` they lie: `(0 + 1) + (2 + 3)`.
+    /// Whether sums of this many bytes are made as a binary tree over the ranks in order, wherever
+    /// in `data` they lie: `(0 + 1) + (2 + 3)`.
     fn sums_in_order(&self, bytes: usize) -> bool {
         let _ = bytes;
         false
@@ -74,8 +74,8 @@ pub(super) trait DeviceGroup: fmt::Debug {
     /// blocks.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
 
-    /// Lets go of what the group holds besides memory, when it was aborted and the stream has come to
-    /// its end.
+    /// Lets go of what the group holds besides memory, when it was aborted and the stream has come
+    /// to its end.
     ///
     /// # Errors
     /// In words, when that does not come to an end.
@@ -128,8 +128,8 @@ impl GroupSlot {
         *self.joined.borrow_mut() = Some(Joined { group, timeout });
     }
 
-    /// While it rests nothing is exchanged, and so the group is nothing to those who wait: what other
-    /// ranks do meanwhile is seen later.
+    /// While it rests nothing is exchanged, and so the group is nothing to those who wait: what
+    /// other ranks do meanwhile is seen later.
     pub(super) fn rest(&self, rests: bool) {
         self.rests.set(rests);
     }

@@ -1,6 +1,11 @@
 //! PURE: every kernel's name, grid and arguments, as `kernels/cuda/kernels.h` lists them.
 //!
 //! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
+//!
+//! - `attention`: QKV and attention
+//! - `experts`: mixtures of experts
+//! - `sample`: sampling
+//! - `ranks`: exchanges between GPUs
 use super::memory::DevicePtr;
 use super::module::{Args, Launch};
 use crate::backend::Activation;

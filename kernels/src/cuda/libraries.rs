@@ -27,7 +27,8 @@ impl Wanted {
     }
 
     /// File names in a folder, the best first. The first is what the loader is asked for. Those
-    /// without a version come last: a toolkit's folder of stubs has such a driver, which does nothing.
+    /// without a version come last: a toolkit's folder of stubs has such a driver, which does
+    /// nothing.
     fn files(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &["libcuda.so.1", "libcuda.so"],
@@ -143,8 +144,8 @@ pub(super) fn usual_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Where pip puts libraries for the Pythons that this process's environment knows: `libraries` within
-/// their folders of packages.
+/// Where pip puts libraries for the Pythons that this process's environment knows: `libraries`
+/// within their folders of packages.
 pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     let variable = |name| std::env::var_os(name).map(PathBuf::from);
     let mut homes: Vec<PathBuf> =
@@ -171,9 +172,9 @@ pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     folders
 }
 
-/// Looks for a library in `folders`, of which the first that has one counts, then where the system's
-/// loader does, then (but for the driver) in CUDA's usual folders and in Python's packages, and checks
-/// that it has all that is called here.
+/// Looks for a library in `folders`, of which the first that has one counts, then where the
+/// system's loader does, then (but for the driver) in CUDA's usual folders and in Python's
+/// packages, and checks that it has all that is called here.
 ///
 /// # Errors
 /// [`Missing`]; `cudarc` must not be asked for anything of that library then.

@@ -1,9 +1,9 @@
-//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape: of those that the
-//! library names the quickest, as measured when the shape is first met. It is kept as long as the
-//! backend, so that a product has the same bits in every step.
+//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape: of those that
+//! the library names the quickest, as measured when the shape is first met. It is kept as long as
+//! the backend, so that a product has the same bits in every step.
 //!
-//! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B with
-//! A = W, B = x, D = out.
+//! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B
+//! with A = W, B = x, D = out.
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -31,22 +31,22 @@ const ALIGNMENT_MOST: u64 = 256;
 const PLANS_MAX: usize = 512;
 /// `CUBLAS_STATUS_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 15;
-/// By these (`INVALID_VALUE`, `ARCH_MISMATCH`, `NOT_SUPPORTED`) the library refuses a product before
-/// anything of it is launched.
+/// By these (`INVALID_VALUE`, `ARCH_MISMATCH`, `NOT_SUPPORTED`) the library refuses a product
+/// before anything of it is launched.
 const REFUSED: [u32; 3] = [7, 8, NOT_SUPPORTED];
 /// Algorithms asked for: the library may name some that cannot run.
 const CHOICES: usize = 8;
 /// Measured runs of each, behind one that is not measured. The quickest counts: what else happened
 /// lengthens the others.
 const RUNS: usize = 3;
-/// Written before each of these runs, in bytes, so that they find as little of W in the GPU's L2 as a
-/// step does, which has passed over all other weights since. More than an L2 holds (an H200's 50 MiB, a
-/// B200's 126). The GPU is busy with that while the host launches what is measured.
+/// Written before each of these runs, in bytes, so that they find as little of W in the GPU's L2 as
+/// a step does, which has passed over all other weights since. More than an L2 holds (an H200's 50
+/// MiB, a B200's 126). The GPU is busy with that while the host launches what is measured.
 const FLUSHED: usize = 128 << 20;
 /// Of more rows a product takes longer than W takes to come from memory.
 const FLUSHED_ROWS_MOST: u32 = 256;
-/// What all measuring may take of the GPU's time: shapes met after that take the library's own first
-/// choice. Some two hundred shapes are met, of which the largest take milliseconds.
+/// What all measuring may take of the GPU's time: shapes met after that take the library's own
+/// first choice. Some two hundred shapes are met, of which the largest take milliseconds.
 const MEASURING_MOST: Duration = Duration::from_secs(3);
 /// No more of one shape, which requests may wait for.
 const MEASURING_EACH: Duration = Duration::from_millis(100);

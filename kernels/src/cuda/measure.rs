@@ -1,5 +1,6 @@
-//! How fast a GPU does what decode steps are made of: for `tests/gpu`, and for whoever chooses between
-//! kernels. What is read is not in the GPU's caches; launches are recorded and replayed, so that the host's time does not count.
+//! How fast a GPU does what decode steps are made of: for `tests/gpu`, and for whoever chooses
+//! between kernels. What is read is not in the GPU's caches; launches are recorded and replayed, so
+//! that the host's time does not count.
 use std::time::Duration;
 
 use super::backend::CudaBackend;
@@ -16,13 +17,15 @@ use crate::error::KernelError;
 
 /// Launches that are measured together.
 const TIMES: usize = 5;
-/// Launches of a graph: at least so many, and one for each piece of memory that is taken in turns, of which
-/// there are at most so many. Twenty of a small one would be read from L2 from the second graph on.
+/// Launches of a graph: at least so many, and one for each piece of memory that is taken in turns,
+/// of which there are at most so many. Twenty of a small one would be read from L2 from the second
+/// graph on.
 const RECORDED: usize = 20;
 const TURNS_MOST: usize = 256;
 /// Enough for `cold`: several times any GPU's L2, in bytes.
 pub const COLD: usize = 512 << 20;
-/// Words of two bf16 that memory is filled with, again and again: a prime, so that no two rows are alike.
+/// Words of two bf16 that memory is filled with, again and again: a prime, so that no two rows are
+/// alike.
 const WORDS: usize = 524_287;
 
 /// What multiplies.
@@ -78,8 +81,8 @@ pub(super) unsafe fn multiply(
     }
 }
 
-/// Numbers of either sign, of about 1/64: with constant ones a GPU uses less power, and is quicker than
-/// it ever is with weights.
+/// Numbers of either sign, of about 1/64: with constant ones a GPU uses less power, and is quicker
+/// than it ever is with weights.
 pub(super) fn random_words(seed: u64) -> Vec<u32> {
     let mut state = seed;
     let mut word = || {
@@ -140,8 +143,8 @@ impl CudaBackend {
         Ok((rates[0], rates[1]))
     }
 
-    /// How long a product of `rows` rows with a matrix `[n, k]` takes, where matrices of `cold` bytes
-    /// at least are taken in turns.
+    /// How long a product of `rows` rows with a matrix `[n, k]` takes, where matrices of `cold`
+    /// bytes at least are taken in turns.
     ///
     /// # Errors
     /// [`KernelError`]; `Unsupported` without cuBLASLt where it is to multiply.
@@ -168,8 +171,9 @@ impl CudaBackend {
         })
     }
 
-    /// How long decode attention of sequences of `contexts` tokens takes, of one layer, where layers of
-    /// `cold` bytes at least are taken in turns. Reads `4 * tokens * num_kv_heads * head_dim` bytes.
+    /// How long decode attention of sequences of `contexts` tokens takes, of one layer, where
+    /// layers of `cold` bytes at least are taken in turns. Reads
+    /// `4 * tokens * num_kv_heads * head_dim` bytes.
     ///
     /// # Errors
     /// [`KernelError`]; `Unsupported` where no kernel is for these heads.

@@ -136,8 +136,8 @@ impl Module {
         Ok(Self { raw, overlaps, context: context.clone(), _image: aligned })
     }
 
-    /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory, or 48 KiB where the
-    /// GPU does not have so much.
+    /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory, or 48 KiB
+    /// where the GPU does not have so much.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] naming it, when it is not there.
@@ -201,8 +201,8 @@ impl Kernel {
         self.overlaps = overlap && self.module.overlaps;
     }
 
-    /// Asks for so many per cent of the cache to be shared memory whenever it runs, or leaves that to
-    /// the driver: kernels that differ in it wait for each other's end before they begin.
+    /// Asks for so many per cent of the cache to be shared memory whenever it runs, or leaves that
+    /// to the driver: kernels that differ in it wait for each other's end before they begin.
     ///
     /// # Errors
     /// [`KernelError::Device`].

@@ -1,5 +1,5 @@
-//! The list of operations, which modules beside this one put together from kernels, cuBLASLt and the
-//! collective.
+//! The list of operations, which modules beside this one put together from kernels, cuBLASLt and
+//! the collective.
 //!
 //! Every operation checks its arguments, then asks the step whether it is only to be compared with
 //! a recorded one, then launches. Activations that products read are bf16, all others f32.
@@ -385,8 +385,8 @@ impl Backend for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
-        // Tokens that are there are good, however late they are asked for: this process may have been
-        // stopped meanwhile.
+        // Tokens that are there are good, however late they are asked for: this process may have
+        // been stopped meanwhile.
         let is_done = self.sampling.is_done()?;
         if !is_done {
             self.device.context.group.check(self.sampling.waited())?;

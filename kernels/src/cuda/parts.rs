@@ -1,22 +1,22 @@
-//! PURE: into which parts decode attention splits the tokens of sequences, and the list of all parts
-//! of a step. A mirror of `Splits` in `kernels/cuda/attention.cuh`.
+//! PURE: into which parts decode attention splits the tokens of sequences, and the list of all
+//! parts of a step. A mirror of `Splits` in `kernels/cuda/attention.cuh`.
 use std::cmp::Reverse;
 
 use crate::backend::SeqRows;
 use crate::error::KernelError;
 
-/// Into how many parts a sequence is split at most: a constant, so that the sum of a row is made alike
-/// in every batch.
+/// Into how many parts a sequence is split at most: a constant, so that the sum of a row is made
+/// alike in every batch.
 pub const SPLITS_MAX: u32 = 64;
 /// `TUTTI_PART_SHIFT`
 pub(super) const PART_SHIFT: u32 = 8;
 /// Where the first part begins is a multiple of this, and so is every length.
 const ALIGNED: u32 = 16;
 
-/// Tokens of a part at least, by how many sequences are decoded together: few must be split to occupy
-/// a GPU, many need not be, and each part costs a result that is written and read again. Up to 64
-/// sequences it is a constant: what a sequence gets does not depend on how many others there are.
-/// The bounds are rows that graphs are made for, so that all steps of a graph have the same.
+/// Tokens of a part at least, by how many sequences are decoded together: few must be split to
+/// occupy a GPU, many need not be, and each part costs a result that is written and read again. Up
+/// to 64 sequences it is a constant: what a sequence gets does not depend on how many others there
+/// are. The bounds are rows that graphs are made for, so that all steps of a graph have the same.
 #[must_use]
 pub fn least_split(items: usize) -> u32 {
     match items {
@@ -26,8 +26,8 @@ pub fn least_split(items: usize) -> u32 {
     }
 }
 
-/// The windows of a model's layers, each once: tokens that a row sees, itself included; 0: all. Each
-/// splits sequences in its own way.
+/// The windows of a model's layers, each once: tokens that a row sees, itself included; 0: all.
+/// Each splits sequences in its own way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
     list: [u32; Self::MOST],
@@ -83,7 +83,8 @@ pub struct Splits {
     pub count: u32,
 }
 
-/// Of a sequence of one row with `context_len` tokens, the last `window` of which are visible (0: all).
+/// Of a sequence of one row with `context_len` tokens, the last `window` of which are visible (0:
+/// all).
 #[must_use]
 pub fn splits(context_len: u32, window: u32, least: u32) -> Splits {
     let start = if window == 0 { 0 } else { context_len.saturating_sub(window) };
@@ -98,8 +99,9 @@ pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u
     items.map(|seq| splits(seq.context_len, window, least).count as usize).sum()
 }
 
-/// Writes the list of all parts to the beginning of `list`: those of long parts come first, since blocks
-/// take them in turns. The names of sequences are those of `items`. Returns how many there are.
+/// Writes the list of all parts to the beginning of `list`: those of long parts come first, since
+/// blocks take them in turns. The names of sequences are those of `items`. Returns how many there
+/// are.
 pub fn fill(list: &mut [u32], items: &[(u32, &SeqRows)], window: u32, least: u32) -> usize {
     let mut found: Vec<(u32, Splits)> =
         items.iter().map(|(index, seq)| (*index, splits(seq.context_len, window, least))).collect();

@@ -57,7 +57,8 @@ impl CudaBackend {
         self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= INT8_SKINNY_MAX)
     }
 
-    /// Whether quantised weights may be made bf16, which takes memory, in steps of up to so many rows.
+    /// Whether quantised weights may be made bf16, which takes memory, in steps of up to so many
+    /// rows.
     #[must_use]
     pub fn widens_int8(&self, rows: usize) -> bool {
         rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
@@ -77,8 +78,8 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let (n, k) = (weight.rows(), weight.cols());
         let w = weight.weight();
-        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it would
-        // take much of the memory that quantising leaves.
+        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it
+        // would take much of the memory that quantising leaves.
         if self.is_skinny_with(rows, weight) || (!w.is_bf16() && index.is_some()) {
             let bias = bias.map(CudaVector::ptr);
             let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
@@ -101,8 +102,8 @@ impl CudaBackend {
         self.multiply(x, weight, bf16, bias, out, rows, live)
     }
 
-    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: quantised weights lie in scratch, until
-    /// the next matrix is widened.
+    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: quantised weights lie in scratch,
+    /// until the next matrix is widened.
     pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
         let w = weight.weight();
         if w.is_bf16() {

@@ -1,4 +1,5 @@
-//! Rows of buffers, read by the host: through pinned memory that is kept, with one wait for all of them.
+//! Rows of buffers, read by the host: through pinned memory that is kept, with one wait for all of
+//! them.
 use std::ops::Range;
 
 use super::backend::CudaBackend;

@@ -178,8 +178,8 @@ impl Sampling {
             let to = Rows { ptr: ids.offset(fed.first * 4), stride: 2 };
             let rows = fed.rows.len();
             let call = launch::gather_rows(tokens, index, to, 2, rows, DevicePtr::default());
-            // SAFETY: the rows named were sampled by the step before, as its beginning has found; lists
-            // reach as far as the last token that is fed.
+            // SAFETY: the rows named were sampled by the step before, as its beginning has found;
+            // lists reach as far as the last token that is fed.
             unsafe { device.launch(call) }?;
         }
         Ok(Sent { params, masks, biases, ids })
@@ -316,9 +316,9 @@ impl CudaBackend {
         self.step.samples_late() && self.step.has_samples(rows.len())
     }
 
-    /// The largest logit of each row over all ranks: each looks at its own part of the vocabulary and
-    /// tells the others what it found. Then the graph runs, if it is one; those that come `late` are no
-    /// part of it.
+    /// The largest logit of each row over all ranks: each looks at its own part of the vocabulary
+    /// and tells the others what it found. Then the graph runs, if it is one; those that come
+    /// `late` are no part of it.
     fn pick(
         &mut self,
         logits: Rows,
@@ -428,8 +428,8 @@ impl CudaBackend {
                 top: top.map(|(ids, logprobs)| (ids.offset(skip), logprobs.offset(skip))),
                 top_stride: top_n as usize,
             };
-            // SAFETY: rows were checked; every list and result has room for them, and scratch for as
-            // many as are sampled together.
+            // SAFETY: rows were checked; every list and result has room for them, and scratch for
+            // as many as are sampled together.
             unsafe { device.launch(launch::sample(&io, vocab, count, None)) }?;
         }
         Ok(())

@@ -96,7 +96,8 @@ impl Stream {
     ///
     /// # Errors
     /// [`KernelError::Device`] when any of it failed or it takes too long,
-    /// [`KernelError::Collective`] when the ranks' exchange was aborted or failed, or takes too long.
+    /// [`KernelError::Collective`] when the ranks' exchange was aborted or failed, or takes too
+    /// long.
     pub fn synchronize(&self) -> Result<(), KernelError> {
         wait(&self.context, self.patience, "its work", || self.is_idle())
     }
@@ -150,8 +151,8 @@ impl Stream {
         }
     }
 
-    /// Whether the last capture failed by a call of this rank's own, and not because others broke it off;
-    /// says so once.
+    /// Whether the last capture failed by a call of this rank's own, and not because others broke
+    /// it off; says so once.
     pub(super) fn take_capture_fault(&self) -> bool {
         self.fault.take()
     }

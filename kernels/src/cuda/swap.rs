@@ -1,5 +1,5 @@
-//! KV blocks in pinned host memory, which kernels write and read over the bus: what is copied out is
-//! there before anything that is called later overwrites it, since both are on one stream.
+//! KV blocks in pinned host memory, which kernels write and read over the bus: what is copied out
+//! is there before anything that is called later overwrites it, since both are on one stream.
 use super::context::Context;
 use super::device::Device;
 use super::launch;
@@ -15,8 +15,9 @@ use std::time::Duration;
 /// How long the copies of an earlier step may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// KV blocks in host memory: bf16 `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`,
-/// so that a block is one piece, and neighbours are another.
+/// KV blocks in host memory: bf16
+/// `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`, so that a block is one
+/// piece, and neighbours are another.
 #[derive(Debug)]
 pub struct CudaHostKv {
     data: Pinned<u16>,

@@ -218,7 +218,8 @@ impl CudaVector {
     }
 }
 
-/// A paged KV cache: K and V of each layer, bf16 `[num_blocks, num_kv_heads, block_size, head_dim]`.
+/// A paged KV cache: K and V of each layer, bf16
+/// `[num_blocks, num_kv_heads, block_size, head_dim]`.
 #[derive(Debug)]
 pub struct CudaKvCache {
     memory: DeviceMemory,
@@ -288,8 +289,8 @@ pub(super) struct Uploader {
     pool: Pool,
 }
 
-/// Puts a row of a part into as many words as it takes, and returns what its elements are multiplied
-/// by; with room that is kept from row to row.
+/// Puts a row of a part into as many words as it takes, and returns what its elements are
+/// multiplied by; with room that is kept from row to row.
 type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync;
 
 #[derive(Default)]
@@ -375,8 +376,8 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// Loads rows, which begin at multiples of `align` elements; a word of 16 bits has `per_word` of
-    /// them. With what `write` returned of each row.
+    /// Loads rows, which begin at multiples of `align` elements; a word of 16 bits has `per_word`
+    /// of them. With what `write` returned of each row.
     fn load_rows(
         &mut self,
         context: &Rc<Context>,
@@ -428,8 +429,8 @@ impl Uploader {
     }
 }
 
-/// Writes rows of a part from `first` on, as many as there are `scales`, on several threads: one makes
-/// rows more slowly than they travel.
+/// Writes rows of a part from `first` on, as many as there are `scales`, on several threads: one
+/// makes rows more slowly than they travel.
 fn fill(
     pool: &mut Pool,
     part: &HostMatrix<'_>,

@@ -1,5 +1,5 @@
-//! Lists that calls read on the GPU, brought there in stream order from pinned memory: the host waits
-//! for the device where they grow, and nowhere else.
+//! Lists that calls read on the GPU, brought there in stream order from pinned memory: the host
+//! waits for the device where they grow, and nowhere else.
 use std::time::Duration;
 
 use super::device::Device;
@@ -27,8 +27,8 @@ impl Uploads {
         Self { memory: None, staging: Vec::new(), next: 0, what }
     }
 
-    /// Brings `words` words to the device, which `fill` writes. They stay there for the calls up to the
-    /// next list.
+    /// Brings `words` words to the device, which `fill` writes. They stay there for the calls up to
+    /// the next list.
     pub(super) fn send(
         &mut self,
         device: &Device,

@@ -25,8 +25,8 @@ fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
     let sum: f32 = logits.iter().map(|logit| (logit - most).exp()).sum();
     let mut all: Vec<(usize, f32)> =
         logits.iter().map(|logit| (logit - most).exp() / sum).enumerate().collect();
-    // By logits, which tell apart what probabilities round to the same; stable, so that of equal ones
-    // the lowest number comes first. What is not a number comes last, both zeros are one.
+    // By logits, which tell apart what probabilities round to the same; stable, so that of equal
+    // ones the lowest number comes first. What is not a number comes last, both zeros are one.
     let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] + 0.0 };
     all.sort_by(|(a, _), (b, _)| key(*b).total_cmp(&key(*a)));
     all.truncate(routing.top_k);

@@ -1,9 +1,10 @@
 //! Sampling by definition: each parameter is one step over a list of candidates, in f64.
 //!
-//! Order: the mask, logit bias, suppression of end tokens, repetition, frequency and presence penalties; then
-//! the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and one uniform
-//! number. The number goes up the candidates' cumulated weights: in order of probability where
-//! top-k or top-p cut the list, else in order of token id. Ties go to the lower token id.
+//! Order: the mask, logit bias, suppression of end tokens, repetition, frequency and presence
+//! penalties; then the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and
+//! one uniform number. The number goes up the candidates' cumulated weights: in order of
+//! probability where top-k or top-p cut the list, else in order of token id. Ties go to the lower
+//! token id.
 use std::collections::BTreeMap;
 
 use crate::philox;

@@ -1,5 +1,5 @@
-//! Numbers that a file has column by column, as those of matrices that inputs are multiplied with from
-//! the left.
+//! Numbers that a file has column by column, as those of matrices that inputs are multiplied with
+//! from the left.
 use super::{DType, widen};
 use crate::error::KernelError;
 

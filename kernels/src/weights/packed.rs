@@ -1,26 +1,27 @@
-//! Integers of 4 or 8 bits in words of 32, with a scale and a zero for each group of inputs: GPTQ's,
-//! AWQ's and compressed-tensors' ways to lay them out; and MXFP4, whose 4 bits are a float.
+//! Integers of 4 or 8 bits in words of 32, with a scale and a zero for each group of inputs:
+//! GPTQ's, AWQ's and compressed-tensors' ways to lay them out; and MXFP4, whose 4 bits are a float.
 //!
-//! A weight is (integer - zero) x scale, or float x scale, in f32. Where a backend has no 4 bits of its own, that is
-//! rounded once to bf16. Where it has, which matrices stay in 4 bits is decided by the file and by
-//! the columns taken alone ([`int4_groups`]), so that all who take the same columns compute alike.
+//! A weight is (integer - zero) x scale, or float x scale, in f32. Where a backend has no 4 bits of
+//! its own, that is rounded once to bf16. Where it has, which matrices stay in 4 bits is decided by
+//! the file and by the columns taken alone ([`int4_groups`]), so that all who take the same columns
+//! compute alike.
 use super::{DType, HostMatrix, Scales, widen};
 use crate::error::KernelError;
 
 /// How integers, zeros and scales lie in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
-    /// GPTQ: words `[in / n, out]` of `n` consecutive inputs, zeros `[groups, out / n]` of consecutive
-    /// outputs, scales `[groups, out]`.
+    /// GPTQ: words `[in / n, out]` of `n` consecutive inputs, zeros `[groups, out / n]` of
+    /// consecutive outputs, scales `[groups, out]`.
     Gptq {
         /// Zeros are written less this: 1, or 0 in the format's second version.
         zero_less: u32,
     },
-    /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros `[groups, out / 8]`
-    /// likewise, scales `[groups, out]`.
+    /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros
+    /// `[groups, out / 8]` likewise, scales `[groups, out]`.
     Awq,
-    /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]` of
-    /// consecutive outputs, scales `[out, groups]`; the last words are filled up.
+    /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]`
+    /// of consecutive outputs, scales `[out, groups]`; the last words are filled up.
     Compressed,
     /// OCP's MXFP4, as gpt-oss has it: as the one before, of 4 bits (E2M1), without zeros.
     Mxfp4 {
@@ -302,8 +303,8 @@ impl HostMatrix<'_> {
 }
 
 /// The groups of matrices that are kept in 4 bits together: all of them have integers of 4 bits,
-/// neighbouring inputs in a group, the same groups, and no edge of a group but at a multiple of 8 of
-/// the columns taken. `None` where backends keep them in bf16.
+/// neighbouring inputs in a group, the same groups, and no edge of a group but at a multiple of 8
+/// of the columns taken. `None` where backends keep them in bf16.
 #[must_use]
 pub fn int4_groups(parts: &[HostMatrix<'_>]) -> Option<Int4Groups> {
     let groups = parts.first()?.own_int4_groups()?;
@@ -317,8 +318,8 @@ pub(crate) fn int4_integers(part: &HostMatrix<'_>, row: usize, integers: &mut [u
     }
 }
 
-/// A row's integers of 4 bits, and zero and scale of each of its groups, as a matrix that is kept in
-/// 4 bits takes them.
+/// A row's integers of 4 bits, and zero and scale of each of its groups, as a matrix that is kept
+/// in 4 bits takes them.
 pub(crate) fn int4_row(
     part: &HostMatrix<'_>,
     row: usize,

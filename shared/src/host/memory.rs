@@ -22,11 +22,11 @@ pub fn available_memory(root: &Path) -> Option<u64> {
     Some(group().map_or(host, |group| group.min(host)))
 }
 
-/// Memory that this process's control group may have, in bytes: the least that it or one around it is
-/// bounded to; `None` where nothing is.
+/// Memory that this process's control group may have, in bytes: the least that it or one around it
+/// is bounded to; `None` where nothing is.
 ///
-/// `root` is `/` but in tests. Of control groups only version 2 is known. In a container that does not
-/// see its own path the group's files are at the top of the hierarchy.
+/// `root` is `/` but in tests. Of control groups only version 2 is known. In a container that does
+/// not see its own path the group's files are at the top of the hierarchy.
 pub(super) fn memory_limit(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();

@@ -114,8 +114,8 @@ pub(super) fn explained(error: &Error) -> String {
     text
 }
 
-/// An error without the client's own structures: what it says, and what is at the end of its chain of
-/// causes, where the system's and TLS' words are.
+/// An error without the client's own structures: what it says, and what is at the end of its chain
+/// of causes, where the system's and TLS' words are.
 fn plain(error: &Error) -> String {
     let (mut text, mut source) = match error {
         Error::GRpcStatus(status) if !status.message().is_empty() => {

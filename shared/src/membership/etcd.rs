@@ -3,9 +3,10 @@
 //!
 //! It is a thread of its own with a runtime of its own, so that no amount of other work delays a
 //! keepalive; nor does an etcd that takes long to answer, since the lease is kept while its answers
-//! are waited for. A session is a connection with its lease and its watch; when anything of it fails, the
-//! next one begins with a new list, under the old lease if that still lives. It goes on for ever: no
-//! failure of etcd ends the process. Only one thing does: another process under the same name.
+//! are waited for. A session is a connection with its lease and its watch; when anything of it
+//! fails, the next one begins with a new list, under the old lease if that still lives. It goes on
+//! for ever: no failure of etcd ends the process. Only one thing does: another process under the
+//! same name.
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use etcd_client::{
@@ -475,7 +476,8 @@ impl Member {
         self.list(session).await
     }
 
-    /// Puts the lead under the present lease, if this process still leads as it did from `epoch` on.
+    /// Puts the lead under the present lease, if this process still leads as it did from `epoch`
+    /// on.
     async fn hold(&mut self, session: &mut Session, epoch: i64) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let put = PutOptions::new().with_lease(lease);
@@ -527,7 +529,8 @@ impl Member {
 /// Whether etcd knows the lease of a keepalive no more; any other failure says nothing about it.
 fn is_gone(error: &Error) -> bool {
     match error {
-        // The client's own word for an answer of no time to live, and its only one with these words.
+        // The client's own word for an answer of no time to live, and its only one with these
+        // words.
         Error::LeaseKeepAliveError(why) => why == "lease not found",
         Error::GRpcStatus(status) => status.message().contains("requested lease not found"),
         _ => false,

@@ -42,8 +42,8 @@ pub enum Due {
     /// under [`LED_KEY`](super::view::LED_KEY), if the first is not there and the second as
     /// [`Keeper::led_at`] says; then a list.
     Lead,
-    /// Sure that its lead lasts as long as its lease, where the leader's key is under an earlier one
-    /// that nobody keeps: its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if it
+    /// Sure that its lead lasts as long as its lease, where the leader's key is under an earlier
+    /// one that nobody keeps: its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if it
     /// still leads by this epoch; then a list.
     Hold(i64),
     /// Sure that the next leader knows what this one was told: [`Keeper::to_store`] under

@@ -1,9 +1,9 @@
 //! Bytes that the leader leaves in etcd for the next one.
 //!
-//! Every write is a transaction on condition that the writer still leads: one that has been replaced
-//! without knowing it changes nothing, and it does not lead again after that. The bytes are cut into
-//! pieces below etcd's bound of a request; a head names the pieces that belong together, and is
-//! written last, so that whoever reads finds the old ones or the new ones.
+//! Every write is a transaction on condition that the writer still leads: one that has been
+//! replaced without knowing it changes nothing, and it does not lead again after that. The bytes
+//! are cut into pieces below etcd's bound of a request; a head names the pieces that belong
+//! together, and is written last, so that whoever reads finds the old ones or the new ones.
 use std::time::Duration;
 
 use etcd_client::{Client, Compare, CompareOp, Error, PutOptions, Txn, TxnOp};

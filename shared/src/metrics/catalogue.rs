@@ -148,7 +148,8 @@ catalogue! {
         "Requests that a replica holds outside its batch now, waiting or swapped, by LoRA adapter.",
         when "LoRA adapters are served";
 
-    // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there are.
+    // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there
+    // are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Prompt tokens processed for the first time, computed or from a cache; for each choice (n).";
     counter PROMPT_TOKENS_BY_SOURCE: "tutti_prompt_tokens_by_source_total", Tokens,

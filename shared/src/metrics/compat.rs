@@ -280,8 +280,8 @@ fn regroup(
     Some(grouped)
 }
 
-/// The one series of adapters: how many are served, and lists of those in use. Whoever finds several
-/// takes that with the largest value, which is a time there.
+/// The one series of adapters: how many are served, and lists of those in use. Whoever finds
+/// several takes that with the largest value, which is a time there.
 fn adapters(
     merged: &Merged,
     running: SeriesId,

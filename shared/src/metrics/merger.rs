@@ -3,7 +3,8 @@
 //! State: per live (source, incarnation) its newest snapshot; for all that are gone, their added-up
 //! counters and histograms. A total is retired + live, so it cannot fall when a source goes, and
 //! its gauges vanish with it. A report is taken whole or refused whole, but for series beyond the
-//! bound of label sets: those alone are left out, or one label value too many would blind everything.
+//! bound of label sets: those alone are left out, or one label value too many would blind
+//! everything.
 pub mod checkpoint;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -44,8 +45,8 @@ impl fmt::Display for Source {
 /// Bounds of the merger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most label sets per series name: of counters and histograms over all sources and all time, of
-    /// gauges over the sources that there are.
+    /// Most label sets per series name: of counters and histograms over all sources and all time,
+    /// of gauges over the sources that there are.
     pub label_sets: usize,
     /// How many retired incarnations of a source are remembered, so that a late report of one is
     /// refused rather than counted again.
@@ -147,8 +148,8 @@ impl Merger {
     ///
     /// # Errors
     /// Returns [`Refused`], and counts it, when the report is not one that this source, continuing
-    /// from its last report, can have made. Series beyond the bound of label sets are left out; each
-    /// counts as a refusal, once.
+    /// from its last report, can have made. Series beyond the bound of label sets are left out;
+    /// each counts as a refusal, once.
     pub fn apply(
         &mut self,
         source: Source,
@@ -253,8 +254,8 @@ impl Merger {
         Refused { reason, series }
     }
 
-    /// What was refused of application metrics, and which series have too many label sets, in words;
-    /// each is said once.
+    /// What was refused of application metrics, and which series have too many label sets, in
+    /// words; each is said once.
     pub fn take_unsaid(&mut self) -> Vec<String> {
         let mut unsaid = std::mem::take(&mut self.unsaid);
         unsaid.extend(self.applications.take_unsaid());
@@ -291,8 +292,8 @@ impl Merger {
         merged
     }
 
-    /// Remembers the label sets of `new`, which are those of `series` that the last report of `key` did
-    /// not have, as far as the bound allows; returns those beyond it.
+    /// Remembers the label sets of `new`, which are those of `series` that the last report of `key`
+    /// did not have, as far as the bound allows; returns those beyond it.
     fn admit_label_sets(
         &mut self,
         key: (Source, Incarnation),

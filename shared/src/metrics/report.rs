@@ -1,9 +1,10 @@
 //! Snapshots as they travel between processes, which may be of different versions of the program.
 //!
 //! Series go by the names of their families, as in checkpoints, each with a hash of what decides
-//! whether totals may be added up. What the reader's catalogue has not, or not alike, is left out and
-//! named: a series that is new, or that has changed, takes no other one with it. Names are those of
-//! the families that a report has, and are in each of them: one that is lost costs no other.
+//! whether totals may be added up. What the reader's catalogue has not, or not alike, is left out
+//! and named: a series that is new, or that has changed, takes no other one with it. Names are
+//! those of the families that a report has, and are in each of them: one that is lost costs no
+//! other.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
@@ -87,8 +88,8 @@ pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotEr
 /// [`super::Merger::apply`] to find.
 ///
 /// # Errors
-/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`], [`SnapshotError::NoFamily`], and
-/// [`SnapshotError::Codec`] for bytes that are not exactly one snapshot.
+/// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`], [`SnapshotError::NoFamily`],
+/// and [`SnapshotError::Codec`] for bytes that are not exactly one snapshot.
 pub fn decode_snapshot(bytes: &[u8]) -> Result<PartialSnapshot, SnapshotError> {
     if bytes.len() > MAX_SNAPSHOT_BYTES {
         return Err(SnapshotError::TooLarge { bytes: bytes.len() });

@@ -183,12 +183,12 @@ pub struct EngineConfig {
     pub swap_bytes: u64,
 }
 
-/// What matrix products take of their activations, named as vLLM does. Everything that is not a matrix
-/// product is f32; what weights are kept in is [`Quantization`]'s.
+/// What matrix products take of their activations, named as vLLM does. Everything that is not a
+/// matrix product is f32; what weights are kept in is [`Quantization`]'s.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
-    /// What the checkpoint says in its `config.json`: bfloat16 where it is bfloat16, else float32; on
-    /// GPUs bfloat16.
+    /// What the checkpoint says in its `config.json`: bfloat16 where it is bfloat16, else float32;
+    /// on GPUs bfloat16.
     #[default]
     Auto,
     /// About f32's precision. Not on GPUs.

@@ -83,10 +83,10 @@ pub struct SequenceStep {
     /// Not all tokens may be sampled: which, is in the step's [`StepMasks`]. Only where `sample` is
     /// set.
     pub masked: bool,
-    /// Tokens that may come next; mostly none. Where there are, the share is the sequence's last token,
-    /// known to the coordinator, and the drafts behind it: `count` is one more than they are at most,
-    /// `sample` is set and `masked` is not. A token is sampled after each, and those count up to the
-    /// first that is not the draft in its place, that one included.
+    /// Tokens that may come next; mostly none. Where there are, the share is the sequence's last
+    /// token, known to the coordinator, and the drafts behind it: `count` is one more than they are
+    /// at most, `sample` is set and `masked` is not. A token is sampled after each, and those count
+    /// up to the first that is not the draft in its place, that one included.
     pub drafts: Drafts,
 }
 
@@ -95,8 +95,8 @@ pub struct SequenceStep {
 pub enum Drafts {
     /// These, drafted by the coordinator.
     Known(Vec<u32>),
-    /// Up to so many, at least 1: rank 0 drafts them by its draft model before the step is computed,
-    /// and tells the other ranks. It may draft fewer, or none.
+    /// Up to so many, at least 1: rank 0 drafts them by its draft model before the step is
+    /// computed, and tells the other ranks. It may draft fewer, or none.
     UpTo(u32),
 }
 
@@ -148,9 +148,9 @@ impl Drafts {
 }
 
 /// The tokens that may be sampled in a step, for its masked sequences. What a sequence may get
-/// depends on all its tokens before, and plans are made ahead of those: so this comes behind its plan,
-/// as soon as they are known, while the step is computed or waits for others. Every rank gets the same
-/// bytes; one for each plan that has masked entries.
+/// depends on all its tokens before, and plans are made ahead of those: so this comes behind its
+/// plan, as soon as they are known, while the step is computed or waits for others. Every rank gets
+/// the same bytes; one for each plan that has masked entries.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMasks {
     /// The plan's epoch.
@@ -173,8 +173,8 @@ pub struct StepResult {
     /// order; of a sequence with drafts one per token that counts, at consecutive positions. Empty
     /// on other ranks than 0.
     pub outputs: Vec<SequenceOutput>,
-    /// How many tokens the draft model drafted for each sequence that it was asked to draft for, in the
-    /// plan's order. Empty on other ranks than 0.
+    /// How many tokens the draft model drafted for each sequence that it was asked to draft for, in
+    /// the plan's order. Empty on other ranks than 0.
     pub drafted: Vec<u32>,
     /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
     pub digest: u32,
@@ -231,8 +231,8 @@ pub struct SequenceOutput {
     pub prompt_start: u32,
     /// The logits or the embedding were not finite: the sequence must fail, not continue.
     pub corrupted: bool,
-    /// The prompt's embedding, where one was asked for and this step computed its last token: as many
-    /// numbers as the model's hidden size. Empty otherwise.
+    /// The prompt's embedding, where one was asked for and this step computed its last token: as
+    /// many numbers as the model's hidden size. Empty otherwise.
     pub embedding: Vec<f32>,
 }
 

@@ -111,7 +111,8 @@ impl Secret {
         Self(Zeroizing::new(mac.finalize().into_bytes().into()))
     }
 
-    /// A number of these parts, in their order, that nobody finds other parts for without the secret.
+    /// A number of these parts, in their order, that nobody finds other parts for without the
+    /// secret.
     #[must_use]
     pub fn number_of(&self, parts: &[&[u8]]) -> u64 {
         let mut mac = keyed(&self.0);

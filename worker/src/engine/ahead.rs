@@ -1,14 +1,15 @@
 //! One step ahead: a step is begun while the one before runs, and its tokens are fetched when the
-//! device has them. The device feeds its own last tokens in, so it never waits for its host. All else
-//! is fed by the host, which knows it: prompts, and tokens of sequences that the step before has not.
+//! device has them. The device feeds its own last tokens in, so it never waits for its host. All
+//! else is fed by the host, which knows it: prompts, and tokens of sequences that the step before
+//! has not.
 //!
-//! Masks come behind their plan, for they are made of the token before. A step that has some is begun
-//! ahead as others are, up to its logits; when its turn has come, the token before is told, and its
-//! masks are waited for while the device computes. Then it is sampled, and only then the next one is
-//! begun: so every rank makes its calls in the same order.
+//! Masks come behind their plan, for they are made of the token before. A step that has some is
+//! begun ahead as others are, up to its logits; when its turn has come, the token before is told,
+//! and its masks are waited for while the device computes. Then it is sampled, and only then the
+//! next one is begun: so every rank makes its calls in the same order.
 //!
-//! What needs its host in between is not begun ahead: drafts are compared with tokens, embeddings and
-//! log-probabilities of prompts are fetched in the middle of their step.
+//! What needs its host in between is not begun ahead: drafts are compared with tokens, embeddings
+//! and log-probabilities of prompts are fetched in the middle of their step.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
 use std::collections::HashMap;
@@ -101,7 +102,8 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Whether every token that the plan computes is one that the last begun step samples, or known.
+    /// Whether every token that the plan computes is one that the last begun step samples, or
+    /// known.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
         if self.queued.len() >= QUEUED_MAX || last.awaits_masks {

@@ -1,14 +1,15 @@
 //! Drafts by a small model: rank 0 holds it whole, and asks nobody. Where a plan says so, it drafts
 //! before its step is computed, and tells the other ranks; then the drafts are verified as any are.
 //!
-//! It keeps K and V of its own in as many blocks as the KV cache has, by the same block tables, so that
-//! whatever becomes of blocks (shared, given away, swapped) needs nothing here: [`Written`] knows what
-//! of them is its own. What it has not computed of a sequence it computes when it is to draft for it
-//! (a prompt's first token waits for nothing), no more rows in a step than a step may have; a sequence
-//! that it has not caught up with drafts nothing.
+//! It keeps K and V of its own in as many blocks as the KV cache has, by the same block tables, so
+//! that whatever becomes of blocks (shared, given away, swapped) needs nothing here: [`Written`]
+//! knows what of them is its own. What it has not computed of a sequence it computes when it is to
+//! draft for it (a prompt's first token waits for nothing), no more rows in a step than a step may
+//! have; a sequence that it has not caught up with drafts nothing.
 //!
-//! A draft is sampled as the token in its place will be, by the same draw from its own probabilities:
-//! so a sampled text's drafts are right as often as the two models would say the same.
+//! A draft is sampled as the token in its place will be, by the same draw from its own
+//! probabilities: so a sampled text's drafts are right as often as the two models would say the
+//! same.
 mod written;
 
 use std::collections::HashMap;
@@ -31,8 +32,8 @@ const NOT_DRAFTED: u32 = u32::MAX;
 
 /// A model that drafts.
 pub struct Draft<B: Backend> {
-    /// Its own, where a device's backend is made for one model; else that of the model it drafts for,
-    /// whose threads it shares.
+    /// Its own, where a device's backend is made for one model; else that of the model it drafts
+    /// for, whose threads it shares.
     backend: Option<B>,
     decoder: Decoder<B>,
     cache: Option<B::KvCache>,
@@ -86,8 +87,8 @@ impl<B: Backend> std::fmt::Debug for Draft<B> {
 }
 
 impl<B: Backend> Draft<B> {
-    /// A model that drafts up to its position `positions`, on a backend of its own or that of the model
-    /// it drafts for.
+    /// A model that drafts up to its position `positions`, on a backend of its own or that of the
+    /// model it drafts for.
     #[must_use]
     pub fn new(backend: Option<B>, decoder: Decoder<B>, positions: u32) -> Self {
         Self {
@@ -162,8 +163,8 @@ impl<B: Backend> Draft<B> {
         blocks.for_each(|block| self.written.replace(block));
     }
 
-    /// Drafts what the plan asks for: for each sequence in turn as many places of `out` as tokens were
-    /// asked for.
+    /// Drafts what the plan asks for: for each sequence in turn as many places of `out` as tokens
+    /// were asked for.
     fn run(
         &mut self,
         shared: &mut B,

@@ -126,8 +126,8 @@ impl<B: Backend> Engine<B> {
                 .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
             seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
             if let Some(draft) = &mut self.draft {
-                // What it computed for drafts that were rejected goes with this, too: the token in the
-                // place of the first of them is computed now.
+                // What it computed for drafts that were rejected goes with this, too: the token in
+                // the place of the first of them is computed now.
                 draft.overwrite(&seq.blocks, entry.start..entry.start + entry.count);
             }
             let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
@@ -142,7 +142,8 @@ impl<B: Backend> Engine<B> {
         if tokens > max {
             return Err(fault(format!("{tokens} tokens, the bound is {max}")));
         }
-        // Each draft is a row of decode of its own; no other share has more rows to sample than one.
+        // Each draft is a row of decode of its own; no other share has more rows to sample than
+        // one.
         let max = self.config.max_num_seqs as usize;
         if rows > max {
             return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));

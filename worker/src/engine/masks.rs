@@ -1,5 +1,5 @@
-//! Masks of the step's rows: which tokens each may get. They come behind their plan, while the step is
-//! computed, as lists or bits, whichever takes fewer bytes; kernels read bits.
+//! Masks of the step's rows: which tokens each may get. They come behind their plan, while the step
+//! is computed, as lists or bits, whichever takes fewer bytes; kernels read bits.
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
@@ -22,8 +22,8 @@ struct Row {
 }
 
 impl Masks {
-    /// Lays out `masks`, those of the masked ones among the entries whose rows are sampled, in their
-    /// order.
+    /// Lays out `masks`, those of the masked ones among the entries whose rows are sampled, in
+    /// their order.
     fn lay_out<'a>(
         &mut self,
         entries: impl ExactSizeIterator<Item = &'a SequenceStep> + Clone,
@@ -74,8 +74,8 @@ impl<B: Backend> Engine<B> {
         self.backend.rank() == 0 || self.backend.samples_everywhere()
     }
 
-    /// Samples the step whose forward pass was launched last, when its masks have come, or leaves that
-    /// queued; returns how long they were waited for, and how long sampling took.
+    /// Samples the step whose forward pass was launched last, when its masks have come, or leaves
+    /// that queued; returns how long they were waited for, and how long sampling took.
     pub(super) fn sample_masked(
         &mut self,
         plan: &StepPlan,

@@ -1,6 +1,7 @@
 //! Steps on made-up tokens. The largest that the sizes allow, once: whatever a device allocates or
-//! chooses at first use is there afterwards, and what memory is left can be measured. And decode steps
-//! of every size before the first request: what a device makes of steps of a kind is there, too.
+//! chooses at first use is there afterwards, and what memory is left can be measured. And decode
+//! steps of every size before the first request: what a device makes of steps of a kind is there,
+//! too.
 use std::time::{Duration, Instant};
 
 use kernels::backend::{Batch, SeqRows, StepInputs};
@@ -31,7 +32,8 @@ pub struct Warmed {
 }
 
 impl<B: Backend> Engine<B> {
-    /// Runs the largest steps. Needs memory for one block of cache; every rank of a replica calls it.
+    /// Runs the largest steps. Needs memory for one block of cache; every rank of a replica calls
+    /// it.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -64,9 +66,9 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Runs decode steps of so many rows each, of every kind that plain requests have, twice: the
-    /// second is what a device that records steps records. Rank 0 has `patience` to begin them; every
-    /// rank of a replica calls it, behind [`Engine::start`], with the same rows. What it writes to the
-    /// cache nobody reads.
+    /// second is what a device that records steps records. Rank 0 has `patience` to begin them;
+    /// every rank of a replica calls it, behind [`Engine::start`], with the same rows. What it
+    /// writes to the cache nobody reads.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -150,8 +152,8 @@ impl<B: Backend> Engine<B> {
     }
 }
 
-/// The largest steps of sequences of up to `longest` tokens: prompts of the greatest length, then decode
-/// at the greatest length. Of each sequence its rows, and its tokens in the cache.
+/// The largest steps of sequences of up to `longest` tokens: prompts of the greatest length, then
+/// decode at the greatest length. Of each sequence its rows, and its tokens in the cache.
 fn largest(config: &EngineConfig, longest: u32) -> [Vec<(u32, u32)>; 2] {
     let (tokens, seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
     let mut prompts = Vec::new();

@@ -129,8 +129,8 @@ impl Sequence {
         self.blocks[(position / block_size) as usize] * block_size + position % block_size
     }
 
-    /// What sampling the token behind its first `known` ones needs to know, where `allowed` is the mask
-    /// for it.
+    /// What sampling the token behind its first `known` ones needs to know, where `allowed` is the
+    /// mask for it.
     pub(super) fn sample_row<'a>(
         &'a self,
         known: usize,

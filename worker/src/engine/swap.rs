@@ -1,4 +1,5 @@
-//! Sequences that leave the KV cache for host memory, and come back: what a rank knows of them stays.
+//! Sequences that leave the KV cache for host memory, and come back: what a rank knows of them
+//! stays.
 //!
 //! A plan names every block; this rank knows what it has, and refuses copies that cannot be meant:
 //! a table that is another one, host blocks that hold another sequence or something else.
@@ -49,8 +50,8 @@ impl<B: Backend> Engine<B> {
         self.host.as_ref().is_some_and(|host| host.shape == shape)
     }
 
-    /// Has `count` empty blocks in host memory to swap to. Those of an earlier epoch stay where they
-    /// are as many: pinning memory takes long.
+    /// Has `count` empty blocks in host memory to swap to. Those of an earlier epoch stay where
+    /// they are as many: pinning memory takes long.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`]; there are none then.

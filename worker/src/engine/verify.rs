@@ -1,7 +1,8 @@
-//! Drafted tokens, verified: a sequence's last token and the drafts behind it are computed as rows of
-//! their own, each over the cache up to itself, so that every row is what a step for its token alone
-//! would have been, to the bit. A token is sampled after each. Those count up to the first that is not
-//! the draft in its place; what was written for drafts behind it is written over by later steps.
+//! Drafted tokens, verified: a sequence's last token and the drafts behind it are computed as rows
+//! of their own, each over the cache up to itself, so that every row is what a step for its token
+//! alone would have been, to the bit. A token is sampled after each. Those count up to the first
+//! that is not the draft in its place; what was written for drafts behind it is written over by
+//! later steps.
 use kernels::backend::SeqRows;
 use kernels::sampling::Sampled;
 use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, TokenDigest};

@@ -97,8 +97,8 @@ impl Commands {
         Ok(())
     }
 
-    /// For how long the executor has not left an epoch that it was told to leave, without a sign that
-    /// it gets on with what it does.
+    /// For how long the executor has not left an epoch that it was told to leave, without a sign
+    /// that it gets on with what it does.
     pub(super) fn leaving_for(&self) -> Option<Duration> {
         self.0.leaving_since().map(|since| since.elapsed())
     }

@@ -23,10 +23,11 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a collective with a dead peer; its step 17
-/// computes for long and fails then; its step 21 says in its timings which step waits behind it; its step 25 has more
-/// to report than a frame holds, its step 24 as much as fits; from its step 28 on each asks for its masks and says in
-/// its timings the last one's token.
+/// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a
+/// collective with a dead peer; its step 17 computes for long and fails then; its step 21 says in
+/// its timings which step waits behind it; its step 25 has more to report than a frame holds, its
+/// step 24 as much as fits; from its step 28 on each asks for its masks and says in its timings the
+/// last one's token.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,

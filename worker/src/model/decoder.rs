@@ -186,8 +186,8 @@ impl<B: Backend> Decoder<B> {
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
     /// decoder for [`Decoder::logits`]. `rows` has which adapter each row has
-    /// ([`super::lora::row_of`]), and is empty where none has one. Every rank calls it with the same
-    /// batch.
+    /// ([`super::lora::row_of`]), and is empty where none has one. Every rank calls it with the
+    /// same batch.
     ///
     /// # Errors
     /// [`KernelError`]; the cache is undefined then.
@@ -419,8 +419,8 @@ fn row_parallel<B: Backend>(
     })
 }
 
-/// `deltas[0]` = the sum of what `make` makes of all parts, added up as a binary tree, as ranks are:
-/// with the parts of several ranks in one, the sum has the same bits as theirs.
+/// `deltas[0]` = the sum of what `make` makes of all parts, added up as a binary tree, as ranks
+/// are: with the parts of several ranks in one, the sum has the same bits as theirs.
 fn sum_parts<B: Backend, P>(
     backend: &mut B,
     parts: &[P],

@@ -71,8 +71,8 @@ impl DraftFiles {
         )
     }
 
-    /// Loads it on `own`, or where a device has no second backend for it on `shared`, that of the model
-    /// it drafts for.
+    /// Loads it on `own`, or where a device has no second backend for it on `shared`, that of the
+    /// model it drafts for.
     ///
     /// # Errors
     /// [`ModelError`].

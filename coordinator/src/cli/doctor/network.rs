@@ -322,8 +322,8 @@ fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
     filled(url, fullness).filter(|finding| finding.level == Level::Fail)
 }
 
-/// Is it full, or soon? What is kept of a cluster is small: it fills by old values that nobody has it
-/// forget.
+/// Is it full, or soon? What is kept of a cluster is small: it fills by old values that nobody has
+/// it forget.
 fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
     let Fullness { size, quota, no_space, corrupt } = fullness;
     let size_text = mib(size);

@@ -116,12 +116,14 @@ pub(crate) struct ComputeArgs {
     /// Have every GPU kernel begin when those before it are complete: slower, to find faults
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,
-    /// What ranks on GPUs exchange data by: peers: this program's own kernels, on GPUs that see each
-    /// other's memory; nccl; host: through host memory; auto: the best of what there is, by size
+    /// What ranks on GPUs exchange data by: peers: this program's own kernels, on GPUs that see
+    /// each other's memory; nccl; host: through host memory; auto: the best of what there is, by
+    /// size
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_exchange)]
     pub(crate) cuda_exchange: Exchange,
     /// The network interface of NCCL's connections, such as eth0: they are neither encrypted nor
-    /// authenticated [default: lo when the coordinator is on this host's loopback; else NCCL chooses]
+    /// authenticated [default: lo when the coordinator is on this host's loopback; else NCCL
+    /// chooses]
     #[arg(long, value_name = "NAME")]
     pub(crate) nccl_interface: Option<String>,
     /// Compute threads per worker [default: all cores that it may use; `up` shares them among its

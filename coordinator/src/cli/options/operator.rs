@@ -100,7 +100,8 @@ pub(crate) struct BenchArgs {
     /// Ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
-    /// Tokens of the prefill case's prompt [default: 512, or as many as the model has positions for]
+    /// Tokens of the prefill case's prompt [default: 512, or as many as the model has positions
+    /// for]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     pub(crate) prompt_tokens: Option<u32>,
     /// Decode steps of each decode case

@@ -55,12 +55,14 @@ pub(crate) struct ServingArgs {
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
     /// Quantise weights while they are loaded: int8 (half the memory of the layers, and a few
-    /// sequences decoded 1.6 times as fast where memory is the limit, for a little precision) or none
+    /// sequences decoded 1.6 times as fast where memory is the limit, for a little precision) or
+    /// none
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
     #[command(flatten)]
     pub(crate) lora: LoraArgs,
-    /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` no more than it starts]
+    /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` no more than it
+    /// starts]
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: Option<u32>,
     /// Go on with fewer workers per replica, down to this many, when some stay away; back to
@@ -81,15 +83,15 @@ pub(crate) struct ServingArgs {
     /// Let workers and front ends of other hosts join without a secret
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
-    /// Longest prompt plus output, in tokens, also as 4k (4,000), 4K (4,096), 1m or 1M [default: the
-    /// model's own limit]
+    /// Longest prompt plus output, in tokens, also as 4k (4,000), 4K (4,096), 1m or 1M [default:
+    /// the model's own limit]
     #[arg(long, value_name = "TOKENS", value_parser = vllm::parse_length)]
     pub(crate) max_model_len: Option<u32>,
     /// Most sequences in one engine step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_num_seqs: u32,
-    /// Most tokens in one engine step (longer prompts are prefilled in chunks) [default: 512; for `up` on
-    /// GPUs 2048]
+    /// Most tokens in one engine step (longer prompts are prefilled in chunks) [default: 512; for
+    /// `up` on GPUs 2048]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     pub(crate) max_num_batched_tokens: Option<u32>,
     /// Tokens per KV cache block
@@ -99,9 +101,9 @@ pub(crate) struct ServingArgs {
     /// on GPUs what --gpu-memory-utilization leaves]
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
-    /// Host memory per worker for the KV of requests that are put back when the KV cache is full, so
-    /// that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0: they
-    /// are computed again
+    /// Host memory per worker for the KV of requests that are put back when the KV cache is full,
+    /// so that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0:
+    /// they are computed again
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
     pub(crate) swap_space: u64,
     /// Compute every prompt whole, also where the KV cache still has its beginning
@@ -110,42 +112,42 @@ pub(crate) struct ServingArgs {
     /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
     /// step; the text is the same. JSON as vLLM has it:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
-    /// or by a small model with the same tokens, whose folder the host of each replica's rank 0 has at
-    /// this path: {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
+    /// or by a small model with the same tokens, whose folder the host of each replica's rank 0 has
+    /// at this path: {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
     /// with "disable_by_batch_size":N nothing is drafted while more than N sequences run
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
     pub(crate) speculative_config: Option<Speculative>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
     /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of
-    /// equals the first to come. Out of KV cache memory the other end of that order is put back. Less
-    /// urgent requests may wait for ever
+    /// equals the first to come. Out of KV cache memory the other end of that order is put back.
+    /// Less urgent requests may wait for ever
     #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
     pub(crate) scheduling_policy: PolicyArg,
-    /// Most requests of each replica that wait for their first step; beyond it clients get 429. Their
-    /// choices (n) and prompt tokens have bounds, too: 2 and 4,096 times as many, and no less than
-    /// 16,384 and 33,554,432
+    /// Most requests of each replica that wait for their first step; beyond it clients get 429.
+    /// Their choices (n) and prompt tokens have bounds, too: 2 and 4,096 times as many, and no less
+    /// than 16,384 and 33,554,432
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
     /// Give up an engine step after this many seconds and form the replica again
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) step_timeout: u64,
-    /// Give up forming a replica when nothing was heard of a rank for so many seconds: more than the
-    /// largest matrix takes to load, and than GPU hosts take to pin --swap-space
+    /// Give up forming a replica when nothing was heard of a rank for so many seconds: more than
+    /// the largest matrix takes to load, and than GPU hosts take to pin --swap-space
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=36_000))]
     pub(crate) form_timeout: u64,
     /// Fail requests when no replica has been ready for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) unavailable_timeout: u64,
-    /// Fail requests with 503 that have waited for so many seconds and not begun; 0: they wait as long as
-    /// it takes
+    /// Fail requests with 503 that have waited for so many seconds and not begun; 0: they wait as
+    /// long as it takes
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86_400))]
     pub(crate) max_queue_wait: u64,
     /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) drain_timeout: u64,
-    /// Serve /metrics, /live and /ready on an address of their own too, for scrapers that may not reach
-    /// the API, and for probes that find a place whatever clients do
+    /// Serve /metrics, /live and /ready on an address of their own too, for scrapers that may not
+    /// reach the API, and for probes that find a place whatever clients do
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics_listen: Option<SocketAddr>,
     /// Also publish the names of other servers, comma separated: their dashboards and autoscaling

@@ -52,7 +52,8 @@ impl ClusterActor {
         }
     }
 
-    /// Requests are bound to a replica when they come: asks the replica with the most requests for some of those that wait, if another has fewer.
+    /// Requests are bound to a replica when they come: asks the replica with the most requests for
+    /// some of those that wait, if another has fewer.
     pub(super) fn share_queues(&mut self) {
         if self.stopping {
             return;

@@ -1,7 +1,7 @@
 //! The items of a response's input as the messages of a conversation.
 //!
-//! What the model said in one turn comes as several items, reasoning, text and calls; templates know
-//! one message with all of it.
+//! What the model said in one turn comes as several items, reasoning, text and calls; templates
+//! know one message with all of it.
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;

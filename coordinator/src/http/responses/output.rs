@@ -1,5 +1,5 @@
-//! PURE: the output of a response as far as it has come: items, one behind the other, and the events
-//! that tell a client of them.
+//! PURE: the output of a response as far as it has come: items, one behind the other, and the
+//! events that tell a client of them.
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};

@@ -1,5 +1,5 @@
-//! A response's request as chat's: the same fields under their names there, and what the answer says
-//! again of them.
+//! A response's request as chat's: the same fields under their names there, and what the answer
+//! says again of them.
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;

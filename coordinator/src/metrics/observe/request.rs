@@ -191,9 +191,9 @@ impl Recording<'_> {
         stats.add(cells.preempted_tokens, tokens);
     }
 
-    /// The request's replica pauses, since it `failed` or because that is wanted: the request waits to
-    /// be continued, there or elsewhere. It counts as replayed when its replica failed, unless it had
-    /// not been scheduled yet and loses nothing.
+    /// The request's replica pauses, since it `failed` or because that is wanted: the request waits
+    /// to be continued, there or elsewhere. It counts as replayed when its replica failed, unless
+    /// it had not been scheduled yet and loses nothing.
     pub fn interrupted(&mut self, track: &mut RequestTrack, failed: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::NoReplica);

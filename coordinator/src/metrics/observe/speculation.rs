@@ -38,8 +38,8 @@ impl SpeculationCells {
 }
 
 impl Recording<'_> {
-    /// A replica serves that drafts up to `tokens_max` tokens at a time: its series are there from now
-    /// on.
+    /// A replica serves that drafts up to `tokens_max` tokens at a time: its series are there from
+    /// now on.
     pub fn speculates(&mut self, replica: ReplicaId, tokens_max: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
@@ -48,8 +48,8 @@ impl Recording<'_> {
             .get_or_insert_with(|| SpeculationCells::resolve(stats, replica, tokens_max));
     }
 
-    /// A draft of `tokens` was verified: the first `accepted` of them were right, and its sequence got
-    /// `emitted` tokens by it.
+    /// A draft of `tokens` was verified: the first `accepted` of them were right, and its sequence
+    /// got `emitted` tokens by it.
     pub fn drafted(&mut self, replica: ReplicaId, tokens: u32, accepted: u32, emitted: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);

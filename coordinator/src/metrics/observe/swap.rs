@@ -1,5 +1,5 @@
-//! Requests whose KV blocks go to host memory and come back. The series exist for replicas that have
-//! host memory for it: no zero for what does not exist.
+//! Requests whose KV blocks go to host memory and come back. The series exist for replicas that
+//! have host memory for it: no zero for what does not exist.
 use shared::ids::ReplicaId;
 use shared::metrics::catalogue;
 use shared::metrics::labels::SwapDirection;
@@ -44,8 +44,8 @@ impl HostCells {
 }
 
 impl Recording<'_> {
-    /// A sequence of the request, of `blocks` blocks, is moved to host memory, and no other of it is
-    /// in the batch.
+    /// A sequence of the request, of `blocks` blocks, is moved to host memory, and no other of it
+    /// is in the batch.
     pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId, blocks: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::Swapped(replica));

@@ -27,8 +27,8 @@ impl ReplicaDriver {
         self.gone.extend(gone);
     }
 
-    /// Ends requests whose masks never come: a whole step waits for them, which may not take longer than
-    /// steps may.
+    /// Ends requests whose masks never come: a whole step waits for them, which may not take longer
+    /// than steps may.
     pub(super) fn drop_late_masks(&mut self, now: Duration) {
         let passed = now.saturating_sub(std::mem::replace(&mut self.looked_for_masks, now));
         let passed = passed.min(LOOK_MAX);
@@ -82,8 +82,8 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest at the
-    /// next tick.
+    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest at
+    /// the next tick.
     pub(super) fn drop_gone(&mut self, now: Duration) {
         if self.gone.is_empty() {
             return;

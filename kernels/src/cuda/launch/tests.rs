@@ -332,7 +332,8 @@ fn grids_cover_all_rows_features_and_heads() {
     assert!(prefill_attention(&io, &shape(80, 8, 2), ptr, 5, ptr).is_none());
 }
 
-/// Blocks that loop over parts are to be there all at once: another would begin when one of them ends.
+/// Blocks that loop over parts are to be there all at once: another would begin when one of them
+/// ends.
 #[test]
 fn decode_attention_has_as_many_blocks_as_run_at_once() {
     let resources = resources();

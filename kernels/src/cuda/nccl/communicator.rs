@@ -1,6 +1,7 @@
 //! One communicator and the thread that watches it. NCCL's calls on it are made one at a time; none
 //! should wait for other ranks, and the watcher waits for none that does. Whoever aborts only says
-//! so: the watcher makes the call, which may wait until the graphs that recorded collectives are gone.
+//! so: the watcher makes the call, which may wait until the graphs that recorded collectives are
+//! gone.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
@@ -18,8 +19,8 @@ const WATCH_INTERVAL: Duration = Duration::from_millis(20);
 const SPIN: Duration = Duration::from_micros(200);
 /// Between two looks after that.
 const NAP: Duration = Duration::from_micros(50);
-/// How long the watcher waits for a call under way, also one that NCCL goes on with in the background,
-/// before it aborts the communicator under it.
+/// How long the watcher waits for a call under way, also one that NCCL goes on with in the
+/// background, before it aborts the communicator under it.
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of a communicator is waited for.
 const END_PATIENCE: Duration = Duration::from_secs(5);

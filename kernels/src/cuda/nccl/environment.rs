@@ -8,8 +8,8 @@ pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
 /// Prepares the environment for NCCL: connections over `interface` alone when one is named and
 /// whoever started the process has said nothing else; and, whatever was said, no agreements between
-/// ranks behind their backs while graphs are captured: one that fails to capture would be waited for.
-/// To be called before the process has a second thread; says whether it was.
+/// ranks behind their backs while graphs are captured: one that fails to capture would be waited
+/// for. To be called before the process has a second thread; says whether it was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
     let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);

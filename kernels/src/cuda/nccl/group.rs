@@ -22,7 +22,8 @@ pub(in crate::cuda) struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Connects this rank with all others within `patience`: rank 0 makes what the others find it by.
+    /// Connects this rank with all others within `patience`: rank 0 makes what the others find it
+    /// by.
     pub(in crate::cuda) fn connect(
         context: &Context,
         (folders, file): (&[PathBuf], Option<&Path>),

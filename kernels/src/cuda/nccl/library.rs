@@ -63,8 +63,8 @@ pub(super) struct UniqueId(pub(super) [u8; UNIQUE_ID_BYTES]);
 pub(super) type Comm = *mut c_void;
 
 /// `ncclConfig_t` as NCCL 2.19 had it. It only ever grew at its end, and NCCL takes what is missing
-/// for unset: so this form is good for every later version, too. `tests/fake_nccl/abi.cpp` holds it,
-/// and all that is called here, against NCCL's header.
+/// for unset: so this form is good for every later version, too. `tests/fake_nccl/abi.cpp` holds
+/// it, and all that is called here, against NCCL's header.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {
@@ -136,11 +136,12 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// A status as an error's line. What NCCL said last, of this communicator or another, comes last.
+    /// A status as an error's line. What NCCL said last, of this communicator or another, comes
+    /// last.
     pub(super) fn line(&self, status: Status, what: &str) -> String {
-        // SAFETY: takes null, since no communicator is looked at; gives null or a buffer of the whole
-        // process's, always ended by a zero, into which any communicator's next error is written:
-        // torn at worst.
+        // SAFETY: takes null, since no communicator is looked at; gives null or a buffer of the
+        // whole process's, always ended by a zero, into which any communicator's next error is
+        // written: torn at worst.
         let said = unsafe { (self.get_last_error)(std::ptr::null_mut()) };
         let said = if said.is_null() {
             String::new()

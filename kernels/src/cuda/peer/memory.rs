@@ -45,8 +45,8 @@ impl Mapped {
         let flags =
             sys::CUipcMem_flags_enum::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as std::ffi::c_uint;
         let mut ptr = 0;
-        // SAFETY: a context is current; the handle comes from `handle_of` of another process; closed
-        // when `Self` is dropped.
+        // SAFETY: a context is current; the handle comes from `handle_of` of another process;
+        // closed when `Self` is dropped.
         let status = unsafe { sys::cuIpcOpenMemHandle_v2(&raw mut ptr, handle, flags) };
         check(status, "open another rank's GPU memory")?;
         Ok(Self { ptr: DevicePtr(ptr), context: context.clone() })

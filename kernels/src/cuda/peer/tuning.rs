@@ -90,7 +90,8 @@ const TIMES: u32 = 20;
 const RUNS: usize = 5;
 /// By so much another way has to be quicker.
 const MARGIN: f32 = 0.1;
-/// A GPU whose exchange takes longer than this is not worth measuring on: larger sizes are left out.
+/// A GPU whose exchange takes longer than this is not worth measuring on: larger sizes are left
+/// out.
 const TOO_SLOW: Duration = Duration::from_millis(20);
 
 impl PeerGroup {

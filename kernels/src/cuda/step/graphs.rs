@@ -6,8 +6,9 @@ use crate::cuda::bucket::decode_bucket;
 use crate::cuda::stream::{Graph, Stream};
 use crate::error::KernelError;
 
-/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over whole
-/// logits, over parts, and left out of either. Each holds a few hundred nodes: about a megabyte.
+/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over
+/// whole logits, over parts, and left out of either. Each holds a few hundred nodes: about a
+/// megabyte.
 pub(super) const GRAPHS_MAX: usize = 176;
 /// What tells one graph from another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -49,8 +50,8 @@ impl Step {
         self.graphs_off.get_or_insert_with(|| reason.to_owned());
     }
 
-    /// A step could not be captured: the next one is, without kernels that begin early; where that is
-    /// how it was done, none is from now on.
+    /// A step could not be captured: the next one is, without kernels that begin early; where that
+    /// is how it was done, none is from now on.
     pub(in crate::cuda) fn capture_failed(&mut self, reason: &str) {
         self.graphs.clear();
         if self.overlaps {

@@ -1,5 +1,5 @@
-//! What the kernels of a step read: laid out in pinned memory, copied before the step, and where each part
-//! of it is.
+//! What the kernels of a step read: laid out in pinned memory, copied before the step, and where
+//! each part of it is.
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -109,8 +109,8 @@ impl Step {
         &self.layout
     }
 
-    /// Where the parts are that the layers of a window have, where it is said how many there are, and how
-    /// many there are at most.
+    /// Where the parts are that the layers of a window have, where it is said how many there are,
+    /// and how many there are at most.
     pub(in crate::cuda) fn parts(
         &self,
         window: Option<u32>,

@@ -5,9 +5,9 @@ use crate::weights::{Int4Groups, int4_integers, int4_row};
 /// Weights that lie together: rows begin at multiples of them.
 pub(super) const UNIT: usize = 128;
 
-/// The two's power of inputs that share a word of scale and zero: the groups' length, or where a first
-/// one is cut, what its length and the others' have in common. `None` where it is below 32, which
-/// kernels do not take, as floats of 4 bits.
+/// The two's power of inputs that share a word of scale and zero: the groups' length, or where a
+/// first one is cut, what its length and the others' have in common. `None` where it is below 32,
+/// which kernels do not take, as floats of 4 bits.
 pub(in crate::cuda) fn shift(groups: &Int4Groups) -> Option<u32> {
     match groups.count {
         _ if groups.is_float => None,

@@ -152,7 +152,8 @@ impl Applications {
         with_series.map(family).collect()
     }
 
-    /// Totals of sources that are gone, from another merger; in any order, and names more than once.
+    /// Totals of sources that are gone, from another merger; in any order, and names more than
+    /// once.
     pub(crate) fn restore(&mut self, families: Vec<Family>) {
         for family in families {
             let mut one = vec![family];

@@ -1,7 +1,7 @@
 //! What a front end of its own process shows at its own `/metrics`, by which names.
 //!
-//! The coordinator publishes the totals of all front ends; the part of one has another name, so that
-//! a server which scrapes both adds up nothing twice.
+//! The coordinator publishes the totals of all front ends; the part of one has another name, so
+//! that a server which scrapes both adds up nothing twice.
 use super::{
     FILE_RELOADS, HTTP_CONNECTIONS_REFUSED, HTTP_REQUEST_DURATION, HTTP_REQUESTS,
     HTTP_REQUESTS_IN_FLIGHT, REQUESTS_EXPIRED, REQUESTS_REJECTED, SeriesId,

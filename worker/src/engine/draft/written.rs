@@ -1,6 +1,7 @@
-//! PURE: which positions of the KV cache's blocks hold what the draft model has computed. Blocks are
-//! those of the model that verifies, with their numbers: what is written there anew, is rejected, or
-//! came from host memory has to be computed by the draft model again, and nobody tells it when.
+//! PURE: which positions of the KV cache's blocks hold what the draft model has computed. Blocks
+//! are those of the model that verifies, with their numbers: what is written there anew, is
+//! rejected, or came from host memory has to be computed by the draft model again, and nobody tells
+//! it when.
 use std::ops::Range;
 
 /// For each block, how many of its first positions hold what belongs there.
@@ -32,8 +33,8 @@ impl Written {
         })
     }
 
-    /// Other tokens come to these positions of a sequence: what is there, and in their blocks behind
-    /// them, is nothing.
+    /// Other tokens come to these positions of a sequence: what is there, and in their blocks
+    /// behind them, is nothing.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
         for (block, part) in self.parts(table, positions) {
             if let Some(written) = self.blocks.get_mut(block) {
@@ -63,9 +64,9 @@ impl Written {
         at
     }
 
-    /// Which of a sequence's `len` positions are to be written now, `budget` at most, in `runs_max` runs at
-    /// most; they are written from now on. Of sequences that share blocks no two are given one place: the
-    /// second reads what the first writes.
+    /// Which of a sequence's `len` positions are to be written now, `budget` at most, in `runs_max`
+    /// runs at most; they are written from now on. Of sequences that share blocks no two are given
+    /// one place: the second reads what the first writes.
     pub(super) fn take(
         &mut self,
         table: &[u32],

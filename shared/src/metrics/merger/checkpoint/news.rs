@@ -1,7 +1,7 @@
 //! PURE: whether totals say more than those before them that somebody would miss.
 //!
-//! An idle cluster counts, too: processor time, steps without sequences, probes of load balancers and
-//! scrapes. That alone is no reason to write a checkpoint every few seconds.
+//! An idle cluster counts, too: processor time, steps without sequences, probes of load balancers
+//! and scrapes. That alone is no reason to write a checkpoint every few seconds.
 use super::{Checkpoint, LiveTotals, Total, index_of};
 use crate::metrics::application::{Family, Kind as ApplicationKind};
 use crate::metrics::catalogue::{
