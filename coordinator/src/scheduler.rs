@@ -342,20 +342,24 @@ impl Scheduler {
     }
 
     /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
-    /// with: evenly chosen along the queue, so that those that stay and those that go are served in
-    /// the order in which they came.
-    pub fn share(&mut self, most: u32) -> Vec<HandedOver> {
+    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that those
+    /// that stay and those that go are both served in the order in which they came.
+    pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
         let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
         let mut fresh: Vec<RequestId> = Vec::new();
         for slot in &self.waiting {
             let Some(sequence) = &self.sequences[*slot] else { continue };
-            if fresh.last() != Some(&sequence.request) && !has_run(sequence.request) {
-                fresh.push(sequence.request);
+            let id = sequence.request;
+            let fits = sequence.tokens_needed() <= room;
+            if fits && fresh.last() != Some(&id) && !has_run(id) {
+                fresh.push(id);
             }
         }
         let (all, most) = (fresh.len(), (most as usize).min(fresh.len()));
         let goes = (0..most).map(|i| fresh[(i * all) / most]).collect();
-        self.hand_over_those(&goes)
+        let mut handed = self.hand_over_those(&goes);
+        handed.iter_mut().for_each(|request| request.shared = true);
+        handed
     }
 
     /// Of what waits.
@@ -378,7 +382,8 @@ impl Scheduler {
                 None => {
                     let Some(owner) = self.forget_request(id) else { continue };
                     places.insert(id, handed.len());
-                    handed.push(HandedOver { id, owner, sequences: vec![sequence] });
+                    let sequences = vec![sequence];
+                    handed.push(HandedOver { id, owner, sequences, shared: false });
                 }
             }
         }
@@ -401,7 +406,8 @@ impl Scheduler {
     }
 
     /// Goes on with another replica's requests, before all equals that wait here: they are older.
-    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
+    /// Those that were shared queue behind, as new ones do: others may wait here for longer. Returns
+    /// which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
     ///
     /// # Errors
     /// The request, when it does not fit here.
@@ -414,19 +420,27 @@ impl Scheduler {
             let available = self.blocks.total();
             return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
         }
-        let HandedOver { id, mut owner, mut sequences } = handed;
+        let HandedOver { id, mut owner, mut sequences, shared } = handed;
         if self.epoch.is_some() {
             sequences.iter_mut().for_each(|sequence| sequence.fit(room));
         }
         owner.live.clear();
         let mut names = Vec::with_capacity(sequences.len());
-        for mut sequence in sequences.into_iter().rev() {
+        // What is put in front is put there last to first.
+        if !shared {
+            sequences.reverse();
+        }
+        for mut sequence in sequences {
             let here = SeqId(self.next_seq);
             self.next_seq += 1;
             names.push((sequence.id, here));
             sequence.id = here;
             let slot = self.store(sequence);
-            self.wait_first(slot);
+            if shared {
+                self.wait_last(slot);
+            } else {
+                self.wait_first(slot);
+            }
             owner.live.push(slot);
         }
         self.own(id, owner);

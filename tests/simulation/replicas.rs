@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::{Home, surplus};
+use coordinator::cluster::orphanage::{Home, Surplus, surplus};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
 use coordinator::replica::driver::Moved;
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
@@ -31,7 +31,7 @@ pub(crate) enum ReplicaMail {
     Lost(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
     GiveUp,
-    Share(u32),
+    Share(Surplus),
     Retire,
     Adopt(Vec<Moved>),
 }
@@ -156,9 +156,11 @@ impl World {
                 self.give_up(id);
             }
             ReplicaMail::GiveUp => self.give_up(id),
-            ReplicaMail::Share(most) => {
+            ReplicaMail::Share(surplus) => {
                 let mut requests = Vec::new();
-                self.operate(id, |operation, now, out| requests = operation.share(now, most, out));
+                self.operate(id, |operation, now, out| {
+                    requests = operation.share(now, surplus, out)
+                });
                 self.report.shared += requests.len() as u64;
                 self.mail_orphans(id, requests);
             }
@@ -311,9 +313,9 @@ impl World {
         let coordinator = &mut *self.coordinator;
         let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
         let homes: Vec<Home> = homes.collect();
-        if let Some((from, most)) = surplus(&homes) {
+        if let Some((from, surplus)) = surplus(&homes) {
             coordinator.orphanage.expect(from);
-            self.mail_replica(from, ReplicaMail::Share(most));
+            self.mail_replica(from, ReplicaMail::Share(surplus));
         }
     }
 

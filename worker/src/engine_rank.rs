@@ -50,7 +50,8 @@ pub struct EngineRank<D: Device> {
 struct LoadedKey {
     model: String,
     lora: Lora,
-    draft: Option<String>,
+    /// The draft model of rank 0, and what its folder had in it.
+    draft: Option<(String, Option<ModelIdentity>)>,
     /// What the folders had in them.
     identity: ModelIdentity,
     dtype: Dtype,
@@ -69,7 +70,10 @@ impl LoadedKey {
         Self {
             model: form.model.clone(),
             lora: form.lora.clone(),
-            draft: draft_model(form).map(str::to_owned),
+            draft: draft_model(form).map(|folder| {
+                let identity = ModelIdentity::read(Path::new(folder), &Lora::default());
+                (folder.to_owned(), identity.ok())
+            }),
             identity,
             dtype: form.dtype,
             quantization: form.quantization,

@@ -39,18 +39,27 @@ pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<H
     if doubtful.is_empty() || !heard.iter().any(|home| home.serving) { homes } else { heard }
 }
 
-/// The replica that shall share its queue, and how many requests at most: half of what it has more
-/// than the one with the fewest. What runs stays, so it may well give fewer, or none.
+/// What a replica shall give of its queue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Surplus {
+    /// So many requests, at most.
+    pub most: u32,
+    /// None that needs room for more tokens: the other replica has no more.
+    pub room: u32,
+}
+
+/// The replica that shall share its queue, and what: half of what it has more than the one with the
+/// fewest. What runs stays, so it may well give fewer, or none.
 ///
 /// Requests are bound to a replica when they come. One that begins to serve later, or whose
 /// requests were shorter, would have nothing to do beside the queues of others.
 #[must_use]
-pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, u32)> {
+pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, Surplus)> {
     let serving = || homes.iter().filter(|home| home.serving);
-    let most = serving().max_by_key(|home| home.load)?;
-    let least = serving().min_by_key(|home| home.load)?;
-    let surplus = (most.load - least.load) / 2;
-    (surplus > 0).then_some((most.replica, surplus))
+    let from = serving().max_by_key(|home| home.load)?;
+    let to = serving().min_by_key(|home| home.load)?;
+    let surplus = Surplus { most: (from.load - to.load) / 2, room: to.room };
+    (surplus.most > 0).then_some((from.replica, surplus))
 }
 
 /// Where requests go.
@@ -173,8 +182,9 @@ mod tests {
     fn the_longest_queue_is_shared_with_the_shortest() {
         let home = |id: u32, serving, load| Home { replica: ReplicaId(id), serving, load, room: 9 };
         let homes = [home(0, true, 8), home(1, true, 3), home(2, false, 0), home(3, true, 5)];
-        assert_eq!(surplus(&homes), Some((ReplicaId(0), 2)));
-        assert_eq!(surplus(&homes[1..]), Some((ReplicaId(3), 1)));
+        let of = |id, most| Some((ReplicaId(id), Surplus { most, room: 9 }));
+        assert_eq!(surplus(&homes), of(0, 2));
+        assert_eq!(surplus(&homes[1..]), of(3, 1));
         assert_eq!(surplus(&homes[..1]), None, "with nobody");
         assert_eq!(surplus(&[home(0, true, 4), home(1, true, 3)]), None, "it would go to and fro");
     }

@@ -10,8 +10,9 @@ use shared::protocol::{EngineError, SubmitRequest};
 
 use crate::engine::EventSender;
 
-/// How long a request is held, counted from its arrival; as `--unavailable-timeout` by default.
-pub(super) const HELD_FOR: Duration = Duration::from_secs(30);
+/// How long requests are held for want of a coordinator that serves: more than a lease that ends and
+/// a leader that finishes what runs (`--drain-timeout`) take by default.
+pub(super) const HELD_FOR: Duration = Duration::from_secs(45);
 /// Most requests held.
 const REQUESTS_MAX: usize = 16 << 10;
 /// Most prompt tokens of all requests held: 128 MiB.
@@ -23,6 +24,10 @@ pub(super) struct HeldRequest {
     pub(super) submit: Box<SubmitRequest>,
     pub(super) events: EventSender,
     pub(super) arrived: Duration,
+    /// Since when it is held.
+    pub(super) since: Duration,
+    /// How often it was with a coordinator whose link broke: who is that every time may be the cause.
+    pub(super) lost: u32,
     pub(super) error: EngineError,
 }
 
@@ -63,7 +68,7 @@ impl Held {
             if request.events.is_closed() {
                 continue;
             }
-            if now.saturating_sub(request.arrived) >= HELD_FOR {
+            if now.saturating_sub(request.since) >= HELD_FOR {
                 expired.push(request);
             } else if let Err(request) = self.push(request) {
                 // There was room for it a moment ago.
@@ -107,17 +112,18 @@ mod tests {
     fn what_is_held_goes_on_in_order_or_ends_in_time_and_has_a_bound() {
         let (engine, mut commands) = EngineHandle::channel();
         let mut clients = Vec::new();
-        let mut request = |id: u64, arrived: u64, tokens: usize| {
+        let mut request = |id: u64, since: u64, tokens: usize| {
             let asked =
                 GenerateRequest::new(RequestId(id), vec![1], vec![SamplingParams::greedy()], 1);
             clients.push(Some(engine.submit(asked).unwrap()));
             let Ok(EngineCommand::Submit { events, .. }) = commands.try_recv() else { panic!() };
-            let (submit, arrived) = (submit(id, tokens), Duration::from_secs(arrived));
-            HeldRequest { submit, events, arrived, error: EngineError::ShuttingDown }
+            let (submit, since) = (submit(id, tokens), Duration::from_secs(since));
+            let (arrived, error) = (Duration::ZERO, EngineError::ShuttingDown);
+            HeldRequest { submit, events, arrived, since, lost: 0, error }
         };
         let mut held = Held::default();
-        for (id, arrived) in [(0, 5), (1, 0), (2, 1), (3, 6)] {
-            held.push(request(id, arrived, 7)).unwrap();
+        for (id, since) in [(0, 5), (1, 0), (2, 1), (3, 6)] {
+            held.push(request(id, since, 7)).unwrap();
         }
         assert!(held.push(request(4, 0, TOKENS_MAX - 27)).is_err(), "one token too many");
         held.push(request(5, 6, TOKENS_MAX - 28)).unwrap();
@@ -126,7 +132,7 @@ mod tests {
         let ids = |requests: Vec<HeldRequest>| -> Vec<u64> {
             requests.iter().map(|request| request.submit.id.0).collect()
         };
-        assert_eq!(ids(held.expired(HELD_FOR)), [1], "the one that came first");
+        assert_eq!(ids(held.expired(HELD_FOR)), [1], "the one that is held for longest");
         assert_eq!(ids(held.expired(HELD_FOR)), [0; 0]);
         let rest = std::iter::from_fn(|| held.pop()).collect();
         assert_eq!(ids(rest), [0, 2, 5], "without the one whose client left");

@@ -33,6 +33,8 @@ use crate::metrics::FrontendStats;
 
 /// Time limit for the last messages, to clients and to the coordinator.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How often a request may lose its coordinator before it is not sent again.
+const LOST_MAX: u32 = 2;
 /// How often requests are looked at that wait while there is no link.
 const LOOK: Duration = Duration::from_millis(250);
 /// Most frames of events received from the link and not yet delivered to their requests.
@@ -52,6 +54,7 @@ struct Live {
 struct Unanswered {
     submit: Box<SubmitRequest>,
     arrived: Duration,
+    lost: u32,
 }
 
 /// The front end's side of the link; see the module's documentation.
@@ -158,7 +161,10 @@ impl Uplink {
             (to, connection, welcome) = tokio::select! {
                 joined = self.dial(to) => match joined {
                     Ok(joined) => joined,
-                    Err(error) => return Some(error),
+                    Err(error) => {
+                        self.end_all(&EngineError::Unavailable { message: error.to_string() });
+                        return Some(error);
+                    }
                 },
                 _ = &mut stop => {
                     self.end_all(&EngineError::ShuttingDown);
@@ -166,7 +172,9 @@ impl Uplink {
                 }
             };
             if !welcome.serving.is_same(&self.serving) {
-                return Some(FrontendError::OtherModel(welcome.serving.served_model_name));
+                let error = FrontendError::OtherModel(welcome.serving.served_model_name);
+                self.end_all(&EngineError::Unavailable { message: error.to_string() });
+                return Some(error);
             }
         }
     }
@@ -218,9 +226,9 @@ impl Uplink {
                 && !self.is_holding()
                 && let Some(request) = self.held.pop()
             {
-                let HeldRequest { submit, events, arrived, .. } = request;
+                let HeldRequest { submit, events, arrived, lost, .. } = request;
                 if !events.is_closed() {
-                    match Encoded::new(&self.submitted(submit, events, arrived)) {
+                    match Encoded::new(&self.submitted(submit, events, (arrived, lost))) {
                         Ok(message) => held = Some(message),
                         Err(error) => return Served::Lost(error.to_string()),
                     }
@@ -343,7 +351,7 @@ impl Uplink {
             }
             EngineCommand::Submit { request, events } => {
                 let arrived = request.arrived;
-                Some(self.submitted(Box::new(submit(*request)?), events, arrived))
+                Some(self.submitted(Box::new(submit(*request)?), events, (arrived, 0)))
             }
             EngineCommand::Cancel { id } => {
                 // One that is held is dropped when its events are found to be closed.
@@ -358,13 +366,13 @@ impl Uplink {
         &mut self,
         mut submit: Box<SubmitRequest>,
         events: EventSender,
-        arrived: Duration,
+        (arrived, lost): (Duration, u32),
     ) -> FromFrontend {
         let now = self.clock.now();
         let waited = now.saturating_sub(arrived);
         submit.waited_us = u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
         let (id, choices_left) = (submit.id, submit.n as usize);
-        let unanswered = Some(Unanswered { submit: submit.clone(), arrived });
+        let unanswered = Some(Unanswered { submit: submit.clone(), arrived, lost });
         let reading = Reading::new(now);
         self.live.insert(id, Live { events, reading, choices_left, unanswered });
         FromFrontend::Submit(submit)
@@ -381,8 +389,9 @@ impl Uplink {
         let arrived = request.arrived;
         let Some(submit) = submit(*request) else { return };
         let message = "there is no coordinator that takes requests".to_owned();
-        let error = EngineError::Unavailable { message };
-        self.hold(HeldRequest { submit: Box::new(submit), events, arrived, error });
+        let (submit, error) = (Box::new(submit), EngineError::Unavailable { message });
+        let since = self.clock.now();
+        self.hold(HeldRequest { submit, events, arrived, since, lost: 0, error });
     }
 
     fn hold(&mut self, request: HeldRequest) {
@@ -441,13 +450,13 @@ impl Uplink {
         let Some(live) = self.live.get_mut(&id) else { return };
         let unanswered = live.unanswered.take();
         if matches!(event, EngineEvent::Failed(EngineError::ShuttingDown))
-            && let Some(Unanswered { submit, arrived }) = unanswered
+            && let Some(Unanswered { submit, arrived, lost }) = unanswered
         {
             // Whoever leads next takes it.
             self.is_leaving = true;
             if let Some(Live { events, .. }) = self.live.remove(&id) {
-                let error = EngineError::ShuttingDown;
-                self.hold(HeldRequest { submit, events, arrived, error });
+                let (since, error) = (self.clock.now(), EngineError::ShuttingDown);
+                self.hold(HeldRequest { submit, events, arrived, since, lost, error });
             }
             return;
         }
@@ -501,10 +510,11 @@ impl Uplink {
         lost.sort_unstable_by_key(|(id, _)| *id);
         for (_, Live { events, unanswered, .. }) in lost {
             match unanswered {
-                Some(Unanswered { submit, arrived }) => {
-                    self.hold(HeldRequest { submit, events, arrived, error: error.clone() });
+                Some(Unanswered { submit, arrived, lost }) if lost < LOST_MAX => {
+                    let (since, lost, error) = (self.clock.now(), lost + 1, error.clone());
+                    self.hold(HeldRequest { submit, events, arrived, since, lost, error });
                 }
-                None => {
+                _ => {
                     let _ = events.send(EngineEvent::Failed(error.clone()));
                 }
             }

@@ -109,8 +109,11 @@ impl ApiKeys {
         for ApiKey { hash, limits } in keys {
             let known = before.iter().find(|it| it.hash == hash);
             let account = Account::like(hash, limits, known.map(AsRef::as_ref));
-            accounts.retain(|it| it.hash != hash);
-            accounts.push(Arc::new(account));
+            // One that is given twice keeps its number.
+            match accounts.iter_mut().find(|it| it.hash == hash) {
+                Some(given) => *given = Arc::new(account),
+                None => accounts.push(Arc::new(account)),
+            }
         }
         *self.0.accounts.write().unwrap_or_else(PoisonError::into_inner) = accounts;
     }

@@ -13,6 +13,7 @@ use shared::protocol::{StepResult, ToWorker};
 use super::driver::{Moved, ReplicaDriver};
 pub use super::operation::ReplicaLoad;
 use super::operation::{Operation, Outside, TICK};
+use crate::cluster::orphanage::Surplus;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::scheduler::EpochEnd;
@@ -102,11 +103,10 @@ pub struct Lost {
 #[rtype(result = "()")]
 pub struct GiveUp;
 
-/// Give up to so many requests that have not run yet to replicas with fewer; answered with
-/// [`Orphans`].
+/// Give requests that have not run yet to replicas with fewer; answered with [`Orphans`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct Share(pub u32);
+pub struct Share(pub Surplus);
 
 /// The replica is given up for good: as [`GiveUp`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
@@ -274,8 +274,8 @@ impl Handler<GiveUp> for ReplicaActor {
 impl Handler<Share> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Share(most): Share, _ctx: &mut Self::Context) {
-        let requests = self.operation.share(self.clock.now(), most, &mut self.outside);
+    fn handle(&mut self, Share(surplus): Share, _ctx: &mut Self::Context) {
+        let requests = self.operation.share(self.clock.now(), surplus, &mut self.outside);
         self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
     }
 }

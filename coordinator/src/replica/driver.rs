@@ -13,6 +13,7 @@ use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
+use crate::cluster::orphanage::Surplus;
 use crate::engine::{
     EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Gone, Reading, StopCheck,
 };
@@ -275,9 +276,9 @@ impl ReplicaDriver {
         self.take_out(handed)
     }
 
-    /// Gives up to `most` requests that have not run, for a replica with fewer to go on with.
-    pub fn share(&mut self, most: u32) -> Vec<Moved> {
-        let handed = self.scheduler.share(most);
+    /// Gives up requests that have not run, for a replica with fewer to go on with.
+    pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<Moved> {
+        let handed = self.scheduler.share(most, room);
         self.take_out(handed)
     }
 
@@ -295,10 +296,14 @@ impl ReplicaDriver {
         moved
     }
 
-    /// Goes on with another replica's requests, before its own that wait.
+    /// Goes on with another replica's requests, before its own that wait; behind those with what was
+    /// shared.
     pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
+        let (shared, older): (Vec<Moved>, Vec<Moved>) =
+            moved.into_iter().partition(|moved| moved.handed.is_shared());
         // The oldest is put in front of the queue last.
-        for Moved { handed, mut live, mut stop_checks } in moved.into_iter().rev() {
+        let moved = older.into_iter().rev().chain(shared);
+        for Moved { handed, mut live, mut stop_checks } in moved {
             let id = handed.id();
             match self.scheduler.adopt(handed) {
                 Ok(names) => {

@@ -13,6 +13,7 @@ use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 use super::agreement::{Agreement, Settled, Word};
 use super::driver::{Moved, ReplicaDriver};
 use super::stragglers::{Pace, Stragglers};
+use crate::cluster::orphanage::Surplus;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
 
@@ -205,9 +206,14 @@ impl Operation {
         requests
     }
 
-    /// Gives up to `most` requests that have not run, for a replica with fewer to go on with.
-    pub fn share(&mut self, now: Duration, most: u32, outside: &mut impl Outside) -> Vec<Moved> {
-        let requests = self.driver.share(most);
+    /// Gives up requests that have not run, for a replica with fewer to go on with.
+    pub fn share(
+        &mut self,
+        now: Duration,
+        surplus: Surplus,
+        outside: &mut impl Outside,
+    ) -> Vec<Moved> {
+        let requests = self.driver.share(surplus);
         self.drive(now, outside);
         requests
     }

@@ -208,9 +208,16 @@ pub struct HandedOver {
     pub(super) id: RequestId,
     pub(super) owner: Request,
     pub(super) sequences: Vec<Sequence>,
+    pub(super) shared: bool,
 }
 
 impl HandedOver {
+    /// Whether it has not run, and was shared by a replica that goes on: it queues as a new one.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.shared
+    }
+
     /// Which request.
     #[must_use]
     pub fn id(&self) -> RequestId {

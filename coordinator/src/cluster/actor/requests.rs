@@ -60,10 +60,10 @@ impl ClusterActor {
         }
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
         let homes = self.heard(homes.collect());
-        if let Some((from, most)) = surplus(&homes)
+        if let Some((from, surplus)) = surplus(&homes)
             && let Some(running) = self.replicas.get(&from)
         {
-            running.addr.do_send(Share(most));
+            running.addr.do_send(Share(surplus));
             self.orphanage.expect(from);
         }
     }

@@ -104,20 +104,26 @@ fn what_has_not_run_is_shared_evenly_along_the_queue() {
         here.submit(request(id, 3, 1 + id as u32 % 2)).unwrap();
     }
     let ids = |handed: &[HandedOver]| handed.iter().map(|it| it.id().0).collect::<Vec<_>>();
-    let shared = here.share(3);
+    let shared = here.share(3, u32::MAX);
     assert_eq!(ids(&shared), [1, 3, 5]);
     let mut three = Load::default();
     (0..3).for_each(|_| three.add(Load::of(3, 1)));
     assert_eq!((here.gauges().waiting, here.queued), (4, three));
+    assert_eq!(ids(&here.share(9, 10)), [0; 0], "there is no room for 3 + 8 tokens");
     let mut other = scheduler(20);
-    for handed in shared.into_iter().rev() {
+    other.submit(request(7, 3, 1)).unwrap();
+    for handed in shared {
         other.adopt(handed).unwrap();
     }
-    assert_eq!(other.gauges().waiting, 3);
-    assert_eq!(ids(&here.share(100)), [2, 4, 6], "never more than there are");
-    assert_eq!(ids(&here.share(1)), [0; 0], "what has run stays");
+    assert_eq!(other.gauges().waiting, 4);
+    assert_eq!(ids(&here.share(100, u32::MAX)), [2, 4, 6], "never more than there are");
+    assert_eq!(ids(&here.share(1, u32::MAX)), [0; 0], "what has run stays");
     assert_eq!((here.gauges().waiting, here.queued), (1, Load::default()));
-    assert_eq!(ids(&other.share(9)), [1, 3, 5], "in their order");
+    assert_eq!(
+        ids(&other.share(9, u32::MAX)),
+        [7, 1, 3, 5],
+        "in their order, behind who was there"
+    );
 }
 
 #[test]
