@@ -342,8 +342,8 @@ impl Scheduler {
     }
 
     /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
-    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that those
-    /// that stay and those that go are both served in the order in which they came.
+    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that
+    /// those that stay and those that go are both served in the order in which they came.
     pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
         let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
         let mut fresh: Vec<RequestId> = Vec::new();
@@ -406,8 +406,8 @@ impl Scheduler {
     }
 
     /// Goes on with another replica's requests, before all equals that wait here: they are older.
-    /// Those that were shared queue behind, as new ones do: others may wait here for longer. Returns
-    /// which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
+    /// Those that were shared queue behind, as new ones do: others may wait here for longer.
+    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
     ///
     /// # Errors
     /// The request, when it does not fit here.

@@ -405,8 +405,8 @@ pub trait Backend {
     /// What a row's experts make of some of their columns, weighted and added up in the order in
     /// which the row chose them: `out[r] = sum over j of w(r, j) * (x[r * top_k + j, columns] W^T +
     /// bias)`, with columns `first..first + in`. `x: [rows * top_k, at least first + in]`,
-    /// `weight: num_experts` matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]` (its rows are set),
-    /// which may be one of [`Backend::new_input_buffer`].
+    /// `weight: num_experts` matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]`
+    /// (its rows are set), which may be one of [`Backend::new_input_buffer`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].

@@ -10,8 +10,8 @@ use shared::protocol::{EngineError, SubmitRequest};
 
 use crate::engine::EventSender;
 
-/// How long requests are held for want of a coordinator that serves: more than a lease that ends and
-/// a leader that finishes what runs (`--drain-timeout`) take by default.
+/// How long requests are held for want of a coordinator that serves: more than a lease that ends
+/// and a leader that finishes what runs (`--drain-timeout`) take by default.
 pub(super) const HELD_FOR: Duration = Duration::from_secs(45);
 /// Most requests held.
 const REQUESTS_MAX: usize = 16 << 10;
@@ -26,7 +26,8 @@ pub(super) struct HeldRequest {
     pub(super) arrived: Duration,
     /// Since when it is held.
     pub(super) since: Duration,
-    /// How often it was with a coordinator whose link broke: who is that every time may be the cause.
+    /// How often it was with a coordinator whose link broke: who is that every time may be the
+    /// cause.
     pub(super) lost: u32,
     pub(super) error: EngineError,
 }

@@ -296,8 +296,8 @@ impl ReplicaDriver {
         moved
     }
 
-    /// Goes on with another replica's requests, before its own that wait; behind those with what was
-    /// shared.
+    /// Goes on with another replica's requests, before its own that wait; behind those with what
+    /// was shared.
     pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
         let (shared, older): (Vec<Moved>, Vec<Moved>) =
             moved.into_iter().partition(|moved| moved.handed.is_shared());
