@@ -12,6 +12,8 @@ use shared::metrics::catalogue::{FENCED_FRAMES, RANK_DISAGREEMENTS};
 use shared::protocol::{SequenceOutput, StepPlan, StepResult, StepTimings, ToWorker, WorkerStats};
 use tokio::sync::mpsc;
 
+use crate::rig::sizes;
+
 #[derive(Default)]
 pub(crate) struct Sent {
     pub(crate) plans: Vec<StepPlan>,
@@ -68,15 +70,10 @@ pub(crate) fn operation_of(
     load: Arc<ReplicaLoad>,
 ) -> Operation {
     let config = SchedulerConfig {
-        block_size: 16,
         max_model_len: 64,
-        max_num_seqs: 4,
         max_num_batched_tokens: 64,
         max_queued_requests: 4,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
-        speculation: None,
+        ..sizes()
     };
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);

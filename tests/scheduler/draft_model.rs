@@ -6,24 +6,20 @@ use shared::ids::{Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, SequenceOutput, StepPlan};
 
 use crate::guided::Guidance;
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 use crate::worker::Skill;
 
 fn config() -> SchedulerConfig {
     SchedulerConfig {
-        block_size: 16,
         max_model_len: 600,
         max_num_seqs: 8,
         max_num_batched_tokens: 64,
-        max_queued_requests: 100,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
         speculation: Some(Speculation {
             num_speculative_tokens: 4,
             method: Method::DraftModel,
             disable_by_batch_size: None,
         }),
+        ..sizes()
     }
 }
 

@@ -5,7 +5,7 @@ use shared::sampling::Pooling;
 use shared::wire::codec;
 use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 
 /// What a worker reads of a plan, or of masks.
 pub(crate) fn travels(message: ToWorker) {
@@ -21,15 +21,10 @@ pub(crate) fn travels(message: ToWorker) {
 
 fn long() -> SchedulerConfig {
     SchedulerConfig {
-        block_size: 16,
         max_model_len: 131_072,
         max_num_seqs: 64,
         max_num_batched_tokens: 8192,
-        max_queued_requests: 100,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
-        speculation: None,
+        ..sizes()
     }
 }
 

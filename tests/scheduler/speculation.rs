@@ -17,23 +17,19 @@ use shared::sampling::{Pooling, SamplingParams};
 use tokio::sync::mpsc;
 
 use crate::guided::Guidance;
-use crate::rig::{ClientRequest, Rig};
+use crate::rig::{ClientRequest, Rig, sizes};
 
 fn config() -> SchedulerConfig {
     SchedulerConfig {
-        block_size: 16,
         max_model_len: 400,
         max_num_seqs: 8,
         max_num_batched_tokens: 64,
-        max_queued_requests: 100,
-        max_steps_in_flight: 2,
-        prefix_caching: true,
-        hidden_size: 2,
         speculation: Some(Speculation {
             num_speculative_tokens: 4,
             method: Method::Ngram(Lookup { prompt_lookup_max: 3, prompt_lookup_min: 2 }),
             disable_by_batch_size: None,
         }),
+        ..sizes()
     }
 }
 
