@@ -10,7 +10,7 @@ use shared::metrics::{Merged, Merger, PartialSnapshot, Source, Value};
 
 use coordinator::metrics::exposition::Format;
 
-use crate::observing::{hub, text};
+use crate::rig::{hub, text};
 
 fn worker(index: u32) -> Source {
     Source::Worker(WorkerId(index))

@@ -11,7 +11,7 @@ use shared::metrics::{Merged, RankStats, Source};
 use shared::protocol::StepTimings;
 use testkit::promtool::check_metrics;
 
-use crate::observing::{config, hub, id, ms, text};
+use crate::rig::{config, hub, id, ms, text};
 use crate::scrape::Scrape;
 
 /// A hub in which every series of the catalogue exists.

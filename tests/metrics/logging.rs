@@ -10,7 +10,7 @@ use shared::ids::{Incarnation, ReplicaId};
 use shared::metrics::labels::{FinishedReason, RejectReason};
 use shared::metrics::{Limits, LocalStats, Merged, Merger, Source, catalogue};
 
-use crate::observing::{config, hub, id, ms};
+use crate::rig::{config, hub, id, ms};
 
 const SUMMARY: RequestSummary =
     RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
