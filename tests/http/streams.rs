@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, FinishReason, TAKEN_WITHIN};
 use serde_json::{Value, json};
 use testkit::scrape::Scrape;
+use testkit::wait::{PATIENCE, until};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 
@@ -305,9 +306,8 @@ async fn a_client_that_leaves_cancels_its_request_streaming_or_not() {
         let client = rig.client.clone();
         let body = json!({"prompt": "x", "max_tokens": 50, "stream": stream});
         let task = tokio::spawn(async move { client.open("/v1/completions", &body).await });
-        while rig.seen.lock().unwrap().requests.is_empty() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        let begun = async || !rig.seen.lock().unwrap().requests.is_empty();
+        until("the request is with the engine", begun).await;
         tokio::time::sleep(Duration::from_millis(100)).await;
         task.abort();
         drop(task.await);
@@ -345,9 +345,8 @@ async fn counted(rig: &Rig, status: &str) -> f64 {
 
 /// Waits until only the scrape itself is being answered.
 async fn idle(rig: &Rig) {
-    while sum(rig, "tutti_http_requests_in_flight", &[]).await > 1.0 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
+    let is_idle = async || sum(rig, "tutti_http_requests_in_flight", &[]).await <= 1.0;
+    until("no other request is being answered", is_idle).await;
 }
 
 #[tokio::test]
@@ -426,7 +425,9 @@ async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is
     let waiting = || rig.seen.lock().unwrap().events.first().map_or(0, EventSender::waiting);
     // The buffers are full when nothing changes for a while.
     let (mut last, mut same) = (usize::MAX, 0);
+    let began = Instant::now();
     while same < 10 {
+        assert!(began.elapsed() < PATIENCE, "the buffers never fill: {last} events wait");
         tokio::time::sleep(Duration::from_millis(200)).await;
         let now = waiting();
         same = if now == last && now > 0 { same + 1 } else { 0 };
