@@ -175,6 +175,13 @@ impl CudaBackend {
         self.step.num_graphs()
     }
 
+    /// Why decode steps are no graphs for good, or their kernels do not begin before those before
+    /// them are complete, if either failed: steps are right all the same, and slower.
+    #[must_use]
+    pub fn given_up(&self) -> Option<&str> {
+        self.step.given_up()
+    }
+
     /// Whether decode steps become graphs from now on, and kernels begin before those before them
     /// are complete, as far as the options and the GPU allow: for measuring what each is worth.
     pub fn set_modes(&mut self, graphs: bool, overlap: bool) {

@@ -53,6 +53,17 @@ fn bf16(words: &[u32], element: usize) -> f64 {
 }
 
 impl CudaBackend {
+    /// Which cuBLASLt makes products of many rows.
+    ///
+    /// # Errors
+    /// Why there is none: such products are right without it, and slow.
+    pub fn library_of_products(&self) -> Result<String, String> {
+        match &self.device.matmul {
+            Ok(matmul) => Ok(format!("version {}", matmul.version())),
+            Err(error) => Err(error.to_string()),
+        }
+    }
+
     /// Multiplies `rows` random rows by a random matrix `[n, k]`, both ways.
     ///
     /// # Errors

@@ -57,9 +57,18 @@ const DRIVER: &[Known] = &[
     (702, "CUDA_ERROR_LAUNCH_TIMEOUT", "a kernel ran too long for a GPU with a display"),
     (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "the context is gone"),
     (710, "CUDA_ERROR_ASSERT", "a kernel's own check failed"),
+    (714, "CUDA_ERROR_HARDWARE_STACK_ERROR", "a kernel's call stack is broken"),
     (715, "CUDA_ERROR_ILLEGAL_INSTRUCTION", "a kernel is broken for this GPU"),
     (716, "CUDA_ERROR_MISALIGNED_ADDRESS", "a kernel was given a misaligned address"),
+    (717, "CUDA_ERROR_INVALID_ADDRESS_SPACE", "a kernel used an address of another kind of memory"),
+    (718, "CUDA_ERROR_INVALID_PC", "a kernel jumped out of its program"),
     (719, "CUDA_ERROR_LAUNCH_FAILED", "a kernel failed"),
+    (
+        720,
+        "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
+        "a cooperative kernel wants more blocks than the GPU runs at once",
+    ),
+    (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "a kernel ended without freeing its tensor memory"),
     (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver cannot do it"),
     (802, "CUDA_ERROR_SYSTEM_NOT_READY", "the driver's services (fabric manager) are not running"),
     (

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
 use cudarc::{cublaslt, driver};
-use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 /// A library that was looked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -214,7 +214,8 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
 }
 
 /// Loads the library from `folder`, if it is there, so that later look-ups by bare name find it:
-/// the loader knows it by its SONAME then. False where the folder has none.
+/// the loader knows it by its SONAME then. Its symbols stay its own: where a look-up by another
+/// name finds another copy, the two must not be mixed. False where the folder has none.
 fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
     for file in library.files() {
         let path = folder.join(file);
@@ -222,7 +223,7 @@ fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
             continue;
         }
         // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
-        let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) };
+        let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
         let loaded = loaded.map_err(|error| format!("{}: {}", path.display(), reason(&error)))?;
         // Stays for the life of the process.
         let _ = loaded.into_raw();

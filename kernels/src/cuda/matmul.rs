@@ -104,6 +104,8 @@ pub(super) struct Matmul {
     workspace: DeviceMemory,
     /// None where the library has no algorithm.
     plans: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
+    /// Of products that their bucket's plan is refused for: by exact numbers of rows.
+    refits: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
     /// How long the GPU has been measured, all in all.
     measured: Duration,
     version: usize,
@@ -131,9 +133,9 @@ impl Matmul {
         check(unsafe { sys::cublasLtCreate(&raw mut handle) }, "start cuBLASLt")?;
         // SAFETY: the library is loaded.
         let version = unsafe { sys::cublasLtGetVersion() };
-        let plans = HashMap::new();
+        let (plans, refits) = (HashMap::new(), HashMap::new());
         let measured = Duration::ZERO;
-        Ok(Self { handle, workspace, plans, measured, version, context: context.clone() })
+        Ok(Self { handle, workspace, plans, refits, measured, version, context: context.clone() })
     }
 
     /// Its version, as 130000.
@@ -159,7 +161,8 @@ impl Matmul {
         out: DevicePtr,
     ) -> Result<bool, KernelError> {
         let key = product.key([x, w, out]);
-        let planned = self.plans.get(&key);
+        let exact = Key { product: *product, ..key };
+        let planned = self.refits.get(&exact).or_else(|| self.plans.get(&key));
         if let Some(None) = planned {
             return Ok(false);
         }
@@ -170,11 +173,18 @@ impl Matmul {
                 return Ok(true);
             }
         }
+        // The library may refuse to choose while the stream captures (13.3 does, with an internal
+        // error). What is captured has run before, so only shapes beyond `PLANS_MAX` come here.
+        if stream.captures() {
+            return Ok(false);
+        }
         // No plan yet, or one that these rows are too few for: that stays, for the others.
-        let is_kept = planned.is_none() && self.plans.len() < PLANS_MAX;
+        let is_refit = planned.is_some();
+        let kept = if is_refit { self.refits.len() } else { self.plans.len() };
+        let is_kept = kept < PLANS_MAX;
         let named = self.choose(&shape, key.alignment)?;
         // One that is not kept is not measured either: it would be another the next time.
-        let measures = is_kept && !stream.captures() && self.measured < MEASURING_MOST;
+        let measures = is_kept && self.measured < MEASURING_MOST;
         let mut quickest = None;
         if measures && named.len() > 1 {
             // SAFETY: this function's contract.
@@ -188,7 +198,9 @@ impl Matmul {
                 break;
             }
         }
-        if is_kept {
+        if is_kept && is_refit {
+            self.refits.insert(exact, chosen);
+        } else if is_kept {
             self.plans.insert(key, chosen);
         }
         Ok(chosen.is_some())

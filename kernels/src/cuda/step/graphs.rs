@@ -89,6 +89,11 @@ impl Step {
         self.graphs_rest = not;
     }
 
+    /// Why steps are no graphs for good, or their kernels do not begin early, if something failed.
+    pub(in crate::cuda) fn given_up(&self) -> Option<&str> {
+        self.graphs_off.as_deref().or(self.overlap_off.as_deref())
+    }
+
     /// For people: how many graphs there are, or why there are none.
     pub(in crate::cuda) fn graphs_text(&self) -> String {
         match self.graphs_off.as_deref().or(self.graphs_rest) {
