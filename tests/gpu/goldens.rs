@@ -18,7 +18,7 @@ use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
 
-use crate::{Options, Step};
+use crate::{Options, Step, graphs_made};
 
 const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
@@ -274,8 +274,8 @@ fn whole(
         worst = worst.max(error);
         compared += tokens;
     }
-    let made = engine.backend().num_graphs();
-    Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
+    let made = if graphs { graphs_made(engine.backend())? } else { "no graphs".to_owned() };
+    Ok(format!("{compared} tokens, worst error {worst:.1e}, {made}"))
 }
 
 pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {

@@ -36,11 +36,25 @@ pub(crate) fn print(options: &Options) -> ExitCode {
     }
     let products = found.cublas_lt.as_ref().map_or_else(String::as_str, |()| "found");
     println!("cuBLASLt: {products}; NCCL: {}", found.nccl_text());
+    for file in loaded() {
+        println!("loaded: {file}");
+    }
     for line in management_tool() {
         println!("nvidia-smi: {line}");
     }
     println!("{GPU}{ordinal}");
     ExitCode::SUCCESS
+}
+
+/// Files of NVIDIA's libraries that this process really uses: hosts have several of some.
+fn loaded() -> Vec<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    let names = ["/libcuda.so", "/libcublasLt.so", "/libnccl.so", "/libnvidia-ml.so"];
+    let files = maps.lines().filter_map(|line| line.find('/').map(|at| line[at..].to_owned()));
+    let mut files: Vec<String> =
+        files.filter(|file| names.iter().any(|name| file.contains(name))).collect();
+    files.dedup();
+    files
 }
 
 /// What this program was built of, where `tests/gpu/run --build` built it.

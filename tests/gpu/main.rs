@@ -42,6 +42,7 @@ mod values;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use kernels::KernelError;
 use kernels::collective::single_rank;
@@ -193,7 +194,10 @@ impl Options {
     }
 
     fn cuda(&self, ordinal: u32) -> CudaOptions {
+        // Less than the supervisor gives a step, so that a kernel that hangs is told as that.
+        let patience = Duration::from_secs(if self.quick { 60 } else { 15 });
         CudaOptions {
+            patience,
             overlap: self.overlap,
             thresholds: self.thresholds,
             measured_most: self.measured_most,
@@ -211,6 +215,20 @@ impl Options {
     }
 }
 
+/// How many graphs steps became. A backend that fails to capture a step goes on without graphs, or
+/// without overlap, and its results are right: a check that does not look here passes and has
+/// checked something else.
+///
+/// # Errors
+/// Why there are none, or why their kernels do not overlap.
+fn graphs_made(backend: &CudaBackend) -> Result<String, String> {
+    match (backend.given_up(), backend.num_graphs()) {
+        (Some(reason), _) => Err(format!("given up: {reason}")),
+        (None, 0) => Err("no step became a graph".to_owned()),
+        (None, made) => Ok(format!("{made} graphs")),
+    }
+}
+
 /// The lines of a part so far: told to the supervisor as soon as each is known.
 #[derive(Debug, Default)]
 struct Table {
@@ -219,13 +237,23 @@ struct Table {
     is_broken: bool,
 }
 
-/// How errors name what leaves a context of no use: an address out of bounds or misaligned, a
-/// kernel that failed, an instruction that is none.
-const BROKEN: [&str; 4] = [
+/// How errors name a GPU that is waited for in vain.
+const HANGS: &str = "it hangs";
+/// Names of the errors that leave a context unusable: every later call in it fails with the same.
+const BROKEN: [&str; 13] = [
+    HANGS,
+    "CUDA_ERROR_ECC_UNCORRECTABLE",
     "CUDA_ERROR_ILLEGAL_ADDRESS",
-    "CUDA_ERROR_MISALIGNED_ADDRESS",
-    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR",
     "CUDA_ERROR_ILLEGAL_INSTRUCTION",
+    "CUDA_ERROR_MISALIGNED_ADDRESS",
+    "CUDA_ERROR_INVALID_ADDRESS_SPACE",
+    "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_LAUNCH_FAILED",
+    "CUDA_ERROR_TENSOR_MEMORY_LEAK",
+    "CUDA_ERROR_UNKNOWN",
 ];
 
 /// Marks of what a part tells its supervisor; whatever else it prints is passed on as it is.

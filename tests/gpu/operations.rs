@@ -10,7 +10,7 @@ use kernels::{Backend, KernelError, ReferenceBackend};
 use shared::protocol::Quantization;
 
 use crate::sampling::Sample;
-use crate::{Options, Step, Table};
+use crate::{HANGS, Options, Step, Table};
 use crate::{adapters, attention, experts, int4};
 
 /// Relative error of one rounding to bf16, and some.
@@ -218,6 +218,11 @@ fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table)
         };
         let first = checked.get().and_then(|cuda| case.run(cuda)).map_err(words).and_then(judge);
         let Err(fault) = first else { return first };
+        if fault.contains(HANGS) {
+            // Whatever else is asked of this GPU waits behind that kernel.
+            let name = case.name();
+            return Err(format!("{fault}; alone, without overlap: --no-overlap --step '{name}'"));
+        }
         // Kernels that begin early are the first thing to suspect.
         let plain = Options { overlap: false, ..checked.options.clone() };
         let second = plain.backend(checked.ordinal, false);
@@ -403,7 +408,12 @@ impl Case for Head {
 /// One step for each case.
 pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let checked = Rc::new(RefCell::new(Checked { options, ordinal, backend: None }));
-    let mut cases = Cases { checked, steps: Vec::new() };
+    let library = Step::new("cuBLASLt", move |table| {
+        let found = options.backend(ordinal, false).map_err(|error| error.to_string());
+        let found = found.and_then(|backend| backend.library_of_products());
+        table.add("cuBLASLt", found);
+    });
+    let mut cases = Cases { checked, steps: vec![library] };
     cases.all(options.quick);
     cases.steps
 }

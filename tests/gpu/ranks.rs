@@ -112,6 +112,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         sliding_window: None,
     };
     let sum = |i: usize| (0..ranks).map(|rank| value(rank, i)).sum::<f32>();
+    let wrong = |message: String| KernelError::Shape { op: "exchange", message };
     for _ in 0..3 {
         backend.write_buffer(&mut data, &own)?;
         backend.write_buffer(&mut local, &logits)?;
@@ -132,7 +133,6 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
         backend.gather_logits(&local, &mut full)?;
         backend.end_step()?;
         let (sums, rows_of_all) = (backend.read_buffer(&data)?, backend.read_buffer(&full)?);
-        let wrong = |message: String| KernelError::Shape { op: "exchange", message };
         if let Some(i) = (0..rows * width).find(|i| sums[*i] != sum(*i)) {
             return Err(wrong(format!("sum {i} is {}, not {}", sums[i], sum(i))));
         }
@@ -144,7 +144,13 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
             }
         }
     }
+    not_given_up(backend).map_err(wrong)?;
     Ok(format!("{} graphs", backend.num_graphs()))
+}
+
+/// That no step failed to be captured: without graphs results are right too.
+fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
+    backend.given_up().map_or(Ok(()), |reason| Err(format!("given up: {reason}")))
 }
 
 /// How long sums of several sizes take, one after the other and not waited for in between. Nothing
@@ -265,6 +271,7 @@ fn golden(
         worst = worst.max(error);
         compared += tokens;
     }
+    not_given_up(engine.backend())?;
     let made = engine.backend().num_graphs();
     Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
 }

@@ -16,7 +16,7 @@ use worker::model::size;
 use crate::driver::Driver;
 use crate::kernels_speed::{attention, matrices, products};
 use crate::shapes::{SHAPES, Shape, TINY};
-use crate::{Options, Step, Table, mixed, values};
+use crate::{Options, Step, Table, graphs_made, mixed, values};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
 /// Of the cache as shared memory, in per cent: three blocks of decode attention, which ask for the
@@ -94,6 +94,8 @@ fn cases(
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy);
+        // Figures of another mode would be taken for those of graphs.
+        let step = step.and_then(|step| graphs_made(driver.engine.backend()).map(|_| step));
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
         let read = shape.read_bytes(weights, batch) + cached;
         let words = |step: &f64| {

@@ -4,7 +4,7 @@ use shared::sampling::SamplingParams;
 
 use crate::driver::{Driver, Plans};
 use crate::speed::{BLOCK_SIZE, Sizes};
-use crate::{Options, Table};
+use crate::{Options, Table, graphs_made};
 
 /// Tokens that are decoded, and those of a prompt before.
 const TOKENS: u32 = 32;
@@ -12,6 +12,11 @@ const PROMPT: u32 = 100;
 /// Rows up to which a step makes the same sums whatever way it is launched; with more, the
 /// library's product of what a graph has room for may be another than that of the rows there are.
 const SAME: u32 = 32;
+
+/// Rows of products. The library's algorithm is chosen at the first count of a bucket and used for
+/// all of it: so there are buckets met first at their most rows and then at fewer, and one met the
+/// other way round.
+const ROWS: [usize; 15] = [1, 8, 16, 32, 40, 33, 64, 128, 65, 130, 192, 256, 200, 1024, 777];
 
 /// Ways to launch a step: as a graph, and with kernels that begin before those before them are
 /// complete.
@@ -70,7 +75,12 @@ pub(crate) fn decodes_alike(
             let mut all = Vec::new();
             for (way, graphs, overlap) in WAYS {
                 driver.engine.backend().set_modes(graphs, overlap);
-                all.push((way, tokens(driver, rows, &sampling, sizes)));
+                let mut drawn = tokens(driver, rows, &sampling, sizes);
+                if graphs {
+                    let made = graphs_made(driver.engine.backend());
+                    drawn = drawn.and_then(|drawn| made.map(|_| drawn));
+                }
+                all.push((way, drawn));
             }
             driver.engine.backend().set_modes(true, true);
             let mut found = Vec::new();
@@ -111,7 +121,7 @@ pub(crate) fn products_agree(
     matrices: &[(&str, usize, usize)],
     table: &mut Table,
 ) {
-    let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 64, 200] };
+    let all: &[usize] = if options.quick { &[1, 9] } else { &ROWS };
     let mut backend = match options.backend(ordinal, true) {
         Ok(backend) => backend,
         Err(error) => return table.add("values of products", Err(error.to_string())),
