@@ -1,11 +1,15 @@
 //! All the ways in which a group can end.
 use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kernels::CollectiveError;
-use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
+use kernels::collective::{
+    SharedMemoryOptions, TcpOptions, shared_memory, shared_memory_bytes, single_rank, tcp,
+};
 
 use crate::groups::{KINDS, Kind, run, unique_name};
 
@@ -98,6 +102,22 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
         let error = shared_memory(&SharedMemoryOptions { rank, ..patient.clone() }, &|| true);
         assert!(matches!(error, Err(CollectiveError::Aborted)));
     }
+    // While a rank waits, its object has its memory: it is not promised to others, too.
+    let waiting = SharedMemoryOptions { name: unique_name(), ..patient };
+    let is_over = AtomicBool::new(false);
+    let held = std::thread::scope(|scope| {
+        scope.spawn(|| shared_memory(&waiting, &|| is_over.load(Ordering::Relaxed)).map(|_| ()));
+        let path = format!("/dev/shm/{}", waiting.name);
+        let held = || std::fs::metadata(&path).map_or(0, |data| data.blocks() * 512);
+        let began = Instant::now();
+        while held() < shared_memory_bytes(2) as u64 && began.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let held = held();
+        is_over.store(true, Ordering::Relaxed);
+        held
+    });
+    assert!(held >= shared_memory_bytes(2) as u64, "{held} bytes");
     let late = SharedMemoryOptions { rank: 1, ..lonely };
     assert!(
         shared_memory(&late, &|| false).unwrap_err().to_string().contains("rank 0 did not create")
