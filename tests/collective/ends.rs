@@ -183,6 +183,26 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
 }
 
 #[test]
+fn a_root_without_room_ends_the_group() {
+    for kind in KINDS {
+        let errors = run(kind, 2, Duration::from_secs(60), |rank, mut collective| {
+            if rank == 1 {
+                // Its part of the gathering may be done before the root fails; not the barrier.
+                let gathered = collective.gather(&[1.0; 4], &mut [], 0);
+                return gathered.and_then(|()| collective.barrier()).unwrap_err();
+            }
+            let error = collective.gather(&[1.0; 4], &mut [0.0; 7], 0).unwrap_err();
+            assert_eq!(error.to_string().matches("room for 7 elements, 8 are").count(), 1);
+            // The root stays, as a rank whose next operation is far away.
+            std::thread::sleep(Duration::from_millis(500));
+            error
+        });
+        let gone = matches!(errors[1], CollectiveError::Aborted | CollectiveError::LinkLost { .. });
+        assert!(gone, "{kind:?}: {:?}", errors[1]);
+    }
+}
+
+#[test]
 fn one_rank_alone_can_be_aborted_too() {
     let mut alone = single_rank();
     let mut values = [1.5, -0.0];
