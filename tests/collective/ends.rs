@@ -183,6 +183,89 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
 }
 
 #[test]
+fn tcp_strangers_do_not_hold_a_rank_beyond_its_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let absent = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let ranks = [listener.local_addr().unwrap(), absent];
+    let is_over = AtomicBool::new(false);
+    let mut stranger = TcpStream::connect(ranks[0]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // A greeting as it should be, and 16 s long.
+            let greeting =
+                [*b"TUTICOL1", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 1u64.to_le_bytes()].concat();
+            for byte in greeting {
+                if is_over.load(Ordering::Relaxed) || stranger.write_all(&[byte]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(500));
+            }
+        });
+        let began = Instant::now();
+        let (rank, timeout) = (0, Duration::from_millis(1500));
+        let options = TcpOptions { listener: &listener, ranks: &ranks, rank, token: 1, timeout };
+        let error = tcp(&options, &|| false).unwrap_err().to_string();
+        assert!(error.contains("rank 1: did not connect within 1.5s"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn tcp_ranks_meet_however_many_strangers_say_nothing() {
+    let listeners: Vec<TcpListener> =
+        (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
+    // They are there before the ranks are, and others come meanwhile.
+    let mut strangers: Vec<TcpStream> =
+        (0..40).map(|_| TcpStream::connect(ranks[0]).unwrap()).collect();
+    let is_over = AtomicBool::new(false);
+    let meet = |rank: u32| {
+        let (listener, timeout) = (&listeners[rank as usize], Duration::from_secs(60));
+        let options = TcpOptions { listener, ranks: &ranks, rank, token: 3, timeout };
+        tcp(&options, &|| false).unwrap().barrier()
+    };
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                strangers.extend(TcpStream::connect(ranks[0]));
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        let other = scope.spawn(|| meet(1));
+        let met = (meet(0), other.join().unwrap());
+        is_over.store(true, Ordering::Relaxed);
+        assert!(matches!(met, (Ok(()), Ok(()))), "{met:?}");
+    });
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+}
+
+#[test]
+fn tcp_ranks_find_each_other_behind_an_earlier_formation() {
+    let listeners: Vec<TcpListener> =
+        (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
+    let is_old = AtomicBool::new(true);
+    let meet = |rank: u32, token: u64, is_given_up: &dyn Fn() -> bool| {
+        let (listener, timeout) = (&listeners[rank as usize], Duration::from_secs(20));
+        tcp(&TcpOptions { listener, ranks: &ranks, rank, token, timeout }, is_given_up)
+    };
+    std::thread::scope(|scope| {
+        // Rank 1 is in the next formation already, and dials rank 0, which is in this one.
+        scope.spawn(|| {
+            let old = meet(0, 6, &|| !is_old.load(Ordering::Relaxed));
+            assert!(matches!(old, Err(CollectiveError::Aborted)));
+            meet(0, 7, &|| false).unwrap().barrier().unwrap();
+        });
+        let early = scope.spawn(|| meet(1, 7, &|| false).unwrap().barrier().unwrap());
+        std::thread::sleep(Duration::from_millis(300));
+        is_old.store(false, Ordering::Relaxed);
+        early.join().unwrap();
+    });
+}
+
+#[test]
 fn a_root_without_room_ends_the_group() {
     for kind in KINDS {
         let errors = run(kind, 2, Duration::from_secs(60), |rank, mut collective| {
