@@ -169,7 +169,8 @@ fn what_does_not_fit_is_an_error() {
         assert!(matches!(result, Err(KernelError::Shape { .. })), "{result:?}");
     };
     let mut routes = backend.new_routes(2, ROUTING).unwrap();
-    refused(backend.assign(&[0, 3], &mut routes));
+    let error = backend.assign(&[0, 3], &mut routes).unwrap_err().to_string();
+    assert_eq!(error, "assign: expert 3 of 3 is named");
     refused(backend.assign(&[0, 1, 2], &mut routes));
     let mut pairs = backend.new_routes(2, Routing { top_k: 2, ..ROUTING }).unwrap();
     refused(backend.assign(&[0], &mut pairs));

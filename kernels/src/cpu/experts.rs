@@ -8,7 +8,7 @@ use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
 use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
-use crate::check::ensure;
+use crate::check::{ensure, shape_error};
 use crate::error::KernelError;
 
 mod router;
@@ -66,7 +66,9 @@ impl CpuRoutes {
         ensure!(op, rows <= self.rows_max, "{rows} rows, room is for {}", self.rows_max);
         let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
         let missing = experts.iter().find(|expert| !is_there(**expert));
-        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+        if let Some(missing) = missing {
+            return Err(shape_error(op, format!("expert {missing} of {num_experts} is named")));
+        }
         self.rows = rows;
         self.experts[..rows].copy_from_slice(experts);
         self.weights[..rows].fill(1.0);

@@ -9,7 +9,7 @@ use super::products::bias_fits;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
-use crate::check::ensure;
+use crate::check::{ensure, shape_error};
 use crate::error::KernelError;
 
 /// Bytes of a `TuttiExpertTile`.
@@ -184,7 +184,9 @@ impl CudaBackend {
         ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
         let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
         let missing = experts.iter().find(|expert| !is_there(**expert));
-        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+        if let Some(missing) = missing {
+            return Err(shape_error(op, format!("expert {missing} of {num_experts} is named")));
+        }
         let staged = self.step.adapters(experts);
         ensure!(
             op,
