@@ -393,10 +393,13 @@ impl Backend for CpuBackend {
     fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
         let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
         ensure!("add", shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
-        for (sum, other) in sum.values_mut().iter_mut().zip(other.values()) {
-            *sum += other;
-        }
-        Ok(())
+        let (isa, len, other) = (self.isa, sum.values().len(), other.values());
+        let sum = Disjoint::new(sum.values_mut());
+        self.pool.run_ranges(len, GRAIN, &|range, _| {
+            // SAFETY: every element belongs to one task.
+            let sum = unsafe { sum.slice(range.start, range.len()) };
+            elementwise::add(isa, sum, &other[range]);
+        })
     }
 
     fn gate_up(

@@ -171,21 +171,21 @@ impl CpuBackend {
         let Self { isa, pool, wide, .. } = self;
         let logits = wide.get(rows * num_experts)?;
         router::multiply(*isa, pool, rows, &|i| x.row(i), router.panels(), logits)?;
+        let logits = Disjoint::new(logits);
         let experts = Disjoint::new(&mut routes.experts);
         let weights = Disjoint::new(&mut routes.weights);
-        if let Some(bias) = bias {
-            for logits in logits.chunks_exact_mut(num_experts) {
-                logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
-            }
-        }
-        let logits = &*logits;
         pool.run_ranges(rows, (GRAIN / (num_experts * top_k)).max(1), &|range, _| {
             for row in range {
                 // SAFETY: every row belongs to one task.
                 let experts = unsafe { experts.slice(row * top_k, top_k) };
                 // SAFETY: as above.
                 let weights = unsafe { weights.slice(row * top_k, top_k) };
-                choose(&logits[row * num_experts..][..num_experts], normalise, experts, weights);
+                // SAFETY: as above.
+                let logits = unsafe { logits.slice(row * num_experts, num_experts) };
+                if let Some(bias) = bias {
+                    logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
+                }
+                choose(logits, normalise, experts, weights);
             }
         })
     }
