@@ -3,7 +3,7 @@
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
 //! finds each array of a bucket's steps at the same place. Of block tables what is used is copied,
 //! of all else what there is room for.
-use super::parts::{self, SPLITS_MAX, Windows, least_split};
+use super::parts::{self, SPLITS_MAX, Splits, Windows, least_split};
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
 use crate::sampling::SampleRow;
@@ -199,7 +199,8 @@ impl Layout {
             && sizes.samples <= own.samples
     }
 
-    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit.
+    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit; `found` is
+    /// scratch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -210,6 +211,7 @@ impl Layout {
         batch: &Batch<'_>,
         cut: Cut,
         samples: &[u32],
+        found: &mut Vec<(u32, Splits)>,
     ) -> Result<(), KernelError> {
         let sizes = sizes(ids.len(), batch, cut, samples.len());
         if !self.holds(&sizes) || block.len() < self.words(batch.block_tables.len()) {
@@ -219,12 +221,12 @@ impl Layout {
         block[self.ids..][..ids.len()].copy_from_slice(ids);
         block[self.positions..][..batch.positions.len()].copy_from_slice(batch.positions);
         block[self.slots..][..batch.slots.len()].copy_from_slice(batch.slots);
-        let (mut tiles, mut items) = (0, Vec::new());
+        let (mut tiles, mut items) = (0, 0);
         for (index, seq) in batch.seqs.iter().enumerate() {
             block[self.seqs + index * SEQ..][..SEQ].copy_from_slice(&seq_words(seq));
             if cut.is_item(seq) {
-                block[self.items + items.len()] = index as u32;
-                items.push((index as u32, seq));
+                block[self.items + items] = index as u32;
+                items += 1;
                 continue;
             }
             // The last tiles see the most tokens: they begin first.
@@ -237,12 +239,13 @@ impl Layout {
         let most = sizes.parts / cut.windows.count().max(1);
         for (place, window) in cut.windows.iter().enumerate() {
             let list = &mut block[self.parts_of(place, cut.windows)..][..most];
-            let number = parts::fill(list, &items, window, least_split(items.len()));
+            let own = (0u32..).zip(batch.seqs).filter(|(_, seq)| cut.is_item(seq));
+            let number = parts::fill(list, own, window, least_split(items), found);
             block[live::PARTS + place] = number as u32;
         }
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
         block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
-        let (rows, items) = (batch.positions.len().max(ids.len()), items.len());
+        let rows = batch.positions.len().max(ids.len());
         let counts = [rows, tiles, items, samples.len(), batch.seqs.len()];
         for (word, count) in block.iter_mut().zip(counts) {
             *word = count as u32;
@@ -434,7 +437,7 @@ mod tests {
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
-        layout.fill(&mut block, &rows, &batch, cut, &[0, 72]).unwrap();
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 72], &mut Vec::new()).unwrap();
         assert_eq!(block[..6], [73, 5, 1, 2, 3, 1]);
         assert_eq!(block[layout.parts], 0);
         assert_eq!(block[layout.items], 0);
@@ -443,7 +446,7 @@ mod tests {
         assert_eq!(block[layout.tables..], [7, 8, 9]);
         assert_eq!(block[layout.sample_rows..][..2], [0, 72]);
         let small = Layout::new(Capacity { tiles: 4, ..sizes });
-        assert!(small.fill(&mut block, &rows, &batch, cut, &[0, 72]).is_err());
+        assert!(small.fill(&mut block, &rows, &batch, cut, &[0, 72], &mut Vec::new()).is_err());
     }
 
     #[test]
@@ -456,7 +459,7 @@ mod tests {
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
-        layout.fill(&mut block, &rows, &batch, cut, &[0, 71]).unwrap();
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 71], &mut Vec::new()).unwrap();
         assert_eq!(block[..6], [72, 6, 0, 2, 3, 0]);
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.

@@ -11,7 +11,7 @@ use super::batch::{Capacity, Layout, SampleLists, sizes};
 use super::bucket::{Stage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
-use super::parts::Windows;
+use super::parts::{Splits, Windows};
 use super::stream::{Event, Stream};
 use crate::backend::{Batch, StepInputs};
 use crate::error::KernelError;
@@ -106,6 +106,8 @@ pub(super) struct Step {
     staging: Vec<(Pinned<u32>, Event)>,
     next: usize,
     pub(super) lists: SampleLists,
+    /// Scratch: how sequences are split.
+    found: Vec<(u32, Splits)>,
 }
 
 impl Step {
@@ -135,6 +137,7 @@ impl Step {
             staging: Vec::new(),
             next: 0,
             lists: SampleLists::default(),
+            found: Vec::new(),
         }
     }
 

@@ -51,7 +51,7 @@ impl Step {
         // The one before the last has long travelled.
         travelled.wait(UPLOAD_PATIENCE)?;
         let staged = &mut pinned.as_mut_slice()[..words];
-        layout.fill(staged, ids, batch, cut, samples)?;
+        layout.fill(staged, ids, batch, cut, samples, &mut self.found)?;
         if places_rows {
             let params = &self.lists.params;
             staged[layout.params..][..params.len()].copy_from_slice(params);
