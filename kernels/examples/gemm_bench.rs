@@ -6,8 +6,9 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
+    AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Isa, Precision};

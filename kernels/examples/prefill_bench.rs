@@ -8,9 +8,9 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionShape, Backend, Batch, DType, HostMatrix, KvShape, QkvWeights, RopeTable,
-    SeqRows,
+    Activation, AttentionShape, Batch, DType, HostMatrix, KvShape, QkvWeights, RopeTable, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuMatrix, CpuVector, Precision};

@@ -1,9 +1,10 @@
 //! The operations behind LoRA adapters on CPUs: rows assigned to matrices from outside, and results
 //! added to fused products. Each must give the same bits as the operation that it replaces.
 use kernels::KernelError;
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionShape, Backend, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights,
-    RopeTable, Routing, SeqRows,
+    Activation, AttentionShape, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights, RopeTable,
+    Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{Isa, Precision};

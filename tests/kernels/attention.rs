@@ -1,6 +1,7 @@
 //! qkv_rope_write and paged_attention against a naive attention over unpaged K and V in f64.
 use kernels::KernelError;
-use kernels::backend::{AttentionShape, Backend, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
+use kernels::backend::prelude::*;
+use kernels::backend::{AttentionShape, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
 use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa, Precision};
 
 use crate::support::{

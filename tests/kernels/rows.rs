@@ -1,6 +1,7 @@
 //! add_rmsnorm and add_normed_rmsnorm against naive versions.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer};
+use kernels::backend::Buffer;
+use kernels::backend::prelude::*;
 
 use crate::support::{Random, assert_close, backend, bits, buffer, isas, poisoned};
 

@@ -1,14 +1,41 @@
-//! Attention of a step: its rows cut into tasks, which threads take head by head.
+//! Attention of a step: its rows cut into tasks, which threads take head by head; and the cache
+//! that it reads.
 use super::attention::{self, Attention};
+use super::gemm::{self, Output};
 use super::memory::Disjoint;
-use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuVector, GRAIN, check};
-use crate::backend::{AttentionShape, Batch, Buffer};
+use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN, check, kv, qkv};
+use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
 use crate::error::KernelError;
 
-impl CpuBackend {
-    /// [`crate::Backend::paged_attention`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn attend(
+impl AttentionOps for CpuBackend {
+    fn qkv_rope_write(
+        &mut self,
+        x: &CpuBuffer,
+        weights: &QkvWeights<CpuMatrix, CpuVector>,
+        addend: Option<&CpuBuffer>,
+        rope: &RopeTable<CpuVector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut CpuKvCache,
+        layer: usize,
+        q_out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
+        check::addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
+        q_out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, wide, .. } = self;
+        let width = weights.weight.rows();
+        let projected = wide.get(x.rows() * width)?;
+        let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
+        let out = Output { data: Disjoint::new(projected), stride: width, first_row: 0, column: 0 };
+        let bias = weights.bias.as_deref();
+        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
+        qkv::Heads { isa: *isa, projected, addend, weights, rope, shape, batch, layer }
+            .finish(pool, cache, q_out)
+    }
+
+    fn paged_attention(
         &mut self,
         q: &CpuBuffer,
         sinks: Option<&CpuVector>,
@@ -53,5 +80,27 @@ impl CpuBackend {
                 attention.tile(tiles[tile], kv_head, scratch);
             }
         })
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        crate::check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
+        kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        crate::check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
+        kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }
 }

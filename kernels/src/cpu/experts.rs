@@ -7,7 +7,7 @@ use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
-use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
+use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
 use crate::check::{ensure, shape_error};
 use crate::error::KernelError;
 
@@ -152,8 +152,12 @@ fn stack(
     Ok(())
 }
 
-impl CpuBackend {
-    pub(super) fn choose_experts(
+impl ExpertOps for CpuBackend {
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CpuRoutes, KernelError> {
+        CpuRoutes::new(rows_max, routing)
+    }
+
+    fn route(
         &mut self,
         x: &CpuBuffer,
         router: &CpuMatrix,
@@ -190,10 +194,15 @@ impl CpuBackend {
         })
     }
 
-    pub(super) fn experts_inner(
+    fn assign(&mut self, experts: &[u32], routes: &mut CpuRoutes) -> Result<(), KernelError> {
+        routes.assign(experts)
+    }
+
+    fn experts_gate_up(
         &mut self,
         x: &CpuBuffer,
-        (weight, bias): (&CpuStack, Option<&CpuVector>),
+        weight: &CpuStack,
+        bias: Option<&CpuVector>,
         activation: ExpertActivation,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
@@ -236,11 +245,12 @@ impl CpuBackend {
         Ok(())
     }
 
-    pub(super) fn experts_outer(
+    fn experts_down(
         &mut self,
         x: &CpuBuffer,
         first_column: usize,
-        (weight, bias): (&CpuStack, Option<&CpuVector>),
+        weight: &CpuStack,
+        bias: Option<&CpuVector>,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {

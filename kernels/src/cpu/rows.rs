@@ -1,15 +1,12 @@
-//! Rows in parallel: embedding, sums and norms, what each row of logits gives.
+//! Rows in parallel: embedding, sums and norms.
 use super::memory::Disjoint;
-use super::sample::Sampler;
 use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
-use crate::backend::Buffer;
+use crate::backend::{Buffer as _, RowOps};
 use crate::check::ensure;
 use crate::error::KernelError;
-use crate::sampling::Sampled;
 
-impl CpuBackend {
-    /// [`crate::Backend::embed`].
-    pub(super) fn embed_rows(
+impl RowOps for CpuBackend {
+    fn embed(
         &mut self,
         table: &CpuMatrix,
         ids: &[u32],
@@ -37,8 +34,7 @@ impl CpuBackend {
         })
     }
 
-    /// [`crate::Backend::add_rmsnorm`].
-    pub(super) fn add_norm(
+    fn add_rmsnorm(
         &mut self,
         residual: &mut CpuBuffer,
         delta: Option<&CpuBuffer>,
@@ -62,8 +58,7 @@ impl CpuBackend {
         })
     }
 
-    /// [`crate::Backend::add_normed_rmsnorm`].
-    pub(super) fn add_normed_norm(
+    fn add_normed_rmsnorm(
         &mut self,
         residual: &mut CpuBuffer,
         delta: &CpuBuffer,
@@ -88,6 +83,20 @@ impl CpuBackend {
         })
     }
 
+    fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
+        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
+        ensure!("add", shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        let (isa, len, other) = (self.isa, sum.values().len(), other.values());
+        let sum = Disjoint::new(sum.values_mut());
+        self.pool.run_ranges(len, GRAIN, &|range, _| {
+            // SAFETY: every element belongs to one task.
+            let sum = unsafe { sum.slice(range.start, range.len()) };
+            elementwise::add(isa, sum, &other[range]);
+        })
+    }
+}
+
+impl CpuBackend {
     /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
     fn each_normed(
         &mut self,
@@ -104,28 +113,6 @@ impl CpuBackend {
                 let residual = unsafe { residual.slice(row * width, width) };
                 // SAFETY: as above.
                 norm(row, residual, unsafe { out.slice(row * width, width) });
-            }
-        })
-    }
-
-    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
-    pub(super) fn each_row(
-        &mut self,
-        count: usize,
-        out: &mut Vec<Sampled>,
-        operation: &(dyn Fn(&mut Sampler, usize) -> Sampled + Sync),
-    ) -> Result<(), KernelError> {
-        out.clear();
-        out.resize_with(count, Sampled::default);
-        let workers = Disjoint::new(&mut self.workers);
-        let out = Disjoint::new(out);
-        self.pool.run_ranges(count, 1, &|range, worker| {
-            // SAFETY: no two running tasks have the same worker.
-            let sampler = &mut unsafe { workers.slice(worker, 1) }[0].sampler;
-            for i in range {
-                // SAFETY: every row belongs to one task.
-                let slot = &mut unsafe { out.slice(i, 1) }[0];
-                *slot = operation(sampler, i);
             }
         })
     }

@@ -4,8 +4,9 @@ use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::{addend_fits, bias_fits};
+use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
+use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
 use crate::check;
 use crate::check::ensure;
 use crate::error::KernelError;
@@ -27,10 +28,8 @@ fn heads(
     Ok(())
 }
 
-impl CudaBackend {
-    /// [`crate::Backend::qkv_rope_write`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn write_qkv(
+impl AttentionOps for CudaBackend {
+    fn qkv_rope_write(
         &mut self,
         x: &CudaBuffer,
         weights: &QkvWeights<CudaMatrix, CudaVector>,
@@ -108,9 +107,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::paged_attention`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn attend(
+    fn paged_attention(
         &mut self,
         q: &CudaBuffer,
         sinks: Option<&CudaVector>,
@@ -188,5 +185,23 @@ impl CudaBackend {
             }
         }
         Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, true)
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, false)
     }
 }

@@ -1,6 +1,6 @@
 //! What ranks exchange in a step: partial sums and logits. On their devices, in stream order, where
 //! they have joined a group; through host memory otherwise.
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::backend::{CudaBackend, Exchanged, Which};
 use super::group::FusedNorm;
@@ -8,8 +8,9 @@ use super::launch;
 use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
 use super::tensors::{CudaBuffer, CudaVector, Element};
-use crate::backend::{Backend as _, Buffer as _};
+use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
 use crate::check::ensure;
+use crate::collective::Tally;
 use crate::error::KernelError;
 
 /// The best logit of each of `rows` rows: this rank's, and every rank's.
@@ -17,9 +18,8 @@ pub(super) fn best_bytes(world: usize, rows: usize) -> usize {
     (1 + world) * rows * 8
 }
 
-impl CudaBackend {
-    /// See [`crate::Backend::all_reduce`].
-    pub(super) fn reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
+impl ExchangeOps for CudaBackend {
+    fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
         let op = "all_reduce";
         data.of(Element::F32, op, "data")?;
         let grouped = self.is_grouped();
@@ -42,8 +42,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// See [`crate::Backend::all_reduce_add_rmsnorm`].
-    pub(super) fn reduce_add_rmsnorm(
+    fn all_reduce_add_rmsnorm(
         &mut self,
         delta: &mut CudaBuffer,
         residual: &mut CudaBuffer,
@@ -52,7 +51,7 @@ impl CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         if self.alone || !self.is_grouped() {
-            self.reduce(delta)?;
+            self.all_reduce(delta)?;
             return self.add_rmsnorm(residual, Some(delta), weight, eps, out);
         }
         let op = "all_reduce_add_rmsnorm";
@@ -92,50 +91,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
-        let op = "all_reduce";
-        let at = data.of(Element::F32, op, "data")?;
-        let (rows, width) = (data.rows(), data.width());
-        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
-        self.sum_rows(at.ptr, (count, width), live)
-    }
-
-    /// Rows that this project's own kernels multiply are added up in one order, too, whoever's they
-    /// are: where the group does not, each rank gets all ranks' and adds. Of more rows the sums are
-    /// the group's own.
-    fn sum_rows(
-        &mut self,
-        at: DevicePtr,
-        (rows, width): (usize, usize),
-        live: DevicePtr,
-    ) -> Result<(), KernelError> {
-        let (ranks, bytes) = (self.world_size() as usize, rows * width * 4);
-        let group = &self.device.context.group;
-        // Two numbers have one sum.
-        let is_ordered = ranks <= 2
-            // Not by what libraries this rank has: all have to decide alike.
-            || !(rows <= SKINNY_MAX || self.options.batch_invariant)
-            || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
-        if is_ordered {
-            let device = &self.device;
-            let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
-            return reduced.unwrap_or(Ok(()));
-        }
-        let all = self.scratch(Which::Gathered, ranks * bytes)?;
-        let device = &self.device;
-        let gathered = device.context.group.call(|group| group.all_gather(device, at, all, bytes));
-        gathered.unwrap_or(Ok(()))?;
-        let call = launch::tree_sum(all, at, (ranks, rows, width), live);
-        // SAFETY: the scratch holds all ranks' rows, and the result has as many.
-        unsafe { device.launch(call) }
-    }
-
-    /// See [`crate::Backend::gather_logits`].
-    pub(super) fn gather(
+    fn gather_logits(
         &mut self,
         local: &CudaBuffer,
         full: &mut CudaBuffer,
@@ -176,6 +132,70 @@ impl CudaBackend {
         }
         self.host = gathered;
         self.upload(full, &whole)
+    }
+
+    fn may_sample_everywhere(&self) -> bool {
+        true
+    }
+
+    fn samples_everywhere(&self) -> bool {
+        self.is_grouped()
+    }
+
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
+        self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn take_collective_time(&mut self) -> Duration {
+        std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
+    }
+}
+
+impl CudaBackend {
+    fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
+        let op = "all_reduce";
+        let at = data.of(Element::F32, op, "data")?;
+        let (rows, width) = (data.rows(), data.width());
+        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+            return Ok(());
+        }
+        let (count, live) = self.step.launched(op, rows)?;
+        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+        self.sum_rows(at.ptr, (count, width), live)
+    }
+
+    /// Rows that this project's own kernels multiply are added up in one order, too, whoever's they
+    /// are: where the group does not, each rank gets all ranks' and adds. Of more rows the sums are
+    /// the group's own.
+    fn sum_rows(
+        &mut self,
+        at: DevicePtr,
+        (rows, width): (usize, usize),
+        live: DevicePtr,
+    ) -> Result<(), KernelError> {
+        let (ranks, bytes) = (self.world_size() as usize, rows * width * 4);
+        let group = &self.device.context.group;
+        // Two numbers have one sum.
+        let is_ordered = ranks <= 2
+            // Not by what libraries this rank has: all have to decide alike.
+            || !(rows <= SKINNY_MAX || self.options.batch_invariant)
+            || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
+        if is_ordered {
+            let device = &self.device;
+            let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
+            return reduced.unwrap_or(Ok(()));
+        }
+        let all = self.scratch(Which::Gathered, ranks * bytes)?;
+        let device = &self.device;
+        let gathered = device.context.group.call(|group| group.all_gather(device, at, all, bytes));
+        gathered.unwrap_or(Ok(()))?;
+        let call = launch::tree_sum(all, at, (ranks, rows, width), live);
+        // SAFETY: the scratch holds all ranks' rows, and the result has as many.
+        unsafe { device.launch(call) }
     }
 
     /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that

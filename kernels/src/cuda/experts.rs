@@ -8,7 +8,7 @@ use super::memory::{DeviceMemory, DevicePtr};
 use super::products::bias_fits;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
+use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
 use crate::check::{ensure, shape_error};
 use crate::error::KernelError;
 
@@ -115,18 +115,14 @@ impl CudaRoutes {
     }
 }
 
-impl CudaBackend {
-    pub(super) fn make_routes(
-        &mut self,
-        rows_max: usize,
-        routing: Routing,
-    ) -> Result<CudaRoutes, KernelError> {
+impl ExpertOps for CudaBackend {
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
         self.step.buffer_made(rows_max);
         let Device { context, stream, .. } = &self.device;
         CudaRoutes::new(context, stream, rows_max, routing, self.options.expert_slots)
     }
 
-    pub(super) fn choose_experts(
+    fn route(
         &mut self,
         x: &CudaBuffer,
         router: &CudaMatrix,
@@ -172,12 +168,8 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// Rows go where somebody else says; within a step where its inputs do.
-    pub(super) fn assign_experts(
-        &mut self,
-        experts: &[u32],
-        routes: &mut CudaRoutes,
-    ) -> Result<(), KernelError> {
+    // Within a step rows go where its inputs say.
+    fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
         let op = "assign";
         let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), routes.routing);
         ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
@@ -210,10 +202,11 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    pub(super) fn experts_inner(
+    fn experts_gate_up(
         &mut self,
         x: &CudaBuffer,
-        (weight, bias): (&CudaStack, Option<&CudaVector>),
+        weight: &CudaStack,
+        bias: Option<&CudaVector>,
         activation: ExpertActivation,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
@@ -246,11 +239,12 @@ impl CudaBackend {
         Ok(())
     }
 
-    pub(super) fn experts_outer(
+    fn experts_down(
         &mut self,
         x: &CudaBuffer,
         first: usize,
-        (weight, bias): (&CudaStack, Option<&CudaVector>),
+        weight: &CudaStack,
+        bias: Option<&CudaVector>,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
@@ -324,7 +318,9 @@ impl CudaBackend {
         }
         Ok(())
     }
+}
 
+impl CudaBackend {
     pub(super) fn download_routes(&mut self, routes: &CudaRoutes) -> Result<Choices, KernelError> {
         let stream = &self.device.stream;
         self.step.close(stream)?;

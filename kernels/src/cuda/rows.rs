@@ -1,16 +1,19 @@
 //! Rows of activations: embedding, sums and norms.
+//!
+//! As every operation does: checks its arguments, then asks the step whether it is only to be
+//! compared with a recorded one, then launches. Activations that products read are bf16, all others
+//! f32.
 use super::backend::CudaBackend;
 use super::batch::{Capacity, Cut, live};
 use super::device::Device;
 use super::launch;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Batch, Buffer};
+use crate::backend::{Batch, Buffer as _, RowOps};
 use crate::check::ensure;
 use crate::error::KernelError;
 
-impl CudaBackend {
-    /// [`crate::Backend::embed`].
-    pub(super) fn embed_rows(
+impl RowOps for CudaBackend {
+    fn embed(
         &mut self,
         table: &CudaMatrix,
         ids: &[u32],
@@ -51,8 +54,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add_rmsnorm`].
-    pub(super) fn add_norm(
+    fn add_rmsnorm(
         &mut self,
         residual: &mut CudaBuffer,
         delta: Option<&CudaBuffer>,
@@ -84,8 +86,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add_normed_rmsnorm`].
-    pub(super) fn add_normed_norm(
+    fn add_normed_rmsnorm(
         &mut self,
         residual: &mut CudaBuffer,
         delta: &CudaBuffer,
@@ -119,12 +120,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add`].
-    pub(super) fn add_rows(
-        &mut self,
-        sum: &mut CudaBuffer,
-        other: &CudaBuffer,
-    ) -> Result<(), KernelError> {
+    fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
         let op = "add";
         let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
         ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");

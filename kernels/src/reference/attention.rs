@@ -1,22 +1,105 @@
 //! RoPE, QK-norm and causal attention over a paged cache, one row and one head at a time.
 use super::tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
-use super::{below, dot, rmsnorm, same};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable, SeqRows};
+use super::{
+    ReferenceBackend, add_row, below, check_addend, check_product, dot, project, rmsnorm, same,
+};
+use crate::backend::{
+    AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable, SeqRows,
+};
+use crate::check;
 use crate::error::KernelError;
 
+impl AttentionOps for ReferenceBackend {
+    fn qkv_rope_write(
+        &mut self,
+        x: &Self::Buffer,
+        weights: &QkvWeights<Self::Matrix, Self::Vector>,
+        addend: Option<&Self::Buffer>,
+        rope: &RopeTable<Self::Vector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &mut Self::KvCache,
+        layer: usize,
+        q_out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check_qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
+        check_addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
+        q_out.set_rows(x.rows())?;
+        let (q_width, kv_width) =
+            (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
+        let mut qkv = std::mem::take(&mut self.row);
+        qkv.resize(q_width + 2 * kv_width, 0.0);
+        for i in 0..x.rows() {
+            project(x.row(i), &weights.weight, weights.bias.as_deref(), &mut qkv);
+            add_row(&mut qkv, addend, i);
+            let (q, kv) = qkv.split_at_mut(q_width);
+            let (k, v) = kv.split_at_mut(kv_width);
+            let (cos, sin) = rope_row(rope, shape.head_dim, batch.positions[i]);
+            finish_heads(q, weights.q_norm.as_deref(), cos, sin, shape);
+            finish_heads(k, weights.k_norm.as_deref(), cos, sin, shape);
+            q_out.row_mut(i).copy_from_slice(q);
+            let (cached_k, cached_v) = cache.slot_mut(layer, batch.slots[i] as usize);
+            cached_k.copy_from_slice(k);
+            cached_v.copy_from_slice(v);
+        }
+        self.row = qkv;
+        Ok(())
+    }
+
+    fn paged_attention(
+        &mut self,
+        q: &Self::Buffer,
+        sinks: Option<&Self::Vector>,
+        shape: &AttentionShape,
+        batch: &Batch<'_>,
+        cache: &Self::KvCache,
+        layer: usize,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check_attention(q, shape, batch, cache, layer, out)?;
+        if let Some(sinks) = sinks {
+            same("paged_attention", "number of sinks", sinks.len(), shape.num_heads)?;
+        }
+        out.set_rows(q.rows())?;
+        for seq in batch.seqs {
+            let scores = &mut self.scores;
+            attend((q, sinks), shape, batch, seq, cache, layer, scores, out);
+        }
+        Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        pairs.iter().for_each(|(block, to)| host.copy_block(cache, *block, *to));
+        Ok(())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        pairs.iter().for_each(|(block, from)| cache.copy_block(host, *from, *block));
+        Ok(())
+    }
+}
+
 /// cos and sin of one position, `head_dim / 2` of each.
-pub(super) fn rope_row(
-    rope: &RopeTable<Vec<f32>>,
-    head_dim: usize,
-    position: u32,
-) -> (&[f32], &[f32]) {
+fn rope_row(rope: &RopeTable<Vec<f32>>, head_dim: usize, position: u32) -> (&[f32], &[f32]) {
     let half = head_dim / 2;
     let start = position as usize * half;
     (&rope.cos[start..][..half], &rope.sin[start..][..half])
 }
 
 /// Normalises every head where the model does, then rotates it in place.
-pub(super) fn finish_heads(
+fn finish_heads(
     heads: &mut [f32],
     norm: Option<&[f32]>,
     cos: &[f32],
@@ -39,7 +122,7 @@ pub(super) fn finish_heads(
 
 /// Attention of all rows and heads of one sequence.
 #[allow(clippy::too_many_arguments, reason = "the operation's own arguments and its scratch")]
-pub(super) fn attend(
+fn attend(
     (q, sinks): (&ReferenceBuffer, Option<&Vec<f32>>),
     shape: &AttentionShape,
     batch: &Batch<'_>,
@@ -115,7 +198,7 @@ fn check_shape(
 }
 
 #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-pub(super) fn check_qkv(
+fn check_qkv(
     x: &ReferenceBuffer,
     weights: &QkvWeights<ReferenceMatrix, Vec<f32>>,
     rope: &RopeTable<Vec<f32>>,
@@ -127,7 +210,7 @@ pub(super) fn check_qkv(
 ) -> Result<(), KernelError> {
     let op = "qkv_rope_write";
     check_shape(op, shape, cache, layer)?;
-    super::check_product(op, x, &weights.weight, weights.bias.as_ref())?;
+    check_product(op, x, &weights.weight, weights.bias.as_ref())?;
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     same(op, "rows of the weight", weights.weight.rows(), heads * shape.head_dim)?;
     same(op, "width of q_out", q_out.width(), shape.num_heads * shape.head_dim)?;
@@ -144,7 +227,7 @@ pub(super) fn check_qkv(
     Ok(())
 }
 
-pub(super) fn check_attention(
+fn check_attention(
     q: &ReferenceBuffer,
     shape: &AttentionShape,
     batch: &Batch<'_>,

@@ -301,7 +301,8 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
-    /// 0, or where [`Backend::samples_everywhere`]. Every rank calls it with the same rows.
+    /// 0, or where [`samples_everywhere`](kernels::backend::ExchangeOps::samples_everywhere). Every
+    /// rank calls it with the same rows.
     ///
     /// # Errors
     /// [`KernelError`].
