@@ -1,7 +1,8 @@
 //! The CPU backend: SIMD kernels over packed bf16, int8 or 4-bit weights, f32 activations, its own
 //! threads.
 //!
-//! The operations, which `check` their arguments first, and what they are made of:
+//! The operations, which have their arguments checked first (`crate::check`), and what they are
+//! made of:
 //! - [`isa`]: which instruction set is used
 //! - `simd`, `math`: vectors, scalar functions
 //! - `precision`: how precisely activations enter matrix products
@@ -30,7 +31,6 @@ use crate::pool::Pool;
 mod attend;
 mod attention;
 mod buffer;
-mod check;
 mod elementwise;
 mod exchange;
 mod experts;

@@ -16,15 +16,12 @@ mod sampler;
 mod steps;
 mod tensor;
 
-use std::fmt;
 use std::time::Duration;
 
 pub use experts::ReferenceRoutes;
 pub use tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
 
-use crate::backend::Buffer as _;
 use crate::collective::Collective;
-use crate::error::KernelError;
 
 /// The float32 reference backend of one rank.
 #[derive(Debug)]
@@ -51,32 +48,6 @@ impl ReferenceBackend {
             gathered: Vec::new(),
         }
     }
-}
-
-/// Fails with [`KernelError::Shape`] unless `found == wanted`.
-fn same(
-    op: &'static str,
-    what: impl fmt::Display,
-    found: usize,
-    wanted: usize,
-) -> Result<(), KernelError> {
-    if found == wanted {
-        return Ok(());
-    }
-    Err(KernelError::Shape { op, message: format!("{what} is {found}, not {wanted}") })
-}
-
-/// Fails with [`KernelError::Shape`] unless `found < bound`.
-fn below(
-    op: &'static str,
-    what: impl fmt::Display,
-    found: usize,
-    bound: usize,
-) -> Result<(), KernelError> {
-    if found < bound {
-        return Ok(());
-    }
-    Err(KernelError::Shape { op, message: format!("{what} is {found}, the bound is {bound}") })
 }
 
 /// The inner product, in eight interleaved partial sums that are added in a fixed order.
@@ -106,32 +77,6 @@ fn rmsnorm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     for ((y, x), w) in out.iter_mut().zip(x).zip(weight) {
         *y = x * scale * w;
     }
-}
-
-/// What every product checks: `x [rows, in]`, `weight [out, in]`, `bias [out]`.
-fn check_product(
-    op: &'static str,
-    x: &ReferenceBuffer,
-    weight: &ReferenceMatrix,
-    bias: Option<&Vec<f32>>,
-) -> Result<(), KernelError> {
-    same(op, "width of the activations", x.width(), weight.cols())?;
-    match bias {
-        Some(bias) => same(op, "length of the bias", bias.len(), weight.rows()),
-        None => Ok(()),
-    }
-}
-
-/// `addend: [rows, width]`, where there is one.
-fn check_addend(
-    op: &'static str,
-    addend: Option<&ReferenceBuffer>,
-    rows: usize,
-    width: usize,
-) -> Result<(), KernelError> {
-    let Some(addend) = addend else { return Ok(()) };
-    same(op, "rows of the addend", addend.rows(), rows)?;
-    same(op, "width of the addend", addend.width(), width)
 }
 
 /// `row += addend[i]`

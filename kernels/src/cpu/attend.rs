@@ -3,8 +3,9 @@
 use super::attention::{self, Attention};
 use super::gemm::{self, Output};
 use super::memory::Disjoint;
-use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN, check, kv, qkv};
+use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN, kv, qkv};
 use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
+use crate::check::attention as check;
 use crate::error::KernelError;
 
 impl AttentionOps for CpuBackend {
@@ -20,8 +21,9 @@ impl AttentionOps for CpuBackend {
         layer: usize,
         q_out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
-        check::addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
+        let at = (cache.shape(), layer);
+        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
@@ -45,8 +47,9 @@ impl AttentionOps for CpuBackend {
         layer: usize,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::attention(q, shape, batch, cache, layer, out)?;
-        check::vector("paged_attention", "sinks", sinks, shape.num_heads)?;
+        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
         out.set_rows(q.rows())?;
         let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
         let positions = blocks * cache.shape().block_size;
@@ -88,7 +91,7 @@ impl AttentionOps for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        crate::check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
         let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
         kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
     }
@@ -99,7 +102,7 @@ impl AttentionOps for CpuBackend {
         host: &mut CpuKvCache,
         pairs: &[(u32, u32)],
     ) -> Result<(), KernelError> {
-        crate::check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
         let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
         kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }

@@ -3,7 +3,7 @@ use std::time::{Duration, Instant};
 
 use super::{CpuBackend, CpuBuffer, WAY};
 use crate::backend::{Buffer as _, ExchangeOps, Tensors as _};
-use crate::check::ensure;
+use crate::check;
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
 
@@ -26,12 +26,7 @@ impl ExchangeOps for CpuBackend {
         if rank != 0 {
             return self.timed(|collective| collective.gather(local.values(), &mut [], 0));
         }
-        let full_width = full.width();
-        ensure!(
-            "gather_logits",
-            full_width == world * width,
-            "full.width is {full_width}, not {world} x {width}"
-        );
+        check::gathered(local, full, world)?;
         full.set_rows(rows)?;
         if world == 1 {
             full.values_mut().copy_from_slice(local.values());
@@ -46,7 +41,7 @@ impl ExchangeOps for CpuBackend {
         // From one block per rank to one row per row.
         for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
             let (rank, row) = (i / rows, i % rows);
-            full.values_mut()[row * full_width + rank * width..][..width].copy_from_slice(from);
+            full.values_mut()[(row * world + rank) * width..][..width].copy_from_slice(from);
         }
         Ok(())
     }

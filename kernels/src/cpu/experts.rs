@@ -6,9 +6,9 @@ use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
-use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
+use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
 use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
-use crate::check::{ensure, shape_error};
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 mod router;
@@ -59,16 +59,9 @@ impl CpuRoutes {
     }
 
     /// Sets the expert of each row from outside (LoRA adapters), instead of by a router.
-    pub(super) fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
-        let op = "assign";
-        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), self.routing);
-        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
-        ensure!(op, rows <= self.rows_max, "{rows} rows, room is for {}", self.rows_max);
-        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
-        let missing = experts.iter().find(|expert| !is_there(**expert));
-        if let Some(missing) = missing {
-            return Err(shape_error(op, format!("expert {missing} of {num_experts} is named")));
-        }
+    fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
+        check::assign(experts, &self.routing, self.rows_max)?;
+        let rows = experts.len();
         self.rows = rows;
         self.experts[..rows].copy_from_slice(experts);
         self.weights[..rows].fill(1.0);
@@ -139,17 +132,8 @@ impl Grouping {
     }
 }
 
-fn stack(
-    op: &'static str,
-    weight: &CpuStack,
-    count: usize,
-    cols: usize,
-    rows: usize,
-) -> Result<(), KernelError> {
-    let found = (weight.count(), weight.rows(), weight.cols());
-    let wanted = (count, rows, cols);
-    ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?} matrices, rows, columns");
-    Ok(())
+fn sizes(stack: &CpuStack) -> StackSizes {
+    (stack.count(), stack.rows(), stack.cols())
 }
 
 impl ExpertOps for CpuBackend {
@@ -164,13 +148,9 @@ impl ExpertOps for CpuBackend {
         bias: Option<&CpuVector>,
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
-        let op = "route";
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         let Routing { num_experts, top_k, normalise } = routes.routing;
-        let (rows, width) = (x.rows(), x.width());
-        let found = (router.rows(), router.cols());
-        ensure!(op, found == (num_experts, width), "router is {found:?}, x {width} wide");
-        check::vector(op, "bias", bias, num_experts)?;
-        ensure!(op, rows <= routes.rows_max, "x has {rows} rows, room is for {}", routes.rows_max);
+        let rows = x.rows();
         routes.rows = rows;
         let Self { isa, pool, wide, .. } = self;
         let logits = wide.get(rows * num_experts)?;
@@ -207,13 +187,9 @@ impl ExpertOps for CpuBackend {
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_gate_up";
+        check::gate_up(x, sizes(weight), bias, (&routes.routing, routes.rows), out)?;
         let Routing { num_experts, top_k, .. } = routes.routing;
-        let inner = out.width();
-        stack(op, weight, 2 * num_experts, x.width(), inner)?;
-        check::vector(op, "bias", bias, 2 * num_experts * inner)?;
-        let (rows, routed) = (x.rows(), routes.rows);
-        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
+        let (rows, inner) = (x.rows(), out.width());
         out.set_rows(rows * top_k)?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;
@@ -254,15 +230,10 @@ impl ExpertOps for CpuBackend {
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_down";
+        let routed = (&routes.routing, routes.rows);
+        let end = check::down((x, first_column), sizes(weight), bias, routed, out)?;
         let Routing { num_experts, top_k, .. } = routes.routing;
         let (rows, width, cols) = (routes.rows, out.width(), weight.cols());
-        stack(op, weight, num_experts, cols, width)?;
-        check::vector(op, "bias", bias, num_experts * width)?;
-        let end = first_column.saturating_add(cols);
-        ensure!(op, end <= x.width(), "columns {first_column}..{end} of x, {} wide", x.width());
-        let found = x.rows();
-        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
         out.set_rows(rows)?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;

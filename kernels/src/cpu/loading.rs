@@ -4,7 +4,7 @@ use std::ops::Range;
 use super::pack::Format;
 use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuRoutes, CpuStack, CpuVector, kv};
 use crate::backend::{Buffer as _, Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -98,5 +98,21 @@ impl Inspect for CpuBackend {
 
     fn read_routes(&mut self, routes: &CpuRoutes) -> Result<Choices, KernelError> {
         Ok(routes.choices())
+    }
+}
+
+impl check::Matrix for CpuMatrix {
+    fn rows(&self) -> usize {
+        self.rows()
+    }
+
+    fn cols(&self) -> usize {
+        self.cols()
+    }
+}
+
+impl check::Vector for CpuVector {
+    fn len(&self) -> usize {
+        (**self).len()
     }
 }

@@ -3,9 +3,9 @@
 use super::gemm::{self, Output};
 use super::memory::Disjoint;
 use super::pack::PANEL;
-use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, check, elementwise};
+use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
 use crate::backend::{Activation, Buffer as _, ProductOps};
-use crate::check::ensure;
+use crate::check;
 use crate::error::KernelError;
 
 impl ProductOps for CpuBackend {
@@ -29,9 +29,12 @@ impl ProductOps for CpuBackend {
         bias: Option<&CpuVector>,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::columns("linear_columns", x, first, weight, bias, out)?;
+        let op = "linear_columns";
+        let end = check::columns(op, x, first, weight.cols())?;
+        check::width(op, "out", out, weight.rows())?;
+        check::vector(op, "bias", bias, weight.rows())?;
         out.set_rows(x.rows())?;
-        self.product(&|i| &x.row(i)[first..first + weight.cols()], weight, bias, out)
+        self.product(&|i| &x.row(i)[first..end], weight, bias, out)
     }
 
     fn gate_up(
@@ -43,15 +46,11 @@ impl ProductOps for CpuBackend {
         activation: Activation,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up";
-        let rows = weight.rows();
-        ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
-        check::product(op, x, weight, bias, rows / 2, out)?;
-        check::addend(op, addend, x.rows(), rows)?;
+        let inner = check::gate_up(x, weight, bias, addend, out)?;
         out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
-        let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
+        let (isa, rows) = (*isa, x.rows());
         let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
         let out = Disjoint::new(out.values_mut());
         let bias = bias.map(|bias| &**bias);
@@ -111,9 +110,8 @@ impl ProductOps for CpuBackend {
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
         let op = "lm_head";
-        check::product(op, x, weight, None, weight.rows(), out)?;
-        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
-        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
+        check::product(op, x, weight, None::<&CpuVector>, weight.rows(), out)?;
+        check::named(op, "row", rows, x.rows())?;
         out.set_rows(rows.len())?;
         self.product(&|i| x.row(rows[i] as usize), weight, None, out)
     }

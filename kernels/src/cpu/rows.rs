@@ -2,7 +2,7 @@
 use super::memory::Disjoint;
 use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
 use crate::backend::{Buffer as _, RowOps};
-use crate::check::ensure;
+use crate::check;
 use crate::error::KernelError;
 
 impl RowOps for CpuBackend {
@@ -14,8 +14,8 @@ impl RowOps for CpuBackend {
         scale: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let width = out.width();
-        ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
+        let width = table.cols();
+        check::width("embed", "out", out, width)?;
         out.set_rows(ids.len())?;
         let out = Disjoint::new(out.values_mut());
         // A row is gathered from as many cache lines as it has pairs.
@@ -42,15 +42,8 @@ impl RowOps for CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
-        out.set_rows(rows)?;
+        check::norm("add_rmsnorm", residual, (delta, None), weight, out)?;
+        out.set_rows(residual.rows())?;
         let isa = self.isa;
         self.each_normed(residual, out, &|row, residual, out| {
             let delta = delta.map(|delta| delta.row(row));
@@ -67,15 +60,9 @@ impl RowOps for CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_normed_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        out.set_rows(rows)?;
+        let normed = (Some(delta), Some(delta_weight));
+        check::norm("add_normed_rmsnorm", residual, normed, weight, out)?;
+        out.set_rows(residual.rows())?;
         let isa = self.isa;
         self.each_normed(residual, out, &|row, residual, out| {
             let delta = delta.row(row);
@@ -84,8 +71,7 @@ impl RowOps for CpuBackend {
     }
 
     fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
-        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
-        ensure!("add", shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        check::shape("add", "other", Some(other), (sum.rows(), sum.width()))?;
         let (isa, len, other) = (self.isa, sum.values().len(), other.values());
         let sum = Disjoint::new(sum.values_mut());
         self.pool.run_ranges(len, GRAIN, &|range, _| {

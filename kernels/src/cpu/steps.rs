@@ -1,9 +1,9 @@
 //! Sampling: what each row of logits gives, rows in parallel. Steps need no beginning and end here.
 use super::memory::Disjoint;
 use super::sample::Sampler;
-use super::{CpuBackend, CpuBuffer, check};
+use super::{CpuBackend, CpuBuffer};
 use crate::backend::StepOps;
-use crate::check::ensure;
+use crate::check;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -33,8 +33,7 @@ impl StepOps for CpuBackend {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         check::logits("logprobs", logits, vocab, first_row, targets.len())?;
-        let largest = targets.iter().max().map_or(0, |&token| token as usize + 1);
-        ensure!("logprobs", largest <= vocab, "target {} of {vocab} is named", largest - 1);
+        check::named("logprobs", "target", targets, vocab)?;
         self.each_row(targets.len(), out, &|sampler, i| {
             sampler.score(&logits.row(first_row + i)[..vocab], targets[i], top_n)
         })

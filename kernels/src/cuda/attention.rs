@@ -3,21 +3,16 @@
 use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
-use super::products::{addend_fits, bias_fits};
+use super::products::addend_at;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
 use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
-use crate::check;
+use crate::check::attention as check;
 use crate::check::ensure;
 use crate::error::KernelError;
 
-fn heads(
-    op: &'static str,
-    shape: &AttentionShape,
-    cache: &CudaKvCache,
-    layer: usize,
-) -> Result<(), KernelError> {
-    check::heads(op, shape, cache.shape(), layer)?;
+/// What heads have to be here besides.
+fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
     let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
     ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
     ensure!(
@@ -42,35 +37,16 @@ impl AttentionOps for CudaBackend {
         q_out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "qkv_rope_write";
-        heads(op, shape, cache, layer)?;
-        let head_dim = shape.head_dim;
-        let width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
-        let (rows, cols) = (weights.weight.rows(), weights.weight.cols());
-        ensure!(op, rows == width, "weight has {rows} rows, not {width}");
-        ensure!(op, x.width() == cols, "x.width is {}, not {cols}", x.width());
-        bias_fits(op, weights.bias.as_ref(), width)?;
-        bias_fits(op, weights.q_norm.as_ref(), head_dim)?;
-        bias_fits(op, weights.k_norm.as_ref(), head_dim)?;
-        let q_width = shape.num_heads * head_dim;
-        ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
-        let rows = x.rows();
-        ensure!(
-            op,
-            batch.positions.len() == rows && batch.slots.len() == rows,
-            "x has {rows} rows, the batch {} positions and {} slots",
-            batch.positions.len(),
-            batch.slots.len()
-        );
-        let positions = rope.cos.len().min(rope.sin.len()) / (head_dim / 2);
-        let slots = cache.shape().num_blocks * cache.shape().block_size;
-        if self.step.is_unchecked(op, batch, [positions, slots]) {
-            let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
-            ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
-            let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
-            ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
-            self.step.checked(op, [positions, slots]);
+        let at = (cache.shape(), layer);
+        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        heads(op, shape)?;
+        let (rows, width) = (x.rows(), weights.weight.rows());
+        let bounds = check::bounds(rope, shape, cache.shape());
+        if self.step.is_unchecked(op, batch, bounds) {
+            check::places(batch, bounds)?;
+            self.step.checked(op, bounds);
         }
-        let addend = addend_fits(op, addend, rows, width)?;
+        let addend = addend_at(op, addend)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
         q_out.set_rows(rows)?;
@@ -118,20 +94,16 @@ impl AttentionOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "paged_attention";
-        heads(op, shape, cache, layer)?;
-        let width = shape.num_heads * shape.head_dim;
-        ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let (found, wanted) = (sinks.map(CudaVector::len), shape.num_heads);
-        ensure!(op, found.unwrap_or(wanted) == wanted, "{found:?} sinks, not {wanted}");
+        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        heads(op, shape)?;
         let from = q.of(Element::Bf16, op, "q")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?.ptr;
         let rows = q.rows();
         out.set_rows(rows)?;
-        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
-        if self.step.is_unchecked(op, batch, [block_size, num_blocks]) {
-            check::sequences(op, batch, rows, block_size, num_blocks)?;
-            self.step.checked(op, [block_size, num_blocks]);
+        let bounds = (cache.shape().block_size, cache.shape().num_blocks);
+        if self.step.is_unchecked(op, batch, bounds) {
+            check::sequences(op, batch, rows, bounds.0, bounds.1)?;
+            self.step.checked(op, bounds);
         }
         self.stage(batch, shape)?;
         let window = u64::from(shape.sliding_window.unwrap_or(0));

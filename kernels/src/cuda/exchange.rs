@@ -9,7 +9,7 @@ use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::collective::Tally;
 use crate::error::KernelError;
 
@@ -56,10 +56,7 @@ impl ExchangeOps for CudaBackend {
         }
         let op = "all_reduce_add_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        check::norm(op, residual, (Some(delta), None), weight, out)?;
         let io = FusedNorm {
             data: delta.of(Element::F32, op, "delta")?.ptr,
             residual: residual.of(Element::F32, op, "residual")?.ptr,
@@ -108,8 +105,7 @@ impl ExchangeOps for CudaBackend {
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {
-            let wide = full.width();
-            ensure!(op, wide == world * width, "full.width is {wide}, not {world} x {width}");
+            check::gathered(local, full, world)?;
             full.set_rows(rows)?;
         }
         self.count(rows * width * 4);

@@ -5,11 +5,11 @@ use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::products::bias_fits;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
-use crate::check::{ensure, shape_error};
+use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
+use crate::check::ensure;
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 /// Bytes of a `TuttiExpertTile`.
@@ -28,7 +28,7 @@ pub struct CudaStack {
 
 impl CudaStack {
     /// Matrices, rows and columns of each.
-    fn sizes(&self) -> (usize, usize, usize) {
+    fn sizes(&self) -> StackSizes {
         (self.count, self.all.rows() / self.count.max(1), self.all.cols())
     }
 }
@@ -131,14 +131,10 @@ impl ExpertOps for CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "route";
         let Routing { num_experts, .. } = routes.routing;
-        let found = (router.rows(), router.cols());
-        let wanted = (num_experts, x.width());
-        ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
-        bias_fits(op, bias, num_experts)?;
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         ensure!(op, router.weight().is_bf16(), "the router is quantised: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
-        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
         (routes.rows, routes.assigned) = (rows, None);
         let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
         if self.step.skips(op, what) || rows == 0 {
@@ -171,14 +167,8 @@ impl ExpertOps for CudaBackend {
     // Within a step rows go where its inputs say.
     fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
         let op = "assign";
-        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), routes.routing);
-        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
-        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
-        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
-        let missing = experts.iter().find(|expert| !is_there(**expert));
-        if let Some(missing) = missing {
-            return Err(shape_error(op, format!("expert {missing} of {num_experts} is named")));
-        }
+        check::assign(experts, &routes.routing, routes.rows_max)?;
+        let rows = experts.len();
         let staged = self.step.adapters(experts);
         ensure!(
             op,
@@ -212,15 +202,11 @@ impl ExpertOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "experts_gate_up";
-        let Routing { num_experts, top_k, .. } = routes.routing;
-        let (inner, cols) = (out.width(), x.width());
-        let (found, wanted) = (weight.sizes(), (2 * num_experts, inner, cols));
-        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
-        bias_fits(op, bias, 2 * num_experts * inner)?;
+        check::gate_up(x, weight.sizes(), bias, (&routes.routing, routes.rows), out)?;
+        let top_k = routes.routing.top_k;
+        let (rows, inner, cols) = (x.rows(), out.width(), x.width());
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
-        let (rows, routed) = (x.rows(), routes.rows);
-        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
         out.set_rows(rows * top_k)?;
         let w = weight.all.weight();
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
@@ -249,16 +235,10 @@ impl ExpertOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "experts_down";
-        let Routing { num_experts, top_k, .. } = routes.routing;
-        let (rows, width) = (routes.rows, out.width());
-        let (found, cols) = (weight.sizes(), weight.all.cols());
-        let wanted = (num_experts, width, cols);
-        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
-        bias_fits(op, bias, num_experts * width)?;
-        let end = first.saturating_add(cols);
-        ensure!(op, end <= x.width(), "columns {first}..{end} of x, {} wide", x.width());
-        let found = x.rows();
-        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
+        let routed = (&routes.routing, routes.rows);
+        check::down((x, first), weight.sizes(), bias, routed, out)?;
+        let top_k = routes.routing.top_k;
+        let (rows, width, cols) = (routes.rows, out.width(), weight.all.cols());
         let mut from = x.of(Element::Bf16, op, "x")?;
         // What follows may be a product.
         let rounded = routes.assigned.and_then(|_| out.of(Element::Bf16, op, "out").ok());

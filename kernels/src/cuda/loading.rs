@@ -12,7 +12,7 @@ use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
 };
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -159,5 +159,21 @@ impl CudaBackend {
             ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
         }
         Ok(CudaStack { all: self.load_with(matrices, load)?, count: matrices.len() })
+    }
+}
+
+impl check::Matrix for CudaMatrix {
+    fn rows(&self) -> usize {
+        self.rows()
+    }
+
+    fn cols(&self) -> usize {
+        self.cols()
+    }
+}
+
+impl check::Vector for CudaVector {
+    fn len(&self) -> usize {
+        self.len()
     }
 }

@@ -6,7 +6,7 @@ use super::matmul::Product;
 use super::memory::DevicePtr;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Activation, Buffer as _, ProductOps};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 
 /// Rows up to which this project's own kernels compute products; cuBLASLt computes more. Every 32
@@ -20,28 +20,13 @@ const INT8_SKINNY_MAX: usize = 256;
 /// Rows of gate and up that are computed at a time: their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
 
-/// Whether there is a bias for each output, or none.
-pub(super) fn bias_fits(
-    op: &'static str,
-    bias: Option<&CudaVector>,
-    rows: usize,
-) -> Result<(), KernelError> {
-    let found = bias.map_or(rows, CudaVector::len);
-    ensure!(op, found == rows, "bias has {found} elements, not {rows}");
-    Ok(())
-}
-
-/// An addend `[rows, width]`, where there is one.
-pub(super) fn addend_fits(
+/// Where an addend is.
+pub(super) fn addend_at(
     op: &'static str,
     addend: Option<&CudaBuffer>,
-    rows: usize,
-    width: usize,
 ) -> Result<Option<DevicePtr>, KernelError> {
-    let Some(addend) = addend else { return Ok(None) };
-    let (found, wanted) = ((addend.rows(), addend.width()), (rows, width));
-    ensure!(op, found == wanted, "addend is {found:?}, not {wanted:?}");
-    Ok(Some(addend.of(Element::F32, op, "addend")?.ptr))
+    let at = addend.map(|addend| addend.of(Element::F32, op, "addend")).transpose()?;
+    Ok(at.map(|rows| rows.ptr))
 }
 
 impl ProductOps for CudaBackend {
@@ -52,8 +37,7 @@ impl ProductOps for CudaBackend {
         bias: Option<&CudaVector>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let (width, cols) = (x.width(), weight.cols());
-        ensure!("linear", width == cols, "x.width is {width}, not {cols}");
+        check::width("linear", "x", x, weight.cols())?;
         self.linear_columns(x, 0, weight, bias, out)
     }
 
@@ -66,11 +50,10 @@ impl ProductOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "linear_columns";
-        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
-        let end = first.saturating_add(cols);
-        ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
-        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
-        bias_fits(op, bias, features)?;
+        let cols = weight.cols();
+        check::columns(op, x, first, cols)?;
+        check::width(op, "out", out, weight.rows())?;
+        check::vector(op, "bias", bias, weight.rows())?;
         let mut from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::F32, op, "out")?;
         let rows = x.rows();
@@ -105,17 +88,12 @@ impl ProductOps for CudaBackend {
         activation: Activation,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up";
-        let features = weight.rows();
-        ensure!(op, features.is_multiple_of(2), "weight has {features} rows, an odd number");
-        let inner = features / 2;
-        ensure!(op, x.width() == weight.cols(), "x.width is {}, not {}", x.width(), weight.cols());
-        ensure!(op, out.width() == inner, "out.width is {}, not {inner}", out.width());
-        bias_fits(op, bias, features)?;
+        let (op, features) = ("gate_up", weight.rows());
+        let inner = check::gate_up(x, weight, bias, addend, out)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
         let rows = x.rows();
-        let addend = addend_fits(op, addend, rows, features)?;
+        let addend = addend_at(op, addend)?;
         out.set_rows(rows)?;
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
@@ -173,11 +151,8 @@ impl ProductOps for CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "lm_head";
-        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
-        ensure!(op, width == cols, "x.width is {width}, not {cols}");
-        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
-        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
-        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
+        check::product(op, x, weight, None::<&CudaVector>, weight.rows(), out)?;
+        check::named(op, "row", rows, x.rows())?;
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::F32, op, "out")?;
         out.set_rows(rows.len())?;

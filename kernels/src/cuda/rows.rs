@@ -9,7 +9,7 @@ use super::device::Device;
 use super::launch;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Batch, Buffer as _, RowOps};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 
 impl RowOps for CudaBackend {
@@ -21,9 +21,8 @@ impl RowOps for CudaBackend {
         scale: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "embed";
-        let width = out.width();
-        ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        let (op, width) = ("embed", table.cols());
+        check::width(op, "out", out, width)?;
         ensure!(op, table.weight().is_bf16(), "the table is quantised: it must be bf16");
         ensure!(
             op,
@@ -64,12 +63,7 @@ impl RowOps for CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "add_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
+        check::norm(op, residual, (delta, None), weight, out)?;
         let from = residual.of(Element::F32, op, "residual")?.ptr;
         let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
         let to = out.of(Element::Bf16, op, "out")?;
@@ -97,12 +91,7 @@ impl RowOps for CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "add_normed_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        check::norm(op, residual, (Some(delta), Some(delta_weight)), weight, out)?;
         let from = residual.of(Element::F32, op, "residual")?.ptr;
         let added = delta.of(Element::F32, op, "delta")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?;
@@ -122,8 +111,7 @@ impl RowOps for CudaBackend {
 
     fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
         let op = "add";
-        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
-        ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        check::shape(op, "other", Some(other), (sum.rows(), sum.width()))?;
         let to = sum.of(Element::F32, op, "sum")?.ptr;
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();

@@ -10,27 +10,21 @@ use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
 use super::sampling::Queued;
 use super::tensors::{CudaBuffer, Element};
-use crate::backend::{Buffer as _, StepInputs, StepOps, Tensors as _};
-use crate::check::ensure;
+use crate::backend::{StepInputs, StepOps, Tensors as _};
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
-fn check(
+/// Where rows `first..first + count` of logits are.
+fn rows_at(
     op: &'static str,
     logits: &CudaBuffer,
     vocab: usize,
     first: usize,
     count: usize,
 ) -> Result<Rows, KernelError> {
-    let (rows, width) = (logits.rows(), logits.width());
-    ensure!(op, vocab >= 1 && vocab <= width, "vocab is {vocab}, the logits have {width} columns");
+    check::logits(op, logits, vocab, first, count)?;
     ensure!(op, vocab <= 1 << 20, "vocab is {vocab}: GPUs sample from at most {}", 1 << 20);
-    ensure!(
-        op,
-        first <= rows && count <= rows - first,
-        "rows {first}..{} of {rows} are named",
-        first.saturating_add(count)
-    );
     let at = logits.of(Element::F32, op, "logits")?;
     Ok(Rows { ptr: at.ptr.offset(first * at.stride * 4), ..at })
 }
@@ -86,7 +80,7 @@ impl StepOps for CudaBackend {
         out.clear();
         rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
-        let at = check("sample", logits, vocab, first_row, rows.len())?;
+        let at = rows_at("sample", logits, vocab, first_row, rows.len())?;
         if rows.is_empty() {
             return Ok(());
         }
@@ -115,7 +109,7 @@ impl StepOps for CudaBackend {
         let op = "queue_sample";
         rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         let vocab = self.apart.map_or(vocab, |part| part.count);
-        let at = check(op, logits, vocab, 0, rows.len())?;
+        let at = rows_at(op, logits, vocab, 0, rows.len())?;
         let are_own = self.is_staged(rows) || self.is_late(rows);
         ensure!(op, are_own && !rows.is_empty(), "there are no rows, or they are not the step's");
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
@@ -150,9 +144,8 @@ impl StepOps for CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "logprobs";
         out.clear();
-        let at = check(op, logits, vocab, first_row, targets.len())?;
-        let largest = targets.iter().max().map_or(0, |&token| token as usize + 1);
-        ensure!(op, largest <= vocab, "target {} of {vocab} is named", largest - 1);
+        let at = rows_at(op, logits, vocab, first_row, targets.len())?;
+        check::named(op, "target", targets, vocab)?;
         ensure!(op, top_n <= TOP_MAX, "{top_n} most likely tokens, at most {TOP_MAX}");
         if targets.is_empty() {
             return Ok(());

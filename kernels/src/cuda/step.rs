@@ -94,7 +94,7 @@ pub(super) struct Step {
     signature: u64,
     identity: Identity,
     /// Bounds that the step's batch was found to keep: every layer asks.
-    checked: Vec<(&'static str, [usize; 2])>,
+    checked: Vec<(&'static str, (usize, usize))>,
     layout: Layout,
     windows: Windows,
     counts: Counts,
@@ -281,13 +281,13 @@ impl Step {
         &self,
         op: &'static str,
         batch: &Batch<'_>,
-        bounds: [usize; 2],
+        bounds: (usize, usize),
     ) -> bool {
         !self.has_batch(batch) || !self.checked.contains(&(op, bounds))
     }
 
     /// The batch keeps these bounds.
-    pub(super) fn checked(&mut self, op: &'static str, bounds: [usize; 2]) {
+    pub(super) fn checked(&mut self, op: &'static str, bounds: (usize, usize)) {
         if self.is_open() {
             self.checked.push((op, bounds));
         }

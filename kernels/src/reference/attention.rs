@@ -1,12 +1,10 @@
 //! RoPE, QK-norm and causal attention over a paged cache, one row and one head at a time.
-use super::tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
-use super::{
-    ReferenceBackend, add_row, below, check_addend, check_product, dot, project, rmsnorm, same,
-};
+use super::tensor::{ReferenceBuffer, ReferenceKvCache};
+use super::{ReferenceBackend, add_row, dot, project, rmsnorm};
 use crate::backend::{
     AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable, SeqRows,
 };
-use crate::check;
+use crate::check::attention as check;
 use crate::error::KernelError;
 
 impl AttentionOps for ReferenceBackend {
@@ -22,8 +20,9 @@ impl AttentionOps for ReferenceBackend {
         layer: usize,
         q_out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        check_qkv(x, weights, rope, shape, batch, cache, layer, q_out)?;
-        check_addend("qkv_rope_write", addend, x.rows(), weights.weight.rows())?;
+        let at = (cache.shape(), layer);
+        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
             (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
@@ -56,10 +55,9 @@ impl AttentionOps for ReferenceBackend {
         layer: usize,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        check_attention(q, shape, batch, cache, layer, out)?;
-        if let Some(sinks) = sinks {
-            same("paged_attention", "number of sinks", sinks.len(), shape.num_heads)?;
-        }
+        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
         out.set_rows(q.rows())?;
         for seq in batch.seqs {
             let scores = &mut self.scores;
@@ -177,80 +175,4 @@ fn softmax(scores: &mut [f32]) {
     for score in scores.iter_mut() {
         *score /= sum;
     }
-}
-
-fn check_shape(
-    op: &'static str,
-    shape: &AttentionShape,
-    cache: &ReferenceKvCache,
-    layer: usize,
-) -> Result<(), KernelError> {
-    let kv = cache.shape();
-    same(op, "num_kv_heads", shape.num_kv_heads, kv.num_kv_heads)?;
-    same(op, "head_dim", shape.head_dim, kv.head_dim)?;
-    same(op, "head_dim modulo 2", shape.head_dim % 2, 0)?;
-    below(op, "layer", layer, kv.num_layers)?;
-    below(op, "0 (num_kv_heads)", 0, shape.num_kv_heads)?;
-    below(op, "0 (head_dim)", 0, shape.head_dim)?;
-    below(op, "0 (block_size)", 0, kv.block_size)?;
-    below(op, "0 (sliding_window)", 0, shape.sliding_window.unwrap_or(1) as usize)?;
-    same(op, "num_heads modulo num_kv_heads", shape.num_heads % shape.num_kv_heads, 0)
-}
-
-#[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-fn check_qkv(
-    x: &ReferenceBuffer,
-    weights: &QkvWeights<ReferenceMatrix, Vec<f32>>,
-    rope: &RopeTable<Vec<f32>>,
-    shape: &AttentionShape,
-    batch: &Batch<'_>,
-    cache: &ReferenceKvCache,
-    layer: usize,
-    q_out: &ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "qkv_rope_write";
-    check_shape(op, shape, cache, layer)?;
-    check_product(op, x, &weights.weight, weights.bias.as_ref())?;
-    let heads = shape.num_heads + 2 * shape.num_kv_heads;
-    same(op, "rows of the weight", weights.weight.rows(), heads * shape.head_dim)?;
-    same(op, "width of q_out", q_out.width(), shape.num_heads * shape.head_dim)?;
-    for norm in [&weights.q_norm, &weights.k_norm].into_iter().flatten() {
-        same(op, "length of a head norm", norm.len(), shape.head_dim)?;
-    }
-    same(op, "number of positions", batch.positions.len(), x.rows())?;
-    same(op, "number of slots", batch.slots.len(), x.rows())?;
-    same(op, "length of sin", rope.sin.len(), rope.cos.len())?;
-    for (&position, &slot) in batch.positions.iter().zip(batch.slots) {
-        below(op, "position", position as usize, rope.cos.len() / (shape.head_dim / 2))?;
-        below(op, "slot", slot as usize, cache.num_slots())?;
-    }
-    Ok(())
-}
-
-fn check_attention(
-    q: &ReferenceBuffer,
-    shape: &AttentionShape,
-    batch: &Batch<'_>,
-    cache: &ReferenceKvCache,
-    layer: usize,
-    out: &ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "paged_attention";
-    check_shape(op, shape, cache, layer)?;
-    same(op, "width of q", q.width(), shape.num_heads * shape.head_dim)?;
-    same(op, "width of out", out.width(), q.width())?;
-    let mut rows = 0;
-    for seq in batch.seqs {
-        same(op, "row_start", seq.row_start as usize, rows)?;
-        rows += seq.num_rows as usize;
-        below(op, "num_rows", seq.num_rows as usize, seq.context_len as usize + 1)?;
-        let (start, len) = (seq.table_start as usize, seq.table_len as usize);
-        below(op, "end of a block table", start + len, batch.block_tables.len() + 1)?;
-        let capacity = len * cache.shape().block_size;
-        below(op, "context_len", seq.context_len as usize, capacity + 1)?;
-        for &block in &batch.block_tables[start..start + len] {
-            below(op, "block", block as usize, cache.shape().num_blocks)?;
-        }
-    }
-    same(op, "rows of all sequences", rows, q.rows())
 }

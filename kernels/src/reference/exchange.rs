@@ -1,8 +1,9 @@
 //! What ranks exchange, by their collective.
 use std::time::{Duration, Instant};
 
-use super::{ReferenceBackend, same};
+use super::ReferenceBackend;
 use crate::backend::{Buffer as _, ExchangeOps, Tensors as _};
+use crate::check;
 use crate::collective::Collective;
 use crate::error::{CollectiveError, KernelError};
 
@@ -21,7 +22,7 @@ impl ExchangeOps for ReferenceBackend {
         }
         let (rows, width) = (local.rows(), local.width());
         let world = self.world_size() as usize;
-        same("gather_logits", "width of full", full.width(), world * width)?;
+        check::gathered(local, full, world)?;
         full.set_rows(rows)?;
         let mut gathered = std::mem::take(&mut self.gathered);
         gathered.resize(world * rows * width, 0.0);

@@ -1,6 +1,7 @@
 //! Mixtures of experts, row by row and expert by expert.
-use super::{ReferenceBackend, ReferenceMatrix, below, project, same};
+use super::{ReferenceBackend, ReferenceMatrix, project};
 use crate::backend::{Buffer as _, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 /// What rows chose.
@@ -37,6 +38,11 @@ fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
     all
 }
 
+/// Of a stack, whose matrices have one shape.
+fn sizes(stack: &[ReferenceMatrix]) -> StackSizes {
+    stack.first().map_or((0, 0, 0), |matrix| (stack.len(), matrix.rows(), matrix.cols()))
+}
+
 impl ExpertOps for ReferenceBackend {
     fn new_routes(
         &mut self,
@@ -53,11 +59,7 @@ impl ExpertOps for ReferenceBackend {
         bias: Option<&Self::Vector>,
         routes: &mut Self::Routes,
     ) -> Result<(), KernelError> {
-        let op = "route";
-        check_bias(op, bias, routes.routing.num_experts)?;
-        same(op, "width of the activations", x.width(), router.cols())?;
-        same(op, "rows of the router", router.rows(), routes.routing.num_experts)?;
-        below(op, "rows", x.rows(), routes.rows_max + 1)?;
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         let mut logits = vec![0.0; router.rows()];
         routes.chosen.clear();
         for i in 0..x.rows() {
@@ -68,12 +70,7 @@ impl ExpertOps for ReferenceBackend {
     }
 
     fn assign(&mut self, experts: &[u32], routes: &mut Self::Routes) -> Result<(), KernelError> {
-        let op = "assign";
-        same(op, "top_k", routes.routing.top_k, 1)?;
-        below(op, "rows", experts.len(), routes.rows_max + 1)?;
-        for &expert in experts.iter().filter(|expert| **expert != NOT_ASSIGNED) {
-            below(op, "expert", expert as usize, routes.routing.num_experts)?;
-        }
+        check::assign(experts, &routes.routing, routes.rows_max)?;
         let chosen = |&expert: &u32| match expert {
             NOT_ASSIGNED => Vec::new(),
             expert => vec![(expert as usize, 1.0)],
@@ -92,13 +89,11 @@ impl ExpertOps for ReferenceBackend {
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_gate_up";
-        let Routing { num_experts, top_k, .. } = routes.routing;
+        let top_k = routes.routing.top_k;
+        let routed = (&routes.routing, routes.chosen.len());
+        check::gate_up(x, sizes(weight), bias, routed, out)?;
         let inner = out.width();
-        check_stack(op, weight, 2 * num_experts, x.width(), inner)?;
-        check_bias(op, bias, 2 * num_experts * inner)?;
         let bias = |matrix: usize| bias.map(|bias| &bias[matrix * inner..][..inner]);
-        same(op, "rows of the activations", x.rows(), routes.chosen.len())?;
         out.set_rows(x.rows() * top_k)?;
         let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
         for (row, chosen) in routes.chosen.iter().enumerate() {
@@ -122,20 +117,15 @@ impl ExpertOps for ReferenceBackend {
         routes: &Self::Routes,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_down";
-        let Routing { num_experts, top_k, .. } = routes.routing;
-        let cols = weight.first().map_or(0, ReferenceMatrix::cols);
+        let (top_k, routed) = (routes.routing.top_k, (&routes.routing, routes.chosen.len()));
+        let end = check::down((x, first), sizes(weight), bias, routed, out)?;
         let width = out.width();
-        check_stack(op, weight, num_experts, cols, width)?;
-        check_bias(op, bias, num_experts * width)?;
-        below(op, "last column", first + cols, x.width() + 1)?;
-        same(op, "rows of the activations", x.rows(), routes.chosen.len() * top_k)?;
         out.set_rows(routes.chosen.len())?;
         let mut made = vec![0.0; width];
         for (row, chosen) in routes.chosen.iter().enumerate() {
             out.row_mut(row).fill(0.0);
             for (j, &(expert, share)) in chosen.iter().enumerate() {
-                let x = &x.row(row * top_k + j)[first..first + cols];
+                let x = &x.row(row * top_k + j)[first..end];
                 let bias = bias.map(|bias| &bias[expert * width..][..width]);
                 project(x, &weight[expert], bias, &mut made);
                 for (y, made) in out.row_mut(row).iter_mut().zip(&made) {
@@ -145,25 +135,6 @@ impl ExpertOps for ReferenceBackend {
         }
         Ok(())
     }
-}
-
-fn check_stack(
-    op: &'static str,
-    weight: &[ReferenceMatrix],
-    count: usize,
-    cols: usize,
-    rows: usize,
-) -> Result<(), KernelError> {
-    same(op, "number of matrices", weight.len(), count)?;
-    for matrix in weight {
-        same(op, "columns of a matrix", matrix.cols(), cols)?;
-        same(op, "rows of a matrix", matrix.rows(), rows)?;
-    }
-    Ok(())
-}
-
-fn check_bias(op: &'static str, bias: Option<&Vec<f32>>, wanted: usize) -> Result<(), KernelError> {
-    same(op, "length of the bias", bias.map_or(wanted, Vec::len), wanted)
 }
 
 fn activated(activation: ExpertActivation, gate: f32, up: f32) -> f32 {

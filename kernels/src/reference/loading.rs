@@ -5,7 +5,7 @@ use super::{
     ReferenceBackend, ReferenceBuffer, ReferenceKvCache, ReferenceMatrix, ReferenceRoutes,
 };
 use crate::backend::{Buffer as _, Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::ensure;
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -47,12 +47,11 @@ impl Tensors for ReferenceBackend {
     }
 
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
-        matrices.iter().map(|matrix| ReferenceMatrix::widen(std::slice::from_ref(matrix))).collect()
+        stack(matrices, ReferenceMatrix::widen)
     }
 
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError> {
-        let one = |matrix| ReferenceMatrix::quantise(std::slice::from_ref(matrix));
-        matrices.iter().map(one).collect()
+        stack(matrices, ReferenceMatrix::quantise)
     }
 
     fn load_vector(&mut self, values: &[f32]) -> Result<Self::Vector, KernelError> {
@@ -100,5 +99,34 @@ impl Inspect for ReferenceBackend {
     fn read_routes(&mut self, routes: &Self::Routes) -> Result<Choices, KernelError> {
         let all = || routes.chosen.iter().flatten();
         Ok((all().map(|chosen| chosen.0 as u32).collect(), all().map(|chosen| chosen.1).collect()))
+    }
+}
+
+/// Matrices of one shape, each loaded so.
+fn stack(
+    matrices: &[HostMatrix<'_>],
+    load: impl Fn(&[HostMatrix<'_>]) -> Result<ReferenceMatrix, KernelError>,
+) -> Result<Vec<ReferenceMatrix>, KernelError> {
+    let shape = |matrix: &HostMatrix<'_>| (matrix.rows, matrix.cols);
+    let wanted = matrices.first().map_or((0, 0), shape);
+    for found in matrices.iter().map(shape) {
+        ensure!("load_stack", found == wanted, "matrices are {wanted:?} and {found:?}");
+    }
+    matrices.iter().map(|matrix| load(std::slice::from_ref(matrix))).collect()
+}
+
+impl check::Matrix for ReferenceMatrix {
+    fn rows(&self) -> usize {
+        self.rows()
+    }
+
+    fn cols(&self) -> usize {
+        self.cols()
+    }
+}
+
+impl check::Vector for Vec<f32> {
+    fn len(&self) -> usize {
+        self.len()
     }
 }

@@ -1,6 +1,7 @@
 //! Products with matrices, row by row.
-use super::{ReferenceBackend, add_row, below, check_addend, check_product, project, same};
+use super::{ReferenceBackend, add_row, project};
 use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::check;
 use crate::error::KernelError;
 
 impl ProductOps for ReferenceBackend {
@@ -11,8 +12,7 @@ impl ProductOps for ReferenceBackend {
         bias: Option<&Self::Vector>,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        check_product("linear", x, weight, bias)?;
-        same("linear", "width of out", out.width(), weight.rows())?;
+        check::product("linear", x, weight, bias, weight.rows(), out)?;
         out.set_rows(x.rows())?;
         for i in 0..x.rows() {
             project(x.row(i), weight, bias.map(Vec::as_slice), out.row_mut(i));
@@ -29,14 +29,9 @@ impl ProductOps for ReferenceBackend {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
         let op = "linear_columns";
-        let end = first + weight.cols();
-        same(op, "width of out", out.width(), weight.rows())?;
-        if end > x.width() {
-            same(op, "columns of the activations", x.width(), end)?;
-        }
-        if let Some(bias) = bias {
-            same(op, "length of the bias", bias.len(), weight.rows())?;
-        }
+        let end = check::columns(op, x, first, weight.cols())?;
+        check::width(op, "out", out, weight.rows())?;
+        check::vector(op, "bias", bias, weight.rows())?;
         out.set_rows(x.rows())?;
         for i in 0..x.rows() {
             let bias = bias.map(Vec::as_slice);
@@ -54,10 +49,7 @@ impl ProductOps for ReferenceBackend {
         activation: Activation,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let inner = out.width();
-        check_product("gate_up", x, weight, bias)?;
-        same("gate_up", "rows of the weight", weight.rows(), 2 * inner)?;
-        check_addend("gate_up", addend, x.rows(), 2 * inner)?;
+        let inner = check::gate_up(x, weight, bias, addend, out)?;
         out.set_rows(x.rows())?;
         self.row.resize(2 * inner, 0.0);
         for i in 0..x.rows() {
@@ -78,11 +70,8 @@ impl ProductOps for ReferenceBackend {
         weight: &Self::Matrix,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        check_product("lm_head", x, weight, None)?;
-        same("lm_head", "width of out", out.width(), weight.rows())?;
-        for &row in rows {
-            below("lm_head", "row", row as usize, x.rows())?;
-        }
+        check::product("lm_head", x, weight, None::<&Vec<f32>>, weight.rows(), out)?;
+        check::named("lm_head", "row", rows, x.rows())?;
         out.set_rows(rows.len())?;
         for (i, &row) in rows.iter().enumerate() {
             project(x.row(row as usize), weight, None, out.row_mut(i));

@@ -1,6 +1,7 @@
 //! Embedding, sums and norms, row by row.
-use super::{ReferenceBackend, rmsnorm, same};
+use super::{ReferenceBackend, rmsnorm};
 use crate::backend::{Buffer as _, RowOps};
+use crate::check;
 use crate::error::KernelError;
 
 impl RowOps for ReferenceBackend {
@@ -12,7 +13,7 @@ impl RowOps for ReferenceBackend {
         scale: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        same("embed", "width of out", out.width(), table.cols())?;
+        check::width("embed", "out", out, table.cols())?;
         out.set_rows(ids.len())?;
         for (i, &id) in ids.iter().enumerate() {
             let row = id.checked_sub(first_id).map(|row| row as usize);
@@ -36,13 +37,7 @@ impl RowOps for ReferenceBackend {
         eps: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let op = "add_rmsnorm";
-        same(op, "length of the weight", weight.len(), residual.width())?;
-        same(op, "width of out", out.width(), residual.width())?;
-        if let Some(delta) = delta {
-            same(op, "rows of delta", delta.rows(), residual.rows())?;
-            same(op, "width of delta", delta.width(), residual.width())?;
-        }
+        check::norm("add_rmsnorm", residual, (delta, None), weight, out)?;
         out.set_rows(residual.rows())?;
         for i in 0..residual.rows() {
             if let Some(delta) = delta {
@@ -64,12 +59,8 @@ impl RowOps for ReferenceBackend {
         eps: f32,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let op = "add_normed_rmsnorm";
-        same(op, "length of the weight", weight.len(), residual.width())?;
-        same(op, "length of delta's weight", delta_weight.len(), residual.width())?;
-        same(op, "width of out", out.width(), residual.width())?;
-        same(op, "rows of delta", delta.rows(), residual.rows())?;
-        same(op, "width of delta", delta.width(), residual.width())?;
+        let normed = (Some(delta), Some(delta_weight));
+        check::norm("add_normed_rmsnorm", residual, normed, weight, out)?;
         out.set_rows(residual.rows())?;
         self.row.resize(residual.width(), 0.0);
         for i in 0..residual.rows() {
@@ -83,8 +74,7 @@ impl RowOps for ReferenceBackend {
     }
 
     fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError> {
-        same("add", "width", sum.width(), other.width())?;
-        same("add", "rows", sum.rows(), other.rows())?;
+        check::shape("add", "other", Some(other), (sum.rows(), sum.width()))?;
         for (sum, other) in sum.values_mut().iter_mut().zip(other.values()) {
             *sum += other;
         }

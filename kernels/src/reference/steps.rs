@@ -1,6 +1,7 @@
 //! Sampling, by the sampler that is its definition.
-use super::{ReferenceBackend, ReferenceBuffer, below, sampler};
-use crate::backend::{Buffer as _, StepOps};
+use super::{ReferenceBackend, sampler};
+use crate::backend::StepOps;
+use crate::check;
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
@@ -13,7 +14,7 @@ impl StepOps for ReferenceBackend {
         rows: &[SampleRow<'_>],
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
-        check_logits("sample", logits, vocab, first_row, rows.len())?;
+        check::logits("sample", logits, vocab, first_row, rows.len())?;
         rows.iter().try_for_each(|row| row.check_mask(vocab))?;
         out.clear();
         out.extend(rows.iter().enumerate().map(|(i, row)| {
@@ -32,10 +33,8 @@ impl StepOps for ReferenceBackend {
         top_n: u32,
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
-        check_logits("logprobs", logits, vocab, first_row, targets.len())?;
-        for &target in targets {
-            below("logprobs", "target", target as usize, vocab)?;
-        }
+        check::logits("logprobs", logits, vocab, first_row, targets.len())?;
+        check::named("logprobs", "target", targets, vocab)?;
         out.clear();
         out.extend(targets.iter().enumerate().map(|(i, &target)| {
             let logits = &logits.row(first_row + i)[..vocab];
@@ -43,15 +42,4 @@ impl StepOps for ReferenceBackend {
         }));
         Ok(())
     }
-}
-
-fn check_logits(
-    op: &'static str,
-    logits: &ReferenceBuffer,
-    vocab: usize,
-    first_row: usize,
-    rows: usize,
-) -> Result<(), KernelError> {
-    below(op, "vocab", vocab, logits.width() + 1)?;
-    below(op, "first_row + rows", first_row.saturating_add(rows), logits.rows() + 1)
 }
