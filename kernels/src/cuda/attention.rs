@@ -4,6 +4,7 @@ use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::addend_at;
+use super::step::Launched;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
 use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
@@ -55,9 +56,8 @@ impl AttentionOps for CudaBackend {
         if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(q_out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
         if let Some(addend) = addend {

@@ -7,9 +7,10 @@ use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
-use crate::check::{self, ensure};
+use crate::check;
 use crate::collective::Tally;
 use crate::error::KernelError;
 
@@ -72,9 +73,8 @@ impl ExchangeOps for CudaBackend {
         if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
-        let (rows, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
-        ensure!(op, rows <= most, "{rows} rows, room for {most}");
+        let Launched { rows, live } = self.step.launched(op, rows, most)?;
         let io = FusedNorm { rows, live, ..io };
         let device = &self.device;
         let fused = device.context.group.call(|group| group.all_reduce_add_rmsnorm(device, &io));
@@ -99,7 +99,8 @@ impl ExchangeOps for CudaBackend {
         let grouped = self.is_grouped();
         if self.alone {
             // As above; of graphs that are made for more rows, too.
-            let (most, _) = self.step.launched_samples(op, rows)?;
+            let Launched { rows: most, .. } =
+                self.step.launched_samples(op, rows, local.rows_max())?;
             self.reserve(Exchanged::Gathered, world * most * width * 4)?;
             self.reserve(Exchanged::Best, best_bytes(world, most))?;
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
@@ -159,8 +160,7 @@ impl CudaBackend {
         if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
-        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+        let Launched { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
         self.sum_rows(at.ptr, (count, width), live)
     }
 
@@ -214,9 +214,8 @@ impl CudaBackend {
         if self.step.skips(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched_samples(op, rows)?;
         let most = local.rows_max().min(full.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched_samples(op, rows, most)?;
         let bytes = count * width * 4;
         let all = self.scratch(Which::Gathered, world * bytes)?;
         let device = &self.device;

@@ -5,6 +5,7 @@ use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
+use super::step::Launched;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
@@ -140,9 +141,8 @@ impl ExpertOps for CudaBackend {
         if self.step.skips(op, what) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(routes.rows_max);
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
         // Always this project's own product, whose sums depend on k alone: another algorithm on
@@ -183,8 +183,7 @@ impl ExpertOps for CudaBackend {
         if staged.is_none() {
             routes.experts.upload(&self.device.stream, 0, experts)?;
         }
-        let (count, live) = self.step.launched(op, rows)?;
-        ensure!(op, count <= routes.rows_max, "{count} rows, room for {}", routes.rows_max);
+        let Launched { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(at, &grouped, &routes.routing, sizes, live);
@@ -212,9 +211,8 @@ impl ExpertOps for CudaBackend {
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, _) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(out.rows_max() / top_k);
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, .. } = self.step.launched(op, rows, most)?;
         for chunk in 0..routes.chunks(count) {
             let grouped = routes.grouped(count, chunk);
             let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
@@ -251,9 +249,8 @@ impl ExpertOps for CudaBackend {
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = (x.rows_max() / top_k).min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         if first.is_multiple_of(8) {
             from.ptr = from.ptr.offset(first * 2);
         } else {

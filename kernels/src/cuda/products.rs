@@ -4,6 +4,7 @@ use super::batch::live;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Activation, Buffer as _, ProductOps};
 use crate::check::{self, ensure};
@@ -61,9 +62,8 @@ impl ProductOps for CudaBackend {
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
         let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
         if first.is_multiple_of(step) {
@@ -98,9 +98,8 @@ impl ProductOps for CudaBackend {
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let bias = bias.map(CudaVector::ptr);
         if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());

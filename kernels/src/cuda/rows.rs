@@ -7,6 +7,7 @@ use super::backend::CudaBackend;
 use super::batch::{Capacity, Cut, live};
 use super::device::Device;
 use super::launch;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Batch, Buffer as _, RowOps};
 use crate::check::{self, ensure};
@@ -72,9 +73,8 @@ impl RowOps for CudaBackend {
         if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
@@ -99,9 +99,8 @@ impl RowOps for CudaBackend {
         if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let added = (added, delta_weight.ptr());
         let call =
             launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
@@ -119,9 +118,8 @@ impl RowOps for CudaBackend {
         if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = sum.rows_max().min(other.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add(to, from, sum.width(), count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }

@@ -9,6 +9,7 @@ use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
 use super::sampling::Queued;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::{StepInputs, StepOps, Tensors as _};
 use crate::check::{self, ensure};
@@ -242,9 +243,12 @@ impl CudaBackend {
         };
         let rows = rows.len();
         if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
-            let (rows, live) = match late {
-                true => (rows, DevicePtr::default()),
-                false => self.step.launched_samples(op, rows)?,
+            let Launched { rows, live } = match late {
+                true => Launched { rows, live: DevicePtr::default() },
+                false => {
+                    let most = self.sampling.results()?.rows;
+                    self.step.launched_samples(op, rows, most)?
+                }
             };
             let (bytes, ranks) = (rows * 8, self.world_size() as usize);
             let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;

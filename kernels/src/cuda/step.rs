@@ -19,6 +19,8 @@ use crate::error::KernelError;
 mod graphs;
 mod inputs;
 
+pub(super) use inputs::Launched;
+
 use graphs::{GRAPHS_MAX, GraphKey, Recorded};
 
 /// How calls are run.
