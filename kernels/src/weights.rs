@@ -222,11 +222,24 @@ impl HostMatrix<'_> {
     /// rounded to the nearest (ties to even). `room` is for what lies between, kept from row to
     /// row.
     pub fn row_bf16(&self, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
+        if let Some(halves) = self.row_of_bf16(row) {
+            out.iter_mut().zip(halves).for_each(|(to, &from)| *to = u16::from_le_bytes(from));
+            return;
+        }
         room.resize(out.len(), 0.0);
         self.row_f32(row, room);
         for (to, &from) in out.iter_mut().zip(room.iter()) {
             *to = bf16::from_f32(from).to_bits();
         }
+    }
+
+    /// The columns taken of row `row` as the file has them, where they are bf16 without scales.
+    pub(crate) fn row_of_bf16(&self, row: usize) -> Option<&[[u8; 2]]> {
+        if self.dtype != DType::Bf16 || self.scales.is_some() {
+            return None;
+        }
+        let start = (row * self.row_stride + self.col_start) * 2;
+        Some(self.data[start..start + self.cols * 2].as_chunks().0)
     }
 
     /// The columns taken of row `row` in int8 (`cols` elements), and the scale of the file's whole

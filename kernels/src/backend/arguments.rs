@@ -118,6 +118,10 @@ pub enum ExpertActivation {
     },
 }
 
+/// Most slots, of a row at one of its experts each, that a device multiplies at a time if nothing
+/// else is said: it bounds what lies between two products.
+pub const EXPERT_SLOTS: usize = 8192;
+
 /// How the rows of a layer choose among its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {

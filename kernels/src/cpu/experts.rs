@@ -7,14 +7,13 @@ use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
 use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
-use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
+use crate::backend::{
+    Buffer as _, Choices, EXPERT_SLOTS, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing,
+};
 use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 mod router;
-
-/// Most (row, expert) pairs computed at a time; bounds the intermediates between two products.
-const SLOTS: usize = 8192;
 
 /// The place of a slot that is in no group.
 const NO_PLACE: usize = usize::MAX;
@@ -194,8 +193,8 @@ impl ExpertOps for CpuBackend {
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;
         let experts = &routes.experts[..rows * top_k];
-        for (index, experts) in experts.chunks((SLOTS / top_k).max(1) * top_k).enumerate() {
-            let first = index * (SLOTS / top_k).max(1) * top_k;
+        for (index, experts) in experts.chunks((EXPERT_SLOTS / top_k).max(1) * top_k).enumerate() {
+            let first = index * (EXPERT_SLOTS / top_k).max(1) * top_k;
             grouping.group(experts, num_experts);
             let Grouping { groups, slots, tasks, .. } = &mut *grouping;
             let slots = &slots[..];
@@ -238,7 +237,7 @@ impl ExpertOps for CpuBackend {
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;
         let isa = *isa;
-        let rows_most = (SLOTS / top_k).max(1);
+        let rows_most = (EXPERT_SLOTS / top_k).max(1);
         let out = Disjoint::new(out.values_mut());
         for first in (0..rows).step_by(rows_most) {
             let count = rows_most.min(rows - first);

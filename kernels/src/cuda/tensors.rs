@@ -2,13 +2,11 @@
 use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};
 
-use half::{bf16, f16};
-
 use super::context::Context;
 use super::launch::{LayerCache, Rows, Weight};
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::{Event, Stream};
-use crate::backend::{Buffer, DType, HostMatrix, KvShape};
+use crate::backend::{Buffer, HostMatrix, KvShape};
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::int4_groups;
@@ -462,26 +460,16 @@ fn biased(value: i8) -> u8 {
 /// One row in bf16, zeros behind it.
 fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
     let (used, padding) = out.split_at_mut(part.cols);
-    let halves = || {
-        let from = &part.data[(row * part.row_stride + part.col_start) * 2..][..part.cols * 2];
-        from.chunks_exact(2).map(|b| u16::from_le_bytes([b[0], b[1]]))
-    };
-    match part.dtype {
-        _ if part.scales.is_some() => part.row_bf16(row, room, used),
-        DType::Bf16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| *to = bits),
-        DType::F16 => used.iter_mut().zip(halves()).for_each(|(to, bits)| {
-            *to = bf16::from_f32(f16::from_bits(bits).to_f32()).to_bits();
-        }),
-        DType::F32 | DType::F8E4M3 | DType::I8 | DType::E8M0 | DType::Packed => {
-            part.row_bf16(row, room, used);
-        }
-    }
+    part.row_bf16(row, room, used);
     padding.fill(0);
 }
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
+    use crate::backend::DType;
 
     #[test]
     fn rows_of_every_type_become_bf16() {
