@@ -8,8 +8,8 @@
 //!   [`connect`]: how they find each other; [`nccl`]: NCCL; [`peer`]: GPUs that see each other's
 //!   memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
-//! - [`bucket`], [`batch`], [`parts`], [`capacity`]: PURE: graphs and plans, a step's inputs, what
-//!   sequences are decoded by, memory
+//! - [`bucket`], [`batch`], [`sample_lists`], [`parts`], [`capacity`]: PURE: graphs and plans, a
+//!   step's inputs, what sampling is told, what sequences are decoded by, memory
 //! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to
 //!   the GPU; `readback`: rows on theirs to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
@@ -51,6 +51,7 @@ mod readback;
 mod results;
 mod rows;
 mod sample;
+pub mod sample_lists;
 mod sampling;
 mod step;
 pub mod stream;

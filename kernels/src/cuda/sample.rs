@@ -2,12 +2,13 @@
 use std::time::Instant;
 
 use super::backend::{CudaBackend, Part, Which};
-use super::batch::{PARAMS, TOP_MAX, live};
+use super::batch::live;
 use super::edits::{self, Together};
 use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
+use super::sample_lists::{PARAMS, TOP_MAX};
 use super::sampling::Queued;
 use super::step::Launched;
 use super::tensors::{CudaBuffer, Element};

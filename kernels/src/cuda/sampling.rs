@@ -3,12 +3,12 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::batch::SampleLists;
 use super::device::{Device, Scratch};
 use super::edits::{self, Together};
 use super::launch::{self, Rows};
 use super::memory::DevicePtr;
 use super::results::Results;
+use super::sample_lists::SampleLists;
 use super::uploads::Uploads;
 use crate::backend::{NOT_FED, StepInputs};
 use crate::check::ensure;

@@ -7,11 +7,12 @@
 //! - `inputs`: where what the kernels read lies
 use std::rc::Rc;
 
-use super::batch::{Capacity, Layout, SampleLists, sizes};
+use super::batch::{Capacity, Layout, sizes};
 use super::bucket::{Stage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::parts::{Splits, Windows};
+use super::sample_lists::SampleLists;
 use super::stream::{Event, Stream};
 use crate::backend::{Batch, StepInputs};
 use crate::error::KernelError;
