@@ -50,8 +50,8 @@ pub mod steps;
 pub mod tensors;
 
 pub use arguments::{
-    Activation, AttentionShape, Batch, Choices, EXPERT_SLOTS, ExpertActivation, KvShape,
-    NOT_ASSIGNED, NOT_FED, QkvWeights, RopeTable, Routing, SeqRows, StepInputs,
+    Activation, AttentionAt, AttentionShape, Batch, Choices, EXPERT_SLOTS, ExpertActivation,
+    KvShape, NOT_ASSIGNED, NOT_FED, QkvInput, QkvWeights, RopeTable, Routing, SeqRows, StepInputs,
 };
 pub use attention::AttentionOps;
 pub use exchange::ExchangeOps;

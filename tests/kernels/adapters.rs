@@ -3,8 +3,8 @@
 use kernels::KernelError;
 use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionShape, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights, RopeTable,
-    Routing, SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvInput,
+    QkvWeights, RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{Isa, Precision};
@@ -150,13 +150,11 @@ fn an_addend_comes_before_norms_and_rotation() {
             let addend = buffer(&mut backend, &bias.repeat(rows), width);
             let addend = (!biased).then_some(&addend);
             let mut q = poisoned(&mut backend, rows, 64);
-            backend
-                .qkv_rope_write(
-                    &input, &weights, addend, &rope, &shape, &batch, &mut cache, 0, &mut q,
-                )
-                .unwrap();
+            let qkv = QkvInput { x: &input, weights: &weights, addend, rope: &rope };
+            let at = AttentionAt { shape: &shape, batch: &batch, layer: 0 };
+            backend.qkv_rope_write(qkv, at, &mut cache, &mut q).unwrap();
             let mut out = poisoned(&mut backend, rows, 64);
-            backend.paged_attention(&q, None, &shape, &batch, &cache, 0, &mut out).unwrap();
+            backend.paged_attention(&q, None, at, &cache, &mut out).unwrap();
             (bits(q.values()), bits(out.values()))
         };
         assert_eq!(run(true), run(false), "{isa} {precision}");

@@ -85,6 +85,30 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
 }
 
+/// What attention is computed for: a layer of the cache, for the sequences of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionAt<'a> {
+    /// Of the layer.
+    pub shape: &'a AttentionShape,
+    /// The step's.
+    pub batch: &'a Batch<'a>,
+    /// Which of the cache's layers.
+    pub layer: usize,
+}
+
+/// What Q, K and V of a layer are made of, in a backend's own buffers, matrices and vectors.
+#[derive(Debug)]
+pub struct QkvInput<'a, B, M, V> {
+    /// `[rows, hidden]`
+    pub x: &'a B,
+    /// The projection.
+    pub weights: &'a QkvWeights<M, V>,
+    /// Added to the projection, `[rows, the weights' rows]`.
+    pub addend: Option<&'a B>,
+    /// How positions rotate.
+    pub rope: &'a RopeTable<V>,
+}
+
 /// In [`StepInputs::feed`]: the row's own id is its token.
 pub const NOT_FED: u32 = u32::MAX;
 

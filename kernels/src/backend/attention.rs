@@ -1,26 +1,20 @@
 //! Attention, and the cache that it reads.
-use super::{AttentionShape, Batch, QkvWeights, RopeTable, Tensors};
+use super::{AttentionAt, QkvInput, Tensors};
 use crate::error::KernelError;
 
 /// Attention over a paged cache, whose blocks can be swapped to host memory.
 pub trait AttentionOps: Tensors {
     /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k where the model has it; RoPE on q
-    /// and k; k and v written to the cache's `layer` at `batch.slots`; q to
-    /// `q_out: [rows, num_heads * head_dim]`. `addend: [rows, W's rows]`.
+    /// and k; k and v written to the cache's layer at the batch's slots; q to
+    /// `q_out: [rows, num_heads * head_dim]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
-    #[allow(clippy::too_many_arguments, reason = "one fused operation, one launch on a GPU")]
     fn qkv_rope_write(
         &mut self,
-        x: &Self::Buffer,
-        weights: &QkvWeights<Self::Matrix, Self::Vector>,
-        addend: Option<&Self::Buffer>,
-        rope: &RopeTable<Self::Vector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        input: QkvInput<'_, Self::Buffer, Self::Matrix, Self::Vector>,
+        at: AttentionAt<'_>,
         cache: &mut Self::KvCache,
-        layer: usize,
         q_out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
@@ -31,15 +25,12 @@ pub trait AttentionOps: Tensors {
     ///
     /// # Errors
     /// [`KernelError::Shape`].
-    #[allow(clippy::too_many_arguments, reason = "one fused operation, one launch on a GPU")]
     fn paged_attention(
         &mut self,
         q: &Self::Buffer,
         sinks: Option<&Self::Vector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &Self::KvCache,
-        layer: usize,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 

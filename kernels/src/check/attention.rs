@@ -1,6 +1,6 @@
 //! Heads, sequences and the cache.
 use super::{Matrix, Vector, ensure, named, shape, shape_error, vector, width};
-use crate::backend::{AttentionShape, Batch, Buffer, KvShape, QkvWeights, RopeTable};
+use crate::backend::{AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInput, RopeTable};
 use crate::error::KernelError;
 
 /// That heads are as they can be, and the cache has them and the layer.
@@ -92,29 +92,26 @@ pub(crate) fn places(
 }
 
 /// All but [`places`], which a step need not look at again in every layer.
-#[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
 pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
-    x: &B,
-    weights: &QkvWeights<M, V>,
-    addend: Option<&B>,
-    rope: &RopeTable<V>,
-    shape_of: &AttentionShape,
-    batch: &Batch<'_>,
-    (kv, layer): (&KvShape, usize),
+    input: &QkvInput<'_, B, M, V>,
+    at: AttentionAt<'_>,
+    kv: &KvShape,
     q_out: &B,
 ) -> Result<(), KernelError> {
     let op = "qkv_rope_write";
-    heads(op, shape_of, kv, layer)?;
-    let (head_dim, rows) = (shape_of.head_dim, weights.weight.rows());
-    let wanted = (shape_of.num_heads + 2 * shape_of.num_kv_heads) * head_dim;
+    let (QkvInput { x, weights, addend, rope }, batch) = (input, at.batch);
+    heads(op, at.shape, kv, at.layer)?;
+    let AttentionShape { num_heads, num_kv_heads, head_dim, .. } = *at.shape;
+    let rows = weights.weight.rows();
+    let wanted = (num_heads + 2 * num_kv_heads) * head_dim;
     ensure!(op, rows == wanted, "weight has {rows} rows, not {wanted}");
-    let q_width = shape_of.num_heads * head_dim;
-    width(op, "x", x, weights.weight.cols())?;
+    let q_width = num_heads * head_dim;
+    width(op, "x", *x, weights.weight.cols())?;
     width(op, "q_out", q_out, q_width)?;
     vector(op, "bias", weights.bias.as_ref(), wanted)?;
     vector(op, "q_norm", weights.q_norm.as_ref(), head_dim)?;
     vector(op, "k_norm", weights.k_norm.as_ref(), head_dim)?;
-    shape(op, "addend", addend, (x.rows(), wanted))?;
+    shape(op, "addend", *addend, (x.rows(), wanted))?;
     let (rows, positions, slots) = (x.rows(), batch.positions.len(), batch.slots.len());
     ensure!(
         op,
@@ -130,8 +127,8 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
 pub(crate) fn attention<B: Buffer>(
     q: &B,
     sinks: Option<&impl Vector>,
-    shape: &AttentionShape,
-    (kv, layer): (&KvShape, usize),
+    AttentionAt { shape, layer, .. }: AttentionAt<'_>,
+    kv: &KvShape,
     out: &B,
 ) -> Result<(), KernelError> {
     let op = "paged_attention";

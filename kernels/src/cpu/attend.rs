@@ -4,25 +4,21 @@ use super::attention::{self, Attention};
 use super::gemm::{self, Output};
 use super::memory::Disjoint;
 use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN, kv, qkv};
-use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
+use crate::backend::{AttentionAt, AttentionOps, Buffer as _, QkvInput};
 use crate::check::attention as check;
 use crate::error::KernelError;
 
 impl AttentionOps for CpuBackend {
     fn qkv_rope_write(
         &mut self,
-        x: &CpuBuffer,
-        weights: &QkvWeights<CpuMatrix, CpuVector>,
-        addend: Option<&CpuBuffer>,
-        rope: &RopeTable<CpuVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        input: QkvInput<'_, CpuBuffer, CpuMatrix, CpuVector>,
+        at: AttentionAt<'_>,
         cache: &mut CpuKvCache,
-        layer: usize,
         q_out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let at = (cache.shape(), layer);
-        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
         check::places(batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
@@ -41,13 +37,12 @@ impl AttentionOps for CpuBackend {
         &mut self,
         q: &CpuBuffer,
         sinks: Option<&CpuVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &CpuKvCache,
-        layer: usize,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        let AttentionAt { shape, batch, layer } = at;
+        check::attention(q, sinks, at, cache.shape(), out)?;
         let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
         check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
         out.set_rows(q.rows())?;

@@ -7,7 +7,7 @@ use super::products::addend_at;
 use super::step::Launched;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
-use crate::backend::{AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable};
+use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, QkvInput};
 use crate::check::attention as check;
 use crate::check::ensure;
 use crate::error::KernelError;
@@ -27,19 +27,15 @@ fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
 impl AttentionOps for CudaBackend {
     fn qkv_rope_write(
         &mut self,
-        x: &CudaBuffer,
-        weights: &QkvWeights<CudaMatrix, CudaVector>,
-        addend: Option<&CudaBuffer>,
-        rope: &RopeTable<CudaVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        input: QkvInput<'_, CudaBuffer, CudaMatrix, CudaVector>,
+        at: AttentionAt<'_>,
         cache: &mut CudaKvCache,
-        layer: usize,
         q_out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "qkv_rope_write";
-        let at = (cache.shape(), layer);
-        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
         heads(op, shape)?;
         let (rows, width) = (x.rows(), weights.weight.rows());
         let bounds = check::bounds(rope, shape, cache.shape());
@@ -87,14 +83,13 @@ impl AttentionOps for CudaBackend {
         &mut self,
         q: &CudaBuffer,
         sinks: Option<&CudaVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &CudaKvCache,
-        layer: usize,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
+        let AttentionAt { shape, batch, layer } = at;
         let op = "paged_attention";
-        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        check::attention(q, sinks, at, cache.shape(), out)?;
         heads(op, shape)?;
         let from = q.of(Element::Bf16, op, "q")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?.ptr;

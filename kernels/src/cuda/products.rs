@@ -38,7 +38,7 @@ impl ProductOps for CudaBackend {
         bias: Option<&CudaVector>,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        check::width("linear", "x", x, weight.cols())?;
+        check::product("linear", x, weight, bias, weight.rows(), out)?;
         self.linear_columns(x, 0, weight, bias, out)
     }
 

@@ -2,7 +2,7 @@
 use super::tensor::{ReferenceBuffer, ReferenceKvCache};
 use super::{ReferenceBackend, add_row, dot, project, rmsnorm};
 use crate::backend::{
-    AttentionOps, AttentionShape, Batch, Buffer as _, QkvWeights, RopeTable, SeqRows,
+    AttentionAt, AttentionOps, AttentionShape, Batch, Buffer as _, QkvInput, RopeTable, SeqRows,
 };
 use crate::check::attention as check;
 use crate::error::KernelError;
@@ -10,18 +10,14 @@ use crate::error::KernelError;
 impl AttentionOps for ReferenceBackend {
     fn qkv_rope_write(
         &mut self,
-        x: &Self::Buffer,
-        weights: &QkvWeights<Self::Matrix, Self::Vector>,
-        addend: Option<&Self::Buffer>,
-        rope: &RopeTable<Self::Vector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        input: QkvInput<'_, Self::Buffer, Self::Matrix, Self::Vector>,
+        at: AttentionAt<'_>,
         cache: &mut Self::KvCache,
-        layer: usize,
         q_out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        let at = (cache.shape(), layer);
-        check::qkv(x, weights, addend, rope, shape, batch, at, q_out)?;
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
         check::places(batch, check::bounds(rope, shape, cache.shape()))?;
         q_out.set_rows(x.rows())?;
         let (q_width, kv_width) =
@@ -49,13 +45,12 @@ impl AttentionOps for ReferenceBackend {
         &mut self,
         q: &Self::Buffer,
         sinks: Option<&Self::Vector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &Self::KvCache,
-        layer: usize,
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError> {
-        check::attention(q, sinks, shape, (cache.shape(), layer), out)?;
+        let AttentionAt { shape, batch, layer } = at;
+        check::attention(q, sinks, at, cache.shape(), out)?;
         let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
         check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
         out.set_rows(q.rows())?;
