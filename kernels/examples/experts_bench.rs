@@ -7,7 +7,8 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
-use kernels::backend::{Activation, Backend, DType, ExpertActivation, HostMatrix, Routing};
+use kernels::backend::prelude::*;
+use kernels::backend::{Activation, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuBuffer, Precision};
 use kernels::error::KernelError;

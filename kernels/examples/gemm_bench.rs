@@ -6,8 +6,9 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    AttentionShape, Backend, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
+    AttentionAt, AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Isa, Precision};
@@ -135,7 +136,8 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
         let mut times = Vec::new();
         for call in 0..if rows == 1 { 60 } else { 5 } {
             let start = Instant::now();
-            backend.paged_attention(&q, None, &shape, &batch, &cache, call % 8, &mut out)?;
+            let at = AttentionAt { shape: &shape, batch: &batch, layer: call % 8 };
+            backend.paged_attention(&q, None, at, &cache, &mut out)?;
             times.push(start.elapsed().as_secs_f64());
         }
         times.sort_by(f64::total_cmp);

@@ -6,7 +6,8 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
-use kernels::backend::{Backend, DType, HostMatrix};
+use kernels::backend::prelude::*;
+use kernels::backend::{DType, HostMatrix};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, Precision};
 use kernels::error::KernelError;

@@ -8,9 +8,10 @@
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionShape, Backend, Batch, DType, HostMatrix, KvShape, QkvWeights, RopeTable,
-    SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, DType, HostMatrix, KvShape, QkvInput,
+    QkvWeights, RopeTable, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuMatrix, CpuVector, Precision};
@@ -136,11 +137,11 @@ fn main() -> Result<(), KernelError> {
         backend.add_rmsnorm(&mut residual, None, &ones, 1e-5, &mut normed)?;
         took(1);
         for (index, layer) in layers.iter().enumerate() {
-            backend.qkv_rope_write(
-                &normed, &layer.qkv, None, &rope, &SHAPE, &batch, &mut cache, index, &mut q,
-            )?;
+            let input = QkvInput { x: &normed, weights: &layer.qkv, addend: None, rope: &rope };
+            let at = AttentionAt { shape: &SHAPE, batch: &batch, layer: index };
+            backend.qkv_rope_write(input, at, &mut cache, &mut q)?;
             took(2);
-            backend.paged_attention(&q, None, &SHAPE, &batch, &cache, index, &mut attended)?;
+            backend.paged_attention(&q, None, at, &cache, &mut attended)?;
             took(3);
             backend.linear(&attended, &layer.output, None, &mut delta)?;
             took(4);

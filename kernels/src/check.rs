@@ -1,6 +1,13 @@
 //! Checks of arguments before memory is touched, the same for all backends. A failed check is a
 //! caller's bug and an error, not a panic; nothing has been written then.
-use crate::backend::{AttentionShape, Batch, KvShape};
+//!
+//! - here: rows, products, logits
+//! - `attention`: heads, sequences, the cache
+//! - `experts`: mixtures of experts
+pub(crate) mod attention;
+pub(crate) mod experts;
+
+use crate::backend::Buffer;
 use crate::error::KernelError;
 
 pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
@@ -17,135 +24,143 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// That heads are as they can be, and the cache has them and the layer.
-pub(crate) fn heads(
+/// What is asked of a weight matrix `[rows, cols]`.
+pub(crate) trait Matrix {
+    fn rows(&self) -> usize;
+    fn cols(&self) -> usize;
+}
+
+/// What is asked of a vector.
+pub(crate) trait Vector {
+    fn len(&self) -> usize;
+}
+
+/// That a buffer has rows of this width.
+pub(crate) fn width(
     op: &'static str,
-    shape: &AttentionShape,
-    kv: &KvShape,
-    layer: usize,
+    name: &str,
+    buffer: &impl Buffer,
+    wanted: usize,
 ) -> Result<(), KernelError> {
-    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
-    ensure!(
-        op,
-        kv_heads > 0 && heads > 0 && heads.is_multiple_of(kv_heads),
-        "num_heads is {heads}, not a multiple of num_kv_heads {kv_heads}"
-    );
-    let head_dim = shape.head_dim;
-    ensure!(op, head_dim > 0 && head_dim.is_multiple_of(2), "head_dim is {head_dim}, not even");
-    ensure!(op, shape.sliding_window != Some(0), "sliding_window is 0");
-    ensure!(
-        op,
-        (kv.num_kv_heads, kv.head_dim) == (kv_heads, shape.head_dim),
-        "the cache has {} heads of {}, not {kv_heads} of {}",
-        kv.num_kv_heads,
-        kv.head_dim,
-        shape.head_dim
-    );
-    ensure!(op, layer < kv.num_layers, "layer is {layer} of {}", kv.num_layers);
-    ensure!(op, kv.block_size > 0, "block_size is 0");
+    let found = buffer.width();
+    ensure!(op, found == wanted, "{name}.width is {found}, not {wanted}");
     Ok(())
 }
 
-/// That the sequences cover all rows in order and that their tables name blocks of the cache.
-pub(crate) fn sequences(
+/// That a buffer, where there is one, is `[rows, width]`.
+pub(crate) fn shape(
     op: &'static str,
-    batch: &Batch<'_>,
-    num_rows: usize,
-    block_size: usize,
-    num_blocks: usize,
+    name: &str,
+    buffer: Option<&impl Buffer>,
+    wanted: (usize, usize),
 ) -> Result<(), KernelError> {
-    let mut rows = 0;
-    for (i, seq) in batch.seqs.iter().enumerate() {
-        let start = seq.row_start as usize;
-        ensure!(op, start == rows, "sequence {i} begins at row {start}, not {rows}");
-        let (own, context) = (seq.num_rows as usize, seq.context_len as usize);
-        ensure!(
-            op,
-            own >= 1 && own <= context,
-            "sequence {i} has {own} rows and a context of {context}"
-        );
-        rows += own;
-        let (table, len) = (seq.table_start as usize, seq.table_len as usize);
-        ensure!(
-            op,
-            len * block_size >= context,
-            "sequence {i} has {len} blocks for a context of {context}"
-        );
-        let Some(blocks) = batch.block_tables.get(table..).and_then(|blocks| blocks.get(..len))
-        else {
-            let found = batch.block_tables.len();
-            return Err(shape_error(
-                op,
-                format!("sequence {i} has blocks {table}..{} of {found}", table + len),
-            ));
-        };
-        let (last, most) = (blocks.iter().max().copied().unwrap_or(0), num_blocks);
-        ensure!(op, (last as usize) < most, "sequence {i} names block {last} of {most}");
-    }
-    ensure!(op, rows == num_rows, "q has {num_rows} rows, the sequences {rows}");
+    let found = buffer.map_or(wanted, |buffer| (buffer.rows(), buffer.width()));
+    ensure!(op, found == wanted, "{name} is {found:?}, not {wanted:?}");
     Ok(())
 }
 
-/// (block, host block) pairs that are copied out, or in.
-pub(crate) fn swap(
+/// The number of elements of a vector, where there is one.
+pub(crate) fn vector(
     op: &'static str,
-    cache: &KvShape,
-    host: &KvShape,
-    pairs: &[(u32, u32)],
-    out: bool,
+    name: &str,
+    vector: Option<&impl Vector>,
+    wanted: usize,
 ) -> Result<(), KernelError> {
-    let alike = KvShape { num_blocks: cache.num_blocks, ..*host };
-    ensure!(op, alike == *cache, "the cache is {cache:?}, host memory has {host:?}");
-    for (block, host_block) in pairs {
-        let (blocks, host_blocks) = (cache.num_blocks, host.num_blocks);
-        ensure!(op, (*block as usize) < blocks, "block is {block} of {blocks}");
-        ensure!(
-            op,
-            (*host_block as usize) < host_blocks,
-            "host block is {host_block} of {host_blocks}"
-        );
-    }
-    let (count, most) = (pairs.len(), host.num_blocks);
-    ensure!(op, count <= most, "{count} pairs, host memory has {most} blocks");
-    // All are copied at once: none may be written twice.
-    let target = |(block, host): &(u32, u32)| if out { *host } else { *block };
-    let mut targets: Vec<u32> = pairs.iter().map(target).collect();
-    targets.sort_unstable();
-    let twice = targets.windows(2).find(|pair| pair[0] == pair[1]);
-    match twice {
-        Some(pair) => Err(shape_error(op, format!("block {} is written twice", pair[0]))),
-        None => Ok(()),
-    }
+    let found = vector.map_or(wanted, Vector::len);
+    ensure!(op, found == wanted, "{name} has {found} elements, not {wanted}");
+    Ok(())
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+/// That none of these numbers, which name one of `bound` things each, is too large.
+pub(crate) fn named(
+    op: &'static str,
+    what: &str,
+    numbers: &[u32],
+    bound: usize,
+) -> Result<(), KernelError> {
+    let most = numbers.iter().max().map_or(0, |&number| number as usize + 1);
+    ensure!(op, most <= bound, "{what} {} of {bound} is named", most - 1);
+    Ok(())
+}
 
-    #[test]
-    fn a_swap_is_within_both_and_writes_nothing_twice() {
-        let shape = |num_blocks| KvShape {
-            num_layers: 1,
-            num_kv_heads: 1,
-            head_dim: 8,
-            block_size: 4,
-            num_blocks,
-        };
-        let (cache, host) = (shape(4), shape(3));
-        let said = |pairs: &[(u32, u32)], out| {
-            swap("swap", &cache, &host, pairs, out).map_err(|error| error.to_string())
-        };
-        assert_eq!(said(&[(3, 0), (0, 2)], true), Ok(()));
-        assert_eq!(said(&[], false), Ok(()));
-        assert_eq!(said(&[(4, 0)], true).unwrap_err(), "swap: block is 4 of 4");
-        assert_eq!(said(&[(0, 3)], false).unwrap_err(), "swap: host block is 3 of 3");
-        let twice = [(1, 2), (3, 2)];
-        assert_eq!(said(&twice, true).unwrap_err(), "swap: block 2 is written twice");
-        assert_eq!(said(&twice, false), Ok(()), "one block to two places");
-        let most = [(0, 0), (1, 1), (2, 2), (3, 0)];
-        assert!(said(&most, false).unwrap_err().contains("4 pairs, host memory has 3"));
-        let other = KvShape { head_dim: 16, ..host };
-        let unlike = swap("swap", &cache, &other, &[], true).unwrap_err().to_string();
-        assert!(unlike.contains("head_dim: 16"), "{unlike}");
-    }
+/// `residual += delta`, normalised by `delta_weight` where there is one; `out = norm(residual)`.
+pub(crate) fn norm<B: Buffer, V: Vector>(
+    op: &'static str,
+    residual: &B,
+    (delta, delta_weight): (Option<&B>, Option<&V>),
+    weight: &V,
+    out: &B,
+) -> Result<(), KernelError> {
+    let (rows, columns) = (residual.rows(), residual.width());
+    vector(op, "weight", Some(weight), columns)?;
+    vector(op, "delta_weight", delta_weight, columns)?;
+    width(op, "out", out, columns)?;
+    shape(op, "delta", delta, (rows, columns))
+}
+
+/// `out = x weight^T + bias`; `out` has `out_width` columns.
+pub(crate) fn product<B: Buffer>(
+    op: &'static str,
+    x: &B,
+    weight: &impl Matrix,
+    bias: Option<&impl Vector>,
+    out_width: usize,
+    out: &B,
+) -> Result<(), KernelError> {
+    width(op, "x", x, weight.cols())?;
+    width(op, "out", out, out_width)?;
+    vector(op, "bias", bias, weight.rows())
+}
+
+/// Columns `first..first + cols` of x; where they end.
+pub(crate) fn columns(
+    op: &'static str,
+    x: &impl Buffer,
+    first: usize,
+    cols: usize,
+) -> Result<usize, KernelError> {
+    let (end, width) = (first.saturating_add(cols), x.width());
+    ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
+    Ok(end)
+}
+
+/// Gate and up, one above the other in `weight`; how wide each is.
+pub(crate) fn gate_up<B: Buffer>(
+    x: &B,
+    weight: &impl Matrix,
+    bias: Option<&impl Vector>,
+    addend: Option<&B>,
+    out: &B,
+) -> Result<usize, KernelError> {
+    let (op, rows) = ("gate_up", weight.rows());
+    ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
+    product(op, x, weight, bias, rows / 2, out)?;
+    shape(op, "addend", addend, (x.rows(), rows))?;
+    Ok(rows / 2)
+}
+
+/// Rows `first..first + count` of logits.
+pub(crate) fn logits(
+    op: &'static str,
+    logits: &impl Buffer,
+    vocab: usize,
+    first: usize,
+    count: usize,
+) -> Result<(), KernelError> {
+    let (rows, width) = (logits.rows(), logits.width());
+    ensure!(op, vocab >= 1 && vocab <= width, "vocab is {vocab}, the logits have {width} columns");
+    ensure!(
+        op,
+        first <= rows && count <= rows - first,
+        "rows {first}..{} of {rows} are named",
+        first.saturating_add(count)
+    );
+    Ok(())
+}
+
+/// That `full` has the columns of all ranks.
+pub(crate) fn gathered<B: Buffer>(local: &B, full: &B, world: usize) -> Result<(), KernelError> {
+    let (wide, width) = (full.width(), local.width());
+    ensure!("gather_logits", wide == world * width, "full.width is {wide}, not {world} x {width}");
+    Ok(())
 }

@@ -1,10 +1,11 @@
 //! How tensor-parallel ranks on CPUs exchange data: all-reduce, gather, broadcast and barrier in
 //! host memory, in f32.
 //!
-//! All ranks call the same operations in the same order with the same sizes. Every operation has
-//! the deadline given at set-up, and can be aborted from another thread. Every rank adds up in the
-//! same order, a binary tree over the wanted number of ranks ((0 + 1) + (2 + 3), `exchange::Tree`),
-//! so all ranks hold bitwise equal results, and smaller groups get the same ones.
+//! All ranks call the same operations in the same order with the same sizes. Data goes round by
+//! round; every round has the deadline given at set-up, and can be aborted from another thread.
+//! Every rank adds up in the same order, a binary tree over the wanted number of ranks
+//! ((0 + 1) + (2 + 3), `exchange::Tree`), so all ranks hold bitwise equal results, and smaller
+//! groups get the same ones.
 //!
 //! - [`abort`]: aborts several collectives at once
 //! - `exchange`: the operations in terms of one: each rank shows its data to all others

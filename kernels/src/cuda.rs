@@ -8,14 +8,14 @@
 //!   [`connect`]: how they find each other; [`nccl`]: NCCL; [`peer`]: GPUs that see each other's
 //!   memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
-//! - [`bucket`], [`batch`], [`parts`], [`capacity`]: PURE: graphs and plans, a step's inputs, what
-//!   sequences are decoded by, memory
+//! - [`bucket`], [`batch`], [`sample_lists`], [`parts`], [`capacity`]: PURE: graphs and plans, a
+//!   step's inputs, what sampling is told, what sequences are decoded by, memory
 //! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to
 //!   the GPU; `readback`: rows on theirs to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
-//! - `operations`: the list of operations; what they do: `rows`, `attention`, `products` (of many
-//!   rows: `matmul`), `experts`, `exchange`, `sample`, `results`; `edits`: PURE: rows whose logits
-//!   are edited
+//! - the operations: `loading`, `rows`, `attention`, `products` (of many rows: `matmul`),
+//!   `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`; `edits`: PURE:
+//!   rows whose logits are edited
 //! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
@@ -38,12 +38,12 @@ mod fatbin;
 mod group;
 pub mod launch;
 pub mod libraries;
+mod loading;
 mod matmul;
 pub mod measure;
 pub mod memory;
 pub mod module;
 pub mod nccl;
-mod operations;
 pub mod parts;
 pub mod peer;
 mod products;
@@ -51,6 +51,8 @@ mod readback;
 mod results;
 mod rows;
 mod sample;
+pub mod sample_lists;
+mod sampling;
 mod step;
 pub mod stream;
 mod swap;

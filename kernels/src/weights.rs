@@ -6,49 +6,25 @@
 //! scale per output feature, its largest absolute value divided by 127, and every weight divided by
 //! that and rounded to the nearest integer, ties to even. The scale is one of the file's whole row,
 //! of which a rank may take a part only: so it is the same at every tensor-parallel degree.
-//! Integers in words are `packed`'s, as are the 4 bits of MXFP4.
-use half::{bf16, f16};
+//!
+//! - `dtype`: element types
+//! - `blocks`: one scale for each block
+//! - `packed`: integers in words, and the 4 bits of MXFP4
+//! - `columns`: numbers column by column
+use half::bf16;
 
 use crate::error::KernelError;
 
+mod blocks;
 mod columns;
+mod dtype;
 mod packed;
 
+pub use blocks::BlockScales;
 pub use columns::Columns;
+pub use dtype::{DType, widen};
 pub(crate) use packed::{E2M1, int4_integers, int4_row};
 pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
-
-/// Element type of a tensor in a model file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DType {
-    /// bfloat16, little endian.
-    Bf16,
-    /// IEEE half, little endian.
-    F16,
-    /// IEEE single, little endian.
-    F32,
-    /// FP8: 4 bits of exponent, 3 of mantissa, no infinities (OCP's E4M3, PyTorch's `e4m3fn`).
-    F8E4M3,
-    /// Signed integers of 8 bits.
-    I8,
-    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's
-    /// E8M0).
-    E8M0,
-    /// Elsewhere than in the matrix's `data`: see [`Scales`].
-    Packed,
-}
-
-impl DType {
-    /// Bytes per element, at most.
-    #[must_use]
-    pub const fn bytes(self) -> usize {
-        match self {
-            Self::F8E4M3 | Self::I8 | Self::E8M0 | Self::Packed => 1,
-            Self::Bf16 | Self::F16 => 2,
-            Self::F32 => 4,
-        }
-    }
-}
 
 /// How the elements of a tensor become numbers, where they are not numbers in rows.
 #[derive(Clone, Copy, Debug)]
@@ -73,41 +49,6 @@ impl Scales<'_> {
             }
         }
         self
-    }
-}
-
-/// What the elements of a quantised tensor are multiplied by: one number for each block of it.
-#[derive(Clone, Copy, Debug)]
-pub struct BlockScales<'a> {
-    /// Bytes of the scales, row-major.
-    pub data: &'a [u8],
-    /// Their type: bf16, f16 or f32.
-    pub dtype: DType,
-    /// Rows and columns of the tensor that share a scale; `usize::MAX` for all of them.
-    pub block: (usize, usize),
-    /// Scales from one row of blocks to the next.
-    pub row_stride: usize,
-    /// The tensor's row that is row 0 of the matrix.
-    pub first_row: usize,
-}
-
-impl BlockScales<'_> {
-    /// The place of the scale of an element; `row` counts from the matrix's row 0, `col` from the
-    /// tensor's column 0.
-    fn index(&self, row: usize, col: usize) -> Option<usize> {
-        let block_row = row.checked_add(self.first_row)? / self.block.0.max(1);
-        block_row.checked_mul(self.row_stride)?.checked_add(col / self.block.1.max(1))
-    }
-
-    /// The scale at a place, NaN where there is none.
-    fn at(&self, index: usize) -> f32 {
-        let size = self.dtype.bytes();
-        let bytes = index.checked_mul(size).and_then(|start| self.data.get(start..)?.get(..size));
-        let mut one = [f32::NAN];
-        if let Some(bytes) = bytes {
-            widen(self.dtype, bytes, &mut one);
-        }
-        one[0]
     }
 }
 
@@ -222,11 +163,24 @@ impl HostMatrix<'_> {
     /// rounded to the nearest (ties to even). `room` is for what lies between, kept from row to
     /// row.
     pub fn row_bf16(&self, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
+        if let Some(halves) = self.row_of_bf16(row) {
+            out.iter_mut().zip(halves).for_each(|(to, &from)| *to = u16::from_le_bytes(from));
+            return;
+        }
         room.resize(out.len(), 0.0);
         self.row_f32(row, room);
         for (to, &from) in out.iter_mut().zip(room.iter()) {
             *to = bf16::from_f32(from).to_bits();
         }
+    }
+
+    /// The columns taken of row `row` as the file has them, where they are bf16 without scales.
+    pub(crate) fn row_of_bf16(&self, row: usize) -> Option<&[[u8; 2]]> {
+        if self.dtype != DType::Bf16 || self.scales.is_some() {
+            return None;
+        }
+        let start = (row * self.row_stride + self.col_start) * 2;
+        Some(self.data[start..start + self.cols * 2].as_chunks().0)
     }
 
     /// The columns taken of row `row` in int8 (`cols` elements), and the scale of the file's whole
@@ -275,108 +229,12 @@ fn round(x: f32) -> i8 {
     sum.to_bits().wrapping_sub(ONES.to_bits()) as i8
 }
 
-/// Elements in f32, which is exact: as many as there are of both.
-pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
-    match dtype {
-        DType::Bf16 => {
-            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
-                *to = bf16::from_le_bytes(from).to_f32();
-            }
-        }
-        DType::F16 => {
-            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
-                *to = f16::from_le_bytes(from).to_f32();
-            }
-        }
-        DType::F32 => {
-            for (to, &from) in out.iter_mut().zip(bytes.as_chunks().0) {
-                *to = f32::from_le_bytes(from);
-            }
-        }
-        DType::F8E4M3 => {
-            for (to, &from) in out.iter_mut().zip(bytes) {
-                *to = F8E4M3[usize::from(from)];
-            }
-        }
-        DType::I8 => {
-            for (to, &from) in out.iter_mut().zip(bytes) {
-                *to = f32::from(from.cast_signed());
-            }
-        }
-        DType::E8M0 => {
-            for (to, &from) in out.iter_mut().zip(bytes) {
-                *to = match from {
-                    0 => f32::from_bits(1 << 22),
-                    0xff => f32::NAN,
-                    exponent => f32::from_bits(u32::from(exponent) << 23),
-                };
-            }
-        }
-        // No elements of their own.
-        DType::Packed => out.fill(f32::NAN),
-    }
-}
-
-/// What each byte of FP8 is worth.
-const F8E4M3: [f32; 256] = {
-    let mut table = [0.0; 256];
-    let mut byte = 0;
-    while byte < 256 {
-        let (exponent, mantissa) = (byte as u32 >> 3 & 15, byte as u32 & 7);
-        let magnitude = if exponent == 15 && mantissa == 7 {
-            f32::NAN.to_bits()
-        } else if exponent > 0 {
-            // The bias is 7, f32's is 127.
-            ((exponent + 120) << 23) | (mantissa << 20)
-        } else {
-            // Multiples of 2^-9, which f32 has as normal numbers.
-            (mantissa as f32 / 512.0).to_bits()
-        };
-        table[byte] = f32::from_bits(magnitude | (byte as u32 >> 7) << 31);
-        byte += 1;
-    }
-    table
-};
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn matrix(data: &[u8], dtype: DType, rows: usize, cols: usize) -> HostMatrix<'_> {
         HostMatrix { data, dtype, rows, cols, col_start: 0, row_stride: cols, scales: None }
-    }
-
-    #[test]
-    fn fp8_has_its_known_values() {
-        // From the OCP's table of E4M3.
-        let known = [
-            (0x00, 0.0),
-            (0x01, 0.001_953_125),
-            (0x07, 0.013_671_875),
-            (0x08, 0.015_625),
-            (0x38, 1.0),
-            (0x3c, 1.5),
-            (0x7e, 448.0),
-            (0xfe, -448.0),
-            (0xb8, -1.0),
-        ];
-        for (byte, value) in known {
-            assert_eq!(F8E4M3[byte].to_bits(), f32::to_bits(value), "{byte:#x}");
-        }
-        assert!(F8E4M3[0x7f].is_nan() && F8E4M3[0xff].is_nan());
-        assert_eq!(F8E4M3[0x80].to_bits(), (-0.0f32).to_bits());
-        assert_eq!(F8E4M3.iter().filter(|x| x.is_finite()).count(), 254);
-        // Each is the next larger one.
-        assert!(F8E4M3[..0x7f].is_sorted() && (0..0x7e).all(|i| F8E4M3[i] < F8E4M3[i + 1]));
-    }
-
-    #[test]
-    fn powers_of_two_have_their_known_values() {
-        let mut all = [0.0; 256];
-        widen(DType::E8M0, &std::array::from_fn::<_, 256, _>(|i| i as u8), &mut all);
-        assert_eq!((all[127], all[128], all[120]), (1.0, 2.0, 1.0 / 128.0));
-        assert!((0..255).all(|i| f64::from(all[i]) == 2f64.powi(i as i32 - 127)));
-        assert!(all[255].is_nan());
     }
 
     #[test]

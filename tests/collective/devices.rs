@@ -7,10 +7,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kernels::backend::Buffer as _;
+use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, AbortHandle, Collective, local_group};
 use kernels::cuda::choice::Capability;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup};
-use kernels::{Backend, CollectiveError, KernelError};
+use kernels::{CollectiveError, KernelError};
 use testkit::fake_cuda::{FakeCuda, fake_cuda_of, fake_nccl};
 use testkit::relay::SharedRelay;
 

@@ -1,11 +1,15 @@
 //! All the ways in which a group can end.
 use std::io::Write as _;
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::MetadataExt as _;
 use std::sync::Barrier;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kernels::CollectiveError;
-use kernels::collective::{SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp};
+use kernels::collective::{
+    SharedMemoryOptions, TcpOptions, shared_memory, shared_memory_bytes, single_rank, tcp,
+};
 
 use crate::groups::{KINDS, Kind, run, unique_name};
 
@@ -98,6 +102,22 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
         let error = shared_memory(&SharedMemoryOptions { rank, ..patient.clone() }, &|| true);
         assert!(matches!(error, Err(CollectiveError::Aborted)));
     }
+    // While a rank waits, its object has its memory: it is not promised to others, too.
+    let waiting = SharedMemoryOptions { name: unique_name(), ..patient };
+    let is_over = AtomicBool::new(false);
+    let held = std::thread::scope(|scope| {
+        scope.spawn(|| shared_memory(&waiting, &|| is_over.load(Ordering::Relaxed)).map(|_| ()));
+        let path = format!("/dev/shm/{}", waiting.name);
+        let held = || std::fs::metadata(&path).map_or(0, |data| data.blocks() * 512);
+        let began = Instant::now();
+        while held() < shared_memory_bytes(2) as u64 && began.elapsed() < Duration::from_secs(5) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        let held = held();
+        is_over.store(true, Ordering::Relaxed);
+        held
+    });
+    assert!(held >= shared_memory_bytes(2) as u64, "{held} bytes");
     let late = SharedMemoryOptions { rank: 1, ..lonely };
     assert!(
         shared_memory(&late, &|| false).unwrap_err().to_string().contains("rank 0 did not create")
@@ -159,6 +179,109 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
                 });
             }
         });
+    }
+}
+
+#[test]
+fn tcp_strangers_do_not_hold_a_rank_beyond_its_deadline() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let absent = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let ranks = [listener.local_addr().unwrap(), absent];
+    let is_over = AtomicBool::new(false);
+    let mut stranger = TcpStream::connect(ranks[0]).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            // A greeting as it should be, and 16 s long.
+            let greeting =
+                [*b"TUTICOL1", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 1u64.to_le_bytes()].concat();
+            for byte in greeting {
+                if is_over.load(Ordering::Relaxed) || stranger.write_all(&[byte]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(500));
+            }
+        });
+        let began = Instant::now();
+        let (rank, timeout) = (0, Duration::from_millis(1500));
+        let options = TcpOptions { listener: &listener, ranks: &ranks, rank, token: 1, timeout };
+        let error = tcp(&options, &|| false).unwrap_err().to_string();
+        assert!(error.contains("rank 1: did not connect within 1.5s"), "{error}");
+        assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
+        is_over.store(true, Ordering::Relaxed);
+    });
+}
+
+#[test]
+fn tcp_ranks_meet_however_many_strangers_say_nothing() {
+    let listeners: Vec<TcpListener> =
+        (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
+    // They are there before the ranks are, and others come meanwhile.
+    let mut strangers: Vec<TcpStream> =
+        (0..40).map(|_| TcpStream::connect(ranks[0]).unwrap()).collect();
+    let is_over = AtomicBool::new(false);
+    let meet = |rank: u32| {
+        let (listener, timeout) = (&listeners[rank as usize], Duration::from_secs(60));
+        let options = TcpOptions { listener, ranks: &ranks, rank, token: 3, timeout };
+        tcp(&options, &|| false).unwrap().barrier()
+    };
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                strangers.extend(TcpStream::connect(ranks[0]));
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        });
+        let other = scope.spawn(|| meet(1));
+        let met = (meet(0), other.join().unwrap());
+        is_over.store(true, Ordering::Relaxed);
+        assert!(matches!(met, (Ok(()), Ok(()))), "{met:?}");
+    });
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
+}
+
+#[test]
+fn tcp_ranks_find_each_other_behind_an_earlier_formation() {
+    let listeners: Vec<TcpListener> =
+        (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+    let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
+    let is_old = AtomicBool::new(true);
+    let meet = |rank: u32, token: u64, is_given_up: &dyn Fn() -> bool| {
+        let (listener, timeout) = (&listeners[rank as usize], Duration::from_secs(20));
+        tcp(&TcpOptions { listener, ranks: &ranks, rank, token, timeout }, is_given_up)
+    };
+    std::thread::scope(|scope| {
+        // Rank 1 is in the next formation already, and dials rank 0, which is in this one.
+        scope.spawn(|| {
+            let old = meet(0, 6, &|| !is_old.load(Ordering::Relaxed));
+            assert!(matches!(old, Err(CollectiveError::Aborted)));
+            meet(0, 7, &|| false).unwrap().barrier().unwrap();
+        });
+        let early = scope.spawn(|| meet(1, 7, &|| false).unwrap().barrier().unwrap());
+        std::thread::sleep(Duration::from_millis(300));
+        is_old.store(false, Ordering::Relaxed);
+        early.join().unwrap();
+    });
+}
+
+#[test]
+fn a_root_without_room_ends_the_group() {
+    for kind in KINDS {
+        let errors = run(kind, 2, Duration::from_secs(60), |rank, mut collective| {
+            if rank == 1 {
+                // Its part of the gathering may be done before the root fails; not the barrier.
+                let gathered = collective.gather(&[1.0; 4], &mut [], 0);
+                return gathered.and_then(|()| collective.barrier()).unwrap_err();
+            }
+            let error = collective.gather(&[1.0; 4], &mut [0.0; 7], 0).unwrap_err();
+            assert_eq!(error.to_string().matches("room for 7 elements, 8 are").count(), 1);
+            // The root stays, as a rank whose next operation is far away.
+            std::thread::sleep(Duration::from_millis(500));
+            error
+        });
+        let gone = matches!(errors[1], CollectiveError::Aborted | CollectiveError::LinkLost { .. });
+        assert!(gone, "{kind:?}: {:?}", errors[1]);
     }
 }
 

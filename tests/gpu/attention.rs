@@ -1,6 +1,8 @@
 //! Attention and what is before it, of prompts and of single rows.
 use kernels::KernelError;
-use kernels::backend::{AttentionShape, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
+use kernels::backend::{
+    AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
+};
 
 use crate::operations::{Case, ROUNDING, Random, Writable, input, matrix, poisoned};
 
@@ -76,19 +78,11 @@ impl Case for Attention {
             let x = input(backend, &random.vec(at.len() * hidden), hidden)?;
             let mut q = poisoned(backend, at.len(), num_heads * head_dim, true)?;
             let mut out = poisoned(backend, at.len(), num_heads * head_dim, true)?;
-            backend.qkv_rope_write(
-                &x,
-                &weights,
-                None,
-                &rope,
-                &self.shape,
-                &batch,
-                &mut cache,
-                1,
-                &mut q,
-            )?;
+            let input = QkvInput { x: &x, weights: &weights, addend: None, rope: &rope };
+            let at = AttentionAt { shape: &self.shape, batch: &batch, layer: 1 };
+            backend.qkv_rope_write(input, at, &mut cache, &mut q)?;
             let sinks = sinks.as_ref();
-            backend.paged_attention(&q, sinks, &self.shape, &batch, &cache, 1, &mut out)?;
+            backend.paged_attention(&q, sinks, at, &cache, &mut out)?;
             seen.extend(backend.read_buffer(&q)?);
             seen.extend(backend.read_buffer(&out)?);
         }

@@ -2,7 +2,7 @@
 //! with drafts that are verified.
 use std::path::{Path, PathBuf};
 
-use kernels::Backend as _;
+use kernels::backend::prelude::*;
 use kernels::cuda::CudaBackend;
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{

@@ -3,7 +3,8 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use kernels::backend::{Activation, Buffer as _, DType, HostMatrix};
+use kernels::backend::prelude::*;
+use kernels::backend::{Activation, DType, HostMatrix, Inspect};
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
 use kernels::{Backend, KernelError, ReferenceBackend};
@@ -19,7 +20,7 @@ pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
 pub(crate) const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
-pub(crate) trait Writable: Backend {
+pub(crate) trait Writable: Backend + Inspect {
     fn write(&mut self, buffer: &mut Self::Buffer, values: &[f32]) -> Result<(), KernelError>;
     fn poison(&mut self, buffer: &Self::Buffer) -> Result<(), KernelError>;
 }

@@ -9,7 +9,8 @@ use std::process::{Child, Command};
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use kernels::backend::{AttentionShape, Batch, Buffer as _, SeqRows, StepInputs};
+use kernels::backend::prelude::*;
+use kernels::backend::{AttentionShape, Batch, SeqRows, StepInputs};
 use kernels::collective::{
     Collective, SharedMemoryOptions, local_group, shared_memory, single_rank,
 };
@@ -17,7 +18,7 @@ use kernels::cuda::choice::NCCL_SHARING_MIN;
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange, GroupSetup, Relay};
 use kernels::sampling::{SampleParams, SampleRow};
-use kernels::{Backend, CollectiveError, KernelError};
+use kernels::{CollectiveError, KernelError};
 use testkit::models::goldens;
 use testkit::relay::SharedRelay;
 

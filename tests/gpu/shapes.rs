@@ -1,6 +1,7 @@
 //! Models of random weights in the shapes of known ones.
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, Backend as _, DType, ExpertActivation, HostMatrix, QkvWeights, RopeTable, Routing,
+    Activation, DType, ExpertActivation, HostMatrix, QkvWeights, RopeTable, Routing,
 };
 use kernels::cuda::CudaBackend;
 use shared::protocol::{EngineConfig, Quantization};

@@ -4,7 +4,7 @@
 //! figure that counts.
 use std::time::Instant;
 
-use kernels::backend::Backend as _;
+use kernels::backend::prelude::*;
 use kernels::cuda::CudaBackend;
 use shared::protocol::Quantization;
 use shared::sampling::SamplingParams;

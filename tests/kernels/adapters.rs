@@ -1,9 +1,10 @@
 //! The operations behind LoRA adapters on CPUs: rows assigned to matrices from outside, and results
 //! added to fused products. Each must give the same bits as the operation that it replaces.
 use kernels::KernelError;
+use kernels::backend::prelude::*;
 use kernels::backend::{
-    Activation, AttentionShape, Backend, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvWeights,
-    RopeTable, Routing, SeqRows,
+    Activation, AttentionAt, AttentionShape, Batch, Buffer, KvShape, NOT_ASSIGNED, QkvInput,
+    QkvWeights, RopeTable, Routing, SeqRows,
 };
 use kernels::collective::single_rank;
 use kernels::cpu::{Isa, Precision};
@@ -149,13 +150,11 @@ fn an_addend_comes_before_norms_and_rotation() {
             let addend = buffer(&mut backend, &bias.repeat(rows), width);
             let addend = (!biased).then_some(&addend);
             let mut q = poisoned(&mut backend, rows, 64);
-            backend
-                .qkv_rope_write(
-                    &input, &weights, addend, &rope, &shape, &batch, &mut cache, 0, &mut q,
-                )
-                .unwrap();
+            let qkv = QkvInput { x: &input, weights: &weights, addend, rope: &rope };
+            let at = AttentionAt { shape: &shape, batch: &batch, layer: 0 };
+            backend.qkv_rope_write(qkv, at, &mut cache, &mut q).unwrap();
             let mut out = poisoned(&mut backend, rows, 64);
-            backend.paged_attention(&q, None, &shape, &batch, &cache, 0, &mut out).unwrap();
+            backend.paged_attention(&q, None, at, &cache, &mut out).unwrap();
             (bits(q.values()), bits(out.values()))
         };
         assert_eq!(run(true), run(false), "{isa} {precision}");
@@ -169,7 +168,8 @@ fn what_does_not_fit_is_an_error() {
         assert!(matches!(result, Err(KernelError::Shape { .. })), "{result:?}");
     };
     let mut routes = backend.new_routes(2, ROUTING).unwrap();
-    refused(backend.assign(&[0, 3], &mut routes));
+    let error = backend.assign(&[0, 3], &mut routes).unwrap_err().to_string();
+    assert_eq!(error, "assign: expert 3 of 3 is named");
     refused(backend.assign(&[0, 1, 2], &mut routes));
     let mut pairs = backend.new_routes(2, Routing { top_k: 2, ..ROUTING }).unwrap();
     refused(backend.assign(&[0], &mut pairs));

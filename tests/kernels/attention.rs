@@ -1,6 +1,9 @@
 //! qkv_rope_write and paged_attention against a naive attention over unpaged K and V in f64.
 use kernels::KernelError;
-use kernels::backend::{AttentionShape, Backend, Batch, KvShape, QkvWeights, RopeTable, SeqRows};
+use kernels::backend::prelude::*;
+use kernels::backend::{
+    AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
+};
 use kernels::cpu::{CpuBackend, CpuKvCache, CpuMatrix, CpuVector, Isa, Precision};
 
 use crate::support::{
@@ -124,20 +127,14 @@ impl Case {
         let Loaded { weights, sinks, rope, cache } = loaded;
         backend
             .qkv_rope_write(
-                &input,
-                weights,
-                None,
-                rope,
-                &self.shape,
-                &batch,
+                QkvInput { x: &input, weights, addend: None, rope },
+                AttentionAt { shape: &self.shape, batch: &batch, layer: LAYERS - 1 },
                 cache,
-                LAYERS - 1,
                 &mut q,
             )
             .unwrap();
-        backend
-            .paged_attention(&q, sinks.as_ref(), &self.shape, &batch, cache, LAYERS - 1, &mut out)
-            .unwrap();
+        let at = AttentionAt { shape: &self.shape, batch: &batch, layer: LAYERS - 1 };
+        backend.paged_attention(&q, sinks.as_ref(), at, cache, &mut out).unwrap();
         (q.values().to_vec(), out.values().to_vec())
     }
 
@@ -375,7 +372,8 @@ fn shapes_that_do_not_fit_are_errors() {
     let seqs = [seq];
     let batch = Batch { positions: &[0, 1], slots: &[0, 1], seqs: &seqs, block_tables: &[0] };
     let mut qkv = |shape: &AttentionShape, batch: &Batch<'_>, layer: usize| {
-        backend.qkv_rope_write(&x, weights, None, rope, shape, batch, cache, layer, &mut q)
+        let input = QkvInput { x: &x, weights, addend: None, rope };
+        backend.qkv_rope_write(input, AttentionAt { shape, batch, layer }, cache, &mut q)
     };
     let shape_with = |change: fn(&mut AttentionShape)| {
         let mut shape = good;
@@ -402,7 +400,8 @@ fn shapes_that_do_not_fit_are_errors() {
     let [two, three] = [two, three].map(|sinks| backend.load_vector(sinks).unwrap());
     let mut attend = |seqs: &[SeqRows], block_tables: &[u32], sinks: Option<&CpuVector>| {
         let batch = Batch { seqs, block_tables, ..batch };
-        backend.paged_attention(&q, sinks, &good, &batch, cache, 0, &mut out)
+        let at = AttentionAt { shape: &good, batch: &batch, layer: 0 };
+        backend.paged_attention(&q, sinks, at, cache, &mut out)
     };
     attend(&seqs, &[0], None).unwrap();
     attend(&seqs, &[0], Some(&two)).unwrap();

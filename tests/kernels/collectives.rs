@@ -1,6 +1,7 @@
 //! How the backend passes buffers to its collective, with simulated ranks.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer};
+use kernels::backend::Buffer;
+use kernels::backend::prelude::*;
 use kernels::cpu::{CpuBackend, Precision};
 
 use crate::support::{Pretend, Random, bits, buffer, poisoned};

@@ -1,6 +1,6 @@
 //! Emulated sampling and log-probabilities compared with the reference backend, which uses sorted
 //! lists and f64: same tokens, same random draws.
-use kernels::backend::Backend;
+use kernels::backend::prelude::*;
 use kernels::reference::{ReferenceBackend, ReferenceBuffer};
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 
@@ -194,7 +194,7 @@ pub(crate) fn random_row(random: &mut Random, vocab: usize) -> Row {
         (0..n).map(|_| random.below(vocab.min(20)) as u32 * (1 + random.below(3) as u32)).collect()
     };
     let mut p = SampleParams {
-        temperature: one_of(random, &[0.0, 0.3, 0.8, 1.0, 1.0, 1.7, 0.01]),
+        temperature: one_of(random, &[0.0, 0.3, 0.8, 1.0, 1.0, 1.7, 0.01, 1e-40]),
         top_p: one_of(random, &[1.0, 1.0, 0.95, 0.5, 0.1, 1e-6]),
         top_k: [0, 0, 1, 2, 5, 40, 1500, 1 << 30][random.below(8)],
         min_p: one_of(random, &[0.0, 0.0, 0.0, 0.05, 0.5, 1.0]),

@@ -1,6 +1,7 @@
 //! Mixtures of experts on CPUs, compared with a naive version in f64 and with the reference
 //! backend. Law 7: a row's bits depend neither on other rows nor on the threads.
 use kernels::KernelError;
+use kernels::backend::prelude::*;
 use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
 use kernels::collective::single_rank;
 use kernels::cpu::{CpuBackend, CpuRoutes, CpuStack, CpuVector, Isa, Precision};

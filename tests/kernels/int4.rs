@@ -1,6 +1,7 @@
 //! 4-bit weights on CPUs, compared with sums in f64 of the file's integers, zero points and scales,
 //! unrounded. Law 7: a row's bits depend neither on other rows nor on the threads.
-use kernels::backend::{Activation, Backend, DType, ExpertActivation, HostMatrix, Routing, Scales};
+use kernels::backend::prelude::*;
+use kernels::backend::{Activation, DType, ExpertActivation, HostMatrix, Routing, Scales};
 use kernels::cpu::{CpuBackend, CpuMatrix};
 use kernels::reference::ReferenceBackend;
 use kernels::weights::{Groups, Packed, Packing, int4_groups};

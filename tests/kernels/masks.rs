@@ -1,7 +1,7 @@
 //! Token masks in sampling. The expected results are defined without masks: a row chooses as if all
 //! other logits were -infinity, and its log-probabilities are those of the original row.
 use kernels::KernelError;
-use kernels::backend::Backend;
+use kernels::backend::prelude::*;
 use kernels::cpu::Isa;
 use kernels::cpu::sample::Sampler;
 use kernels::reference::ReferenceBackend;

@@ -1,6 +1,7 @@
 //! Products with MXFP4 weights on CPUs, compared with sums in f64 of values by the format's
 //! definition; with interleaved rows, and with tensors stored by column.
-use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing, Scales};
+use kernels::backend::prelude::*;
+use kernels::backend::{Buffer, DType, ExpertActivation, HostMatrix, Routing, Scales};
 use kernels::cpu::Precision;
 use kernels::weights::{Columns, Groups, Packed, Packing, int4_groups};
 

@@ -1,6 +1,7 @@
 //! linear, gate_up, lm_head and embed against naive products.
 use kernels::KernelError;
-use kernels::backend::{Activation, Backend, Buffer};
+use kernels::backend::prelude::*;
+use kernels::backend::{Activation, Buffer};
 
 use kernels::cpu::{Isa, Precision};
 

@@ -1,6 +1,7 @@
 //! add_rmsnorm and add_normed_rmsnorm against naive versions.
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer};
+use kernels::backend::Buffer;
+use kernels::backend::prelude::*;
 
 use crate::support::{Random, assert_close, backend, bits, buffer, isas, poisoned};
 
@@ -92,6 +93,29 @@ fn add_normed_rmsnorm_matches_the_naive_version() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn sums_are_the_same_bits_however_many_threads_make_them() {
+    let mut random = Random(13);
+    for isa in isas() {
+        for (rows, width) in [(1, 1), (3, 77), (40, 2050)] {
+            let (x, other) = (random.vec(rows * width), random.vec(rows * width));
+            let want: Vec<f32> = x.iter().zip(&other).map(|(x, y)| x + y).collect();
+            for threads in [1, 3] {
+                let mut backend = backend(isa, threads);
+                let mut sum = buffer(&mut backend, &x, width);
+                let other = buffer(&mut backend, &other, width);
+                backend.add(&mut sum, &other).unwrap();
+                assert_eq!(bits(sum.values()), bits(&want), "{isa} {rows} x {width} {threads}");
+            }
+        }
+    }
+    let mut backend = backend(kernels::cpu::Isa::Portable, 2);
+    let mut sum = buffer(&mut backend, &[1.0; 8], 4);
+    for unlike in [buffer(&mut backend, &[1.0; 8], 2), buffer(&mut backend, &[1.0; 4], 4)] {
+        assert!(matches!(backend.add(&mut sum, &unlike), Err(KernelError::Shape { .. })));
     }
 }
 

@@ -2,7 +2,8 @@
 use std::collections::BTreeSet;
 
 use kernels::KernelError;
-use kernels::backend::{Backend, Buffer};
+use kernels::backend::Buffer;
+use kernels::backend::prelude::*;
 use kernels::cpu::Isa;
 use kernels::cpu::sample::Sampler;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};

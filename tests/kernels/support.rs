@@ -1,7 +1,8 @@
 //! Inputs, backends and comparisons that the kernel tests share.
 use std::sync::Arc;
 
-use kernels::backend::{Activation, Backend, Buffer, DType, ExpertActivation, HostMatrix};
+use kernels::backend::prelude::*;
+use kernels::backend::{Activation, Buffer, DType, ExpertActivation, HostMatrix};
 use kernels::collective::{AbortHandle, Collective};
 use kernels::cpu::{CpuBackend, CpuBuffer, CpuMatrix, Isa, Precision};
 use kernels::error::CollectiveError;

@@ -10,11 +10,12 @@ use std::time::Duration;
 use shared::sampling::SamplingParams;
 use testkit::models::{demo, goldens, variant};
 
+use kernels::KernelError;
 use kernels::backend::Buffer as _;
+use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 use kernels::cuda::bucket::decode_buckets;
 use kernels::cuda::{CudaBackend, CudaOptions};
-use kernels::{Backend as _, KernelError};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use worker::engine::Engine;

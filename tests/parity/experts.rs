@@ -1,7 +1,8 @@
 //! Experts on the CUDA backend (emulated kernels) whose slots are grouped in many chunks, as
 //! thousands of rows are on a GPU, but with few rows. Compared with the reference, and bit by bit
 //! with a single chunk.
-use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Routing};
+use kernels::backend::prelude::*;
+use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Inspect, Routing};
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};
 use kernels::reference::ReferenceBackend;
@@ -56,7 +57,7 @@ type Made = (Vec<u32>, Vec<f32>, Vec<f32>, Vec<f32>);
 
 impl Case {
     /// `fill` writes activations to a buffer, `poison` fills a buffer's memory with NaN.
-    fn run<B: Backend>(
+    fn run<B: Backend + Inspect>(
         &self,
         backend: &mut B,
         fill: impl Fn(&mut B, &mut B::Buffer, &[f32]),

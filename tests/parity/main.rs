@@ -19,6 +19,7 @@
 //! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
 //! - [`quantised`]: weights in int8, and how far that is from the goldens
 //! - `queued`: queued sampling compared with the sampler by definition
+//! - `refusals`: what does not fit is refused by every backend, in the same words
 //! - [`rig`]: ranks as threads, driven by step plans
 //! - [`samplers`]: the fast sampler compared with the one by definition
 //! - `swapping`: sequences swapped to host memory and back, on every device
@@ -51,6 +52,7 @@ mod peers;
 mod plans;
 mod quantised;
 mod queued;
+mod refusals;
 mod rig;
 mod samplers;
 mod swapping;

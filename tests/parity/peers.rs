@@ -4,8 +4,8 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use kernels::Backend;
 use kernels::backend::Buffer;
+use kernels::backend::prelude::*;
 use kernels::collective::{AbortHandle, Collective, local_group};
 use kernels::cuda::{CudaBackend, GroupSetup};
 use kernels::error::{CollectiveError, KernelError};

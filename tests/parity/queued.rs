@@ -1,11 +1,14 @@
 //! Sampling queued behind sampling on a stand-in for a GPU, compared with the sampler by
 //! definition: rows with edited logits among others, lists of likely tokens, and rows whose last
 //! token the host does not have yet.
-use kernels::backend::{AttentionShape, Batch, DType, HostMatrix, NOT_FED, SeqRows, StepInputs};
+use kernels::ReferenceBackend;
+use kernels::backend::prelude::*;
+use kernels::backend::{
+    AttentionShape, Batch, DType, HostMatrix, NOT_FED, SeqRows, StepInputs, Tensors,
+};
 use kernels::collective::single_rank;
 use kernels::cuda::CudaBackend;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
-use kernels::{Backend, ReferenceBackend};
 
 use crate::rig::fake_cuda_backend;
 
@@ -112,7 +115,7 @@ pub(crate) fn begin(backend: &mut CudaBackend, sampling: &[SampleRow<'_>], feed:
 /// Queues a step with one row per sequence.
 fn queue(
     backend: &mut CudaBackend,
-    logits: &<CudaBackend as Backend>::Buffer,
+    logits: &<CudaBackend as Tensors>::Buffer,
     sampling: &[SampleRow<'_>],
     feed: &[u32],
 ) {

@@ -97,6 +97,37 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
     [sampled.remove(0), scored.remove(0)]
 }
 
+/// Temperatures whose inverse is not a number of f32: the most likely tokens remain.
+#[test]
+fn temperatures_near_zero_leave_the_most_likely_tokens() {
+    let mut fast = CpuBackend::new(1, Precision::Float32, single_rank()).unwrap();
+    let mut oracle = ReferenceBackend::new(single_rank());
+    let mut logits = vec![-20; WIDTH];
+    // Two of equal logits, one just below.
+    (logits[40], logits[7], logits[90]) = (9, 9, 8);
+    let mut seen = [false; 2];
+    for temperature in [f32::from_bits(1), 1e-40, 2.9e-39, 3e-39, f32::MIN_POSITIVE] {
+        for (top_k, top_p, min_p) in [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.5)] {
+            for seed in 0..8 {
+                let params =
+                    SampleParams { temperature, top_k, top_p, min_p, seed, ..Default::default() };
+                let (prompt, output) = (vec![], vec![]);
+                let mut case =
+                    Case { logits: logits.clone(), params, prompt, output, allowed: None };
+                for allowed in [None, Some(vec![!(1 << 7); VOCAB.div_ceil(32)])] {
+                    case.allowed = allowed;
+                    let found = sample(&mut fast, &case).map(|s| (s.token, s.corrupted));
+                    let wanted = sample(&mut oracle, &case).map(|s| (s.token, s.corrupted));
+                    assert_eq!(found, wanted, "{:?} {:?}", case.params, case.allowed);
+                    assert!([7, 40].contains(&found[0].0));
+                    seen[usize::from(found[0].0 == 40 && case.allowed.is_none())] = true;
+                }
+            }
+        }
+    }
+    assert_eq!(seen, [true; 2], "both of the most likely, of different draws");
+}
+
 #[test]
 fn both_backends_choose_the_same() {
     let fast = RefCell::new(CpuBackend::new(1, Precision::Float32, single_rank()).unwrap());

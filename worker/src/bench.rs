@@ -259,7 +259,7 @@ fn engine<D: Device>(
     let files = WeightFiles::open(model)?;
     let precision = device.precision(options.dtype, &config)?;
     let mut backend = device.backend(precision, collective)?;
-    let described = (kernels::Backend::describe(&backend), precision.to_string());
+    let described = (kernels::backend::Tensors::describe(&backend), precision.to_string());
     let longest = options.prompt_tokens.max(32) + options.decode_steps.max(WARM_UP_STEPS) + 1;
     let positions = config.max_positions.min(longest as usize);
     let seqs = options.batches.iter().copied().max().unwrap_or(1);

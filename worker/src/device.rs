@@ -2,6 +2,7 @@
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
+use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::Exchange;

@@ -8,11 +8,12 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kernels::backend::prelude::*;
 use kernels::collective::{
     AbortAll, SharedMemoryOptions, TcpOptions, shared_memory, single_rank, tcp,
 };
 use kernels::cuda::{GroupSetup, Relay};
-use kernels::{Backend as _, Collective, CollectiveError, KernelError};
+use kernels::{Collective, CollectiveError, KernelError};
 use shared::host::available_memory;
 use shared::ids::Epoch;
 use shared::model_identity::ModelIdentity;

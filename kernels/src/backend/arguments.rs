@@ -33,8 +33,8 @@ pub struct SeqRows {
     pub table_len: u32,
 }
 
-/// What is in a step. Checked by the caller: every block id below the cache's `num_blocks`, every
-/// position below the RoPE tables' length.
+/// What is in a step. A backend refuses one that names a block beyond the cache's `num_blocks`, or
+/// a position beyond the RoPE tables.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     /// Position of every row's token in its sequence, `[rows]`.
@@ -85,10 +85,34 @@ pub struct AttentionShape {
     pub sliding_window: Option<u32>,
 }
 
+/// What attention is computed for: a layer of the cache, for the sequences of a step.
+#[derive(Clone, Copy, Debug)]
+pub struct AttentionAt<'a> {
+    /// Of the layer.
+    pub shape: &'a AttentionShape,
+    /// The step's.
+    pub batch: &'a Batch<'a>,
+    /// Which of the cache's layers.
+    pub layer: usize,
+}
+
+/// What Q, K and V of a layer are made of, in a backend's own buffers, matrices and vectors.
+#[derive(Debug)]
+pub struct QkvInput<'a, B, M, V> {
+    /// `[rows, hidden]`
+    pub x: &'a B,
+    /// The projection.
+    pub weights: &'a QkvWeights<M, V>,
+    /// Added to the projection, `[rows, the weights' rows]`.
+    pub addend: Option<&'a B>,
+    /// How positions rotate.
+    pub rope: &'a RopeTable<V>,
+}
+
 /// In [`StepInputs::feed`]: the row's own id is its token.
 pub const NOT_FED: u32 = u32::MAX;
 
-/// In [`Backend::assign`](super::Backend::assign): the row goes to no matrix.
+/// In [`ExpertOps::assign`](super::ExpertOps::assign): the row goes to no matrix.
 pub const NOT_ASSIGNED: u32 = u32::MAX;
 
 /// What the gate of an MLP goes through before it is multiplied with up.
@@ -117,6 +141,10 @@ pub enum ExpertActivation {
         limit: f32,
     },
 }
+
+/// Most slots, of a row at one of its experts each, that a device multiplies at a time if nothing
+/// else is said: it bounds what lies between two products.
+pub const EXPERT_SLOTS: usize = 8192;
 
 /// How the rows of a layer choose among its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -170,7 +198,7 @@ pub struct StepInputs<'a> {
     /// What `sample` will be called with, but for masks; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
     /// Some rows have masks, which come while the step is computed: behind `lm_head` it is handed
-    /// to the device ([`Backend::launch_step`](super::Backend::launch_step)), and `sample` or
+    /// to the device ([`StepOps::launch_step`](super::StepOps::launch_step)), and `sample` or
     /// `queue_sample` is called later, with the same rows, masks and all tokens in them. In
     /// between, what was queued before may be fetched.
     pub masked: bool,

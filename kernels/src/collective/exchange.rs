@@ -130,6 +130,8 @@ impl<T: Transport> Exchange<T> {
         if let Some(global) = &global
             && global.len() != local.len() * ranks
         {
+            // Other ranks may be in this operation already, or are about to be.
+            self.transport.abort_handle().abort();
             return Err(CollectiveError::Setup(format!(
                 "{}: room for {} elements, {} are gathered",
                 op.name(),

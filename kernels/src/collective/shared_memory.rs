@@ -23,7 +23,7 @@ pub struct SharedMemoryOptions {
     pub rank: u32,
     /// Number of ranks, 1 to 64.
     pub world_size: u32,
-    /// Deadline for connecting, and for each operation.
+    /// Deadline for connecting, and for each round of an operation.
     pub timeout: Duration,
 }
 
@@ -148,14 +148,29 @@ fn create(name: &CString, len: usize) -> io::Result<Mapping> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor is ours.
-    let sized = unsafe { libc::ftruncate(fd, len as libc::off_t) };
-    let mapping = if sized == 0 { map(fd, len) } else { Err(io::Error::last_os_error()) };
+    let mapping = reserve(fd, len).and_then(|()| map(fd, len));
     close(fd);
     if mapping.is_err() {
         drop(Unlink(name));
     }
     mapping
+}
+
+/// Gives the object its size and its memory. A size alone would promise memory that may not be
+/// there: writing to it would then end the process.
+fn reserve(fd: libc::c_int, len: usize) -> io::Result<()> {
+    loop {
+        // SAFETY: the descriptor is ours.
+        match unsafe { libc::posix_fallocate(fd, 0, len as libc::off_t) } {
+            0 => return Ok(()),
+            libc::EINTR => {}
+            libc::ENOSPC => {
+                let message = format!("/dev/shm has no room for {len} bytes");
+                return Err(io::Error::new(io::ErrorKind::StorageFull, message));
+            }
+            code => return Err(io::Error::from_raw_os_error(code)),
+        }
+    }
 }
 
 /// Opens the object; `None` while it does not exist or does not have its size yet.
@@ -196,5 +211,19 @@ fn close(fd: libc::c_int) {
     // SAFETY: the descriptor is ours and used no more; the mapping outlives it.
     unsafe {
         libc::close(fd);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_that_is_not_there_is_an_error_and_leaves_no_name() {
+        let name = CString::new(format!("/tutti-full-{}", std::process::id())).unwrap();
+        // More than any host has.
+        let error = create(&name, 1 << 50).map(|_| ()).unwrap_err().to_string();
+        assert_eq!(error, "/dev/shm has no room for 1125899906842624 bytes");
+        assert!(open(&name, 1 << 50).unwrap().is_none());
     }
 }

@@ -1,7 +1,10 @@
 //! Ranks on different hosts: a TCP connection between every two of them.
 //!
 //! A way to try a cluster on CPUs, not a fast path: every rank sends its words to every other.
+//! `meeting` is how they find each other.
 #![allow(unsafe_code, reason = "poll(2)")]
+mod meeting;
+
 use std::io::{self, Read as _, Write as _};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsRawFd as _;
@@ -13,19 +16,12 @@ use super::exchange::{Exchange, Op, Transport};
 use super::{AbortHandle, Collective};
 use crate::error::CollectiveError;
 
-/// First bytes of a connection, then rank, ranks and token, 8 bytes each.
-const MAGIC: [u8; 8] = *b"TUTICOL1";
-const GREETING: usize = 32;
 /// Bytes before a round's words: op, then how many words, 4 bytes each.
 const HEADER: usize = 8;
 /// Words of one round.
 const ROUND_WORDS: usize = 256 * 1024;
 /// How long to wait before looking at the abort flag and the deadline.
 const SLICE: Duration = Duration::from_millis(20);
-/// How long one attempt to reach a rank may take.
-const ATTEMPT: Duration = Duration::from_secs(1);
-/// How long a stranger has for its greeting.
-const GREETING_DEADLINE: Duration = Duration::from_secs(1);
 
 /// How to connect.
 #[derive(Clone, Debug)]
@@ -38,7 +34,7 @@ pub struct TcpOptions<'a> {
     pub rank: u32,
     /// Tells this group from others and from its own earlier formations.
     pub token: u64,
-    /// Deadline of connecting, and of every operation.
+    /// Deadline of connecting, and of every round of an operation.
     pub timeout: Duration,
 }
 
@@ -57,12 +53,7 @@ pub fn tcp(
         return Err(CollectiveError::Setup(message));
     }
     let deadline = Instant::now() + options.timeout;
-    let mut peers: Vec<Option<Peer>> = (0..ranks).map(|_| None).collect();
-    for (rank, peer) in peers.iter_mut().enumerate().take(options.rank as usize) {
-        let stream = dial(options, rank, deadline, is_given_up)?;
-        *peer = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
-    }
-    accept(options, &mut peers, deadline, is_given_up)?;
+    let peers = meeting::meet(options, deadline, is_given_up)?;
     let streams = peers.iter().flatten().map(|peer| peer.stream.try_clone()).collect();
     let streams: Vec<TcpStream> = io::Result::from_iter(Vec::into_iter(streams))
         .map_err(|error| CollectiveError::Setup(error.to_string()))?;
@@ -73,96 +64,9 @@ pub fn tcp(
         timeout: options.timeout,
         abort,
         words: Vec::new(),
+        theirs: Vec::new(),
+        waits: Vec::with_capacity(ranks),
     })))
-}
-
-fn setup(rank: usize, error: &dyn std::fmt::Display) -> CollectiveError {
-    CollectiveError::Setup(format!("rank {rank}: {error}"))
-}
-
-fn dial(
-    options: &TcpOptions<'_>,
-    rank: usize,
-    deadline: Instant,
-    is_given_up: &dyn Fn() -> bool,
-) -> Result<TcpStream, CollectiveError> {
-    let address = options.ranks[rank];
-    let mut greeting = [0u8; GREETING];
-    greeting[..8].copy_from_slice(&MAGIC);
-    greeting[8..16].copy_from_slice(&u64::from(options.rank).to_le_bytes());
-    greeting[16..24].copy_from_slice(&(options.ranks.len() as u64).to_le_bytes());
-    greeting[24..].copy_from_slice(&options.token.to_le_bytes());
-    loop {
-        if is_given_up() {
-            return Err(CollectiveError::Aborted);
-        }
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = left.clamp(Duration::from_millis(1), ATTEMPT);
-        let dialled = TcpStream::connect_timeout(&address, left).and_then(|mut stream| {
-            stream.set_nodelay(true)?;
-            stream.write_all(&greeting)?;
-            Ok(stream)
-        });
-        match dialled {
-            Ok(stream) => return Ok(stream),
-            Err(error) if Instant::now() >= deadline => {
-                return Err(setup(rank, &format!("cannot reach {address}: {error}")));
-            }
-            Err(_) => std::thread::sleep(Duration::from_millis(5)),
-        }
-    }
-}
-
-/// Takes the connections of the ranks behind this one; whoever greets wrongly is sent away.
-fn accept(
-    options: &TcpOptions<'_>,
-    peers: &mut [Option<Peer>],
-    deadline: Instant,
-    is_given_up: &dyn Fn() -> bool,
-) -> Result<(), CollectiveError> {
-    let own = options.rank as usize;
-    let failed = |error: io::Error| CollectiveError::Setup(format!("cannot accept: {error}"));
-    options.listener.set_nonblocking(true).map_err(failed)?;
-    while let Some(missing) = (own + 1..peers.len()).find(|rank| peers[*rank].is_none()) {
-        match options.listener.accept() {
-            Ok((stream, _)) => {
-                let Some((rank, stream)) = greeted(options, stream) else { continue };
-                if rank > own && peers[rank].is_none() {
-                    peers[rank] = Some(Peer::new(stream).map_err(|error| setup(rank, &error))?);
-                }
-            }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                if Instant::now() >= deadline {
-                    let message = format!("did not connect within {:?}", options.timeout);
-                    return Err(setup(missing, &message));
-                }
-                if is_given_up() {
-                    return Err(CollectiveError::Aborted);
-                }
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            Err(error) => return Err(failed(error)),
-        }
-    }
-    Ok(())
-}
-
-fn greeted(options: &TcpOptions<'_>, mut stream: TcpStream) -> Option<(usize, TcpStream)> {
-    stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(GREETING_DEADLINE)).ok()?;
-    let mut greeting = [0u8; GREETING];
-    stream.read_exact(&mut greeting).ok()?;
-    let field = |at: usize| {
-        let mut bytes = [0u8; 8];
-        bytes.copy_from_slice(&greeting[at..at + 8]);
-        u64::from_le_bytes(bytes)
-    };
-    let ours = greeting[..8] == MAGIC
-        && field(16) == options.ranks.len() as u64
-        && field(24) == options.token;
-    let rank = usize::try_from(field(8)).ok().filter(|rank| *rank < options.ranks.len())?;
-    stream.set_nodelay(true).ok()?;
-    ours.then_some((rank, stream))
 }
 
 /// One other rank, and where this round's bytes to and from it are.
@@ -175,6 +79,7 @@ struct Peer {
 }
 
 impl Peer {
+    /// Over a connection that both sides know to be good.
     fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         Ok(Self { stream, sent: 0, received: Vec::new(), arrived: 0 })
@@ -206,6 +111,10 @@ struct Mesh {
     abort: Arc<TcpAbort>,
     /// This round's bytes to every peer: header and words.
     words: Vec<u8>,
+    /// Scratch: the words of one peer.
+    theirs: Vec<u32>,
+    /// Scratch: what is waited for.
+    waits: Vec<libc::pollfd>,
 }
 
 impl Mesh {
@@ -242,8 +151,9 @@ impl Mesh {
     }
 
     /// Waits until some connection can move.
-    fn wait(&self) {
-        let mut fds: Vec<libc::pollfd> = Vec::with_capacity(self.peers.len());
+    fn wait(&mut self) {
+        let fds = &mut self.waits;
+        fds.clear();
         for peer in self.peers.iter().flatten() {
             let mut events = 0;
             if peer.sent < self.words.len() {
@@ -335,7 +245,7 @@ impl Transport for Mesh {
                 self.wait();
             }
         }
-        let mut words = Vec::with_capacity(mine.len());
+        let words = &mut self.theirs;
         for (rank, peer) in self.peers.iter().enumerate() {
             match peer {
                 None => see(rank, mine),
@@ -348,7 +258,7 @@ impl Transport for Mesh {
                             .iter()
                             .map(|bytes| u32::from_le_bytes(*bytes)),
                     );
-                    see(rank, &words);
+                    see(rank, words);
                 }
             }
         }

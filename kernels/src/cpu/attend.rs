@@ -1,25 +1,50 @@
-//! Attention of a step: its rows cut into tasks, which threads take head by head.
+//! Attention of a step: its rows cut into tasks, which threads take head by head; and the cache
+//! that it reads.
 use super::attention::{self, Attention};
+use super::gemm::{self, Output};
 use super::memory::Disjoint;
-use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuVector, GRAIN, check};
-use crate::backend::{AttentionShape, Batch, Buffer};
+use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuVector, GRAIN, kv, qkv};
+use crate::backend::{AttentionAt, AttentionOps, Buffer as _, QkvInput};
+use crate::check::attention as check;
 use crate::error::KernelError;
 
-impl CpuBackend {
-    /// [`crate::Backend::paged_attention`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn attend(
+impl AttentionOps for CpuBackend {
+    fn qkv_rope_write(
+        &mut self,
+        input: QkvInput<'_, CpuBuffer, CpuMatrix, CpuVector>,
+        at: AttentionAt<'_>,
+        cache: &mut CpuKvCache,
+        q_out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
+        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        q_out.set_rows(x.rows())?;
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, wide, .. } = self;
+        let width = weights.weight.rows();
+        let projected = wide.get(x.rows() * width)?;
+        let acts = gemm::prepare(arithmetic, pool, acts, x.rows(), x.width(), &|i| x.row(i))?;
+        let out = Output { data: Disjoint::new(projected), stride: width, first_row: 0, column: 0 };
+        let bias = weights.bias.as_deref();
+        gemm::multiply(*isa, pool, &acts, &weights.weight, bias, &out)?;
+        qkv::Heads { isa: *isa, projected, addend, weights, rope, shape, batch, layer }
+            .finish(pool, cache, q_out)
+    }
+
+    fn paged_attention(
         &mut self,
         q: &CpuBuffer,
         sinks: Option<&CpuVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &CpuKvCache,
-        layer: usize,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        check::attention(q, shape, batch, cache, layer, out)?;
-        check::vector("paged_attention", "sinks", sinks, shape.num_heads)?;
+        let AttentionAt { shape, batch, layer } = at;
+        check::attention(q, sinks, at, cache.shape(), out)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
         out.set_rows(q.rows())?;
         let blocks = batch.seqs.iter().map(|seq| seq.table_len as usize).max().unwrap_or(0);
         let positions = blocks * cache.shape().block_size;
@@ -53,5 +78,27 @@ impl CpuBackend {
                 attention.tile(tiles[tile], kv_head, scratch);
             }
         })
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        let pair = |i: usize| (pairs[i].0 as usize, pairs[i].1 as usize);
+        kv::copy_blocks(&mut self.pool, cache, host, pair, pairs.len())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CpuKvCache,
+        host: &mut CpuKvCache,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        let pair = |i: usize| (pairs[i].1 as usize, pairs[i].0 as usize);
+        kv::copy_blocks(&mut self.pool, host, cache, pair, pairs.len())
     }
 }

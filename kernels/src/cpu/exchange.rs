@@ -1,14 +1,19 @@
-//! What ranks exchange beyond sums: the logits of all.
-use std::time::Instant;
+//! What ranks exchange: sums, and the logits of all.
+use std::time::{Duration, Instant};
 
 use super::{CpuBackend, CpuBuffer, WAY};
-use crate::backend::{Backend as _, Buffer};
-use crate::check::ensure;
+use crate::backend::{Buffer as _, ExchangeOps, Tensors as _};
+use crate::check;
+use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
 
-impl CpuBackend {
-    /// [`crate::Backend::gather_logits`].
-    pub(super) fn gather_rows(
+impl ExchangeOps for CpuBackend {
+    fn all_reduce(&mut self, data: &mut CpuBuffer) -> Result<(), KernelError> {
+        self.exchanged.add(WAY, size_of_val(data.values()));
+        self.timed(|collective| collective.all_reduce_sum(data.values_mut()))
+    }
+
+    fn gather_logits(
         &mut self,
         local: &CpuBuffer,
         full: &mut CpuBuffer,
@@ -21,12 +26,7 @@ impl CpuBackend {
         if rank != 0 {
             return self.timed(|collective| collective.gather(local.values(), &mut [], 0));
         }
-        let full_width = full.width();
-        ensure!(
-            "gather_logits",
-            full_width == world * width,
-            "full.width is {full_width}, not {world} x {width}"
-        );
+        check::gathered(local, full, world)?;
         full.set_rows(rows)?;
         if world == 1 {
             full.values_mut().copy_from_slice(local.values());
@@ -41,8 +41,32 @@ impl CpuBackend {
         // From one block per rank to one row per row.
         for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
             let (rank, row) = (i / rows, i % rows);
-            full.values_mut()[row * full_width + rank * width..][..width].copy_from_slice(from);
+            full.values_mut()[(row * world + rank) * width..][..width].copy_from_slice(from);
         }
         Ok(())
+    }
+
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
+        self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn take_collective_time(&mut self) -> Duration {
+        std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
+    }
+}
+
+impl CpuBackend {
+    fn timed<T, E: Into<KernelError>>(
+        &mut self,
+        operation: impl FnOnce(&mut dyn Collective) -> Result<T, E>,
+    ) -> Result<T, KernelError> {
+        let start = Instant::now();
+        let result = operation(self.collective.as_mut());
+        self.collective_time += start.elapsed();
+        result.map_err(Into::into)
     }
 }

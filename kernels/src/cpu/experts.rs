@@ -6,15 +6,14 @@ use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;
 use super::memory::Disjoint;
 use super::pack::{CpuMatrix, CpuStack, PANEL};
-use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN, check};
-use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
-use crate::check::ensure;
+use super::{CpuBackend, CpuBuffer, CpuVector, GRAIN};
+use crate::backend::{
+    Buffer as _, Choices, EXPERT_SLOTS, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing,
+};
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 mod router;
-
-/// Most (row, expert) pairs computed at a time; bounds the intermediates between two products.
-const SLOTS: usize = 8192;
 
 /// The place of a slot that is in no group.
 const NO_PLACE: usize = usize::MAX;
@@ -59,14 +58,9 @@ impl CpuRoutes {
     }
 
     /// Sets the expert of each row from outside (LoRA adapters), instead of by a router.
-    pub(super) fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
-        let op = "assign";
-        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), self.routing);
-        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
-        ensure!(op, rows <= self.rows_max, "{rows} rows, room is for {}", self.rows_max);
-        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
-        let missing = experts.iter().find(|expert| !is_there(**expert));
-        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+    fn assign(&mut self, experts: &[u32]) -> Result<(), KernelError> {
+        check::assign(experts, &self.routing, self.rows_max)?;
+        let rows = experts.len();
         self.rows = rows;
         self.experts[..rows].copy_from_slice(experts);
         self.weights[..rows].fill(1.0);
@@ -137,78 +131,70 @@ impl Grouping {
     }
 }
 
-fn stack(
-    op: &'static str,
-    weight: &CpuStack,
-    count: usize,
-    cols: usize,
-    rows: usize,
-) -> Result<(), KernelError> {
-    let found = (weight.count(), weight.rows(), weight.cols());
-    let wanted = (count, rows, cols);
-    ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?} matrices, rows, columns");
-    Ok(())
+fn sizes(stack: &CpuStack) -> StackSizes {
+    (stack.count(), stack.rows(), stack.cols())
 }
 
-impl CpuBackend {
-    pub(super) fn choose_experts(
+impl ExpertOps for CpuBackend {
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CpuRoutes, KernelError> {
+        CpuRoutes::new(rows_max, routing)
+    }
+
+    fn route(
         &mut self,
         x: &CpuBuffer,
         router: &CpuMatrix,
         bias: Option<&CpuVector>,
         routes: &mut CpuRoutes,
     ) -> Result<(), KernelError> {
-        let op = "route";
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         let Routing { num_experts, top_k, normalise } = routes.routing;
-        let (rows, width) = (x.rows(), x.width());
-        let found = (router.rows(), router.cols());
-        ensure!(op, found == (num_experts, width), "router is {found:?}, x {width} wide");
-        check::vector(op, "bias", bias, num_experts)?;
-        ensure!(op, rows <= routes.rows_max, "x has {rows} rows, room is for {}", routes.rows_max);
+        let rows = x.rows();
         routes.rows = rows;
         let Self { isa, pool, wide, .. } = self;
         let logits = wide.get(rows * num_experts)?;
         router::multiply(*isa, pool, rows, &|i| x.row(i), router.panels(), logits)?;
+        let logits = Disjoint::new(logits);
         let experts = Disjoint::new(&mut routes.experts);
         let weights = Disjoint::new(&mut routes.weights);
-        if let Some(bias) = bias {
-            for logits in logits.chunks_exact_mut(num_experts) {
-                logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
-            }
-        }
-        let logits = &*logits;
         pool.run_ranges(rows, (GRAIN / (num_experts * top_k)).max(1), &|range, _| {
             for row in range {
                 // SAFETY: every row belongs to one task.
                 let experts = unsafe { experts.slice(row * top_k, top_k) };
                 // SAFETY: as above.
                 let weights = unsafe { weights.slice(row * top_k, top_k) };
-                choose(&logits[row * num_experts..][..num_experts], normalise, experts, weights);
+                // SAFETY: as above.
+                let logits = unsafe { logits.slice(row * num_experts, num_experts) };
+                if let Some(bias) = bias {
+                    logits.iter_mut().zip(&**bias).for_each(|(logit, bias)| *logit += bias);
+                }
+                choose(logits, normalise, experts, weights);
             }
         })
     }
 
-    pub(super) fn experts_inner(
+    fn assign(&mut self, experts: &[u32], routes: &mut CpuRoutes) -> Result<(), KernelError> {
+        routes.assign(experts)
+    }
+
+    fn experts_gate_up(
         &mut self,
         x: &CpuBuffer,
-        (weight, bias): (&CpuStack, Option<&CpuVector>),
+        weight: &CpuStack,
+        bias: Option<&CpuVector>,
         activation: ExpertActivation,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_gate_up";
+        check::gate_up(x, sizes(weight), bias, (&routes.routing, routes.rows), out)?;
         let Routing { num_experts, top_k, .. } = routes.routing;
-        let inner = out.width();
-        stack(op, weight, 2 * num_experts, x.width(), inner)?;
-        check::vector(op, "bias", bias, 2 * num_experts * inner)?;
-        let (rows, routed) = (x.rows(), routes.rows);
-        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
+        let (rows, inner) = (x.rows(), out.width());
         out.set_rows(rows * top_k)?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;
         let experts = &routes.experts[..rows * top_k];
-        for (index, experts) in experts.chunks((SLOTS / top_k).max(1) * top_k).enumerate() {
-            let first = index * (SLOTS / top_k).max(1) * top_k;
+        for (index, experts) in experts.chunks((EXPERT_SLOTS / top_k).max(1) * top_k).enumerate() {
+            let first = index * (EXPERT_SLOTS / top_k).max(1) * top_k;
             grouping.group(experts, num_experts);
             let Grouping { groups, slots, tasks, .. } = &mut *grouping;
             let slots = &slots[..];
@@ -234,28 +220,24 @@ impl CpuBackend {
         Ok(())
     }
 
-    pub(super) fn experts_outer(
+    fn experts_down(
         &mut self,
         x: &CpuBuffer,
         first_column: usize,
-        (weight, bias): (&CpuStack, Option<&CpuVector>),
+        weight: &CpuStack,
+        bias: Option<&CpuVector>,
         routes: &CpuRoutes,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "experts_down";
+        let routed = (&routes.routing, routes.rows);
+        let end = check::down((x, first_column), sizes(weight), bias, routed, out)?;
         let Routing { num_experts, top_k, .. } = routes.routing;
         let (rows, width, cols) = (routes.rows, out.width(), weight.cols());
-        stack(op, weight, num_experts, cols, width)?;
-        check::vector(op, "bias", bias, num_experts * width)?;
-        let end = first_column.saturating_add(cols);
-        ensure!(op, end <= x.width(), "columns {first_column}..{end} of x, {} wide", x.width());
-        let found = x.rows();
-        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
         out.set_rows(rows)?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, grouping, .. } = self;
         let isa = *isa;
-        let rows_most = (SLOTS / top_k).max(1);
+        let rows_most = (EXPERT_SLOTS / top_k).max(1);
         let out = Disjoint::new(out.values_mut());
         for first in (0..rows).step_by(rows_most) {
             let count = rows_most.min(rows - first);

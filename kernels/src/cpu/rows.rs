@@ -1,15 +1,12 @@
-//! Rows in parallel: embedding, sums and norms, what each row of logits gives.
+//! Rows in parallel: embedding, sums and norms.
 use super::memory::Disjoint;
-use super::sample::Sampler;
 use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
-use crate::backend::Buffer;
-use crate::check::ensure;
+use crate::backend::{Buffer as _, RowOps};
+use crate::check;
 use crate::error::KernelError;
-use crate::sampling::Sampled;
 
-impl CpuBackend {
-    /// [`crate::Backend::embed`].
-    pub(super) fn embed_rows(
+impl RowOps for CpuBackend {
+    fn embed(
         &mut self,
         table: &CpuMatrix,
         ids: &[u32],
@@ -17,8 +14,8 @@ impl CpuBackend {
         scale: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let width = out.width();
-        ensure!("embed", width == table.cols(), "out.width is {width}, not {}", table.cols());
+        let width = table.cols();
+        check::width("embed", "out", out, width)?;
         out.set_rows(ids.len())?;
         let out = Disjoint::new(out.values_mut());
         // A row is gathered from as many cache lines as it has pairs.
@@ -37,8 +34,7 @@ impl CpuBackend {
         })
     }
 
-    /// [`crate::Backend::add_rmsnorm`].
-    pub(super) fn add_norm(
+    fn add_rmsnorm(
         &mut self,
         residual: &mut CpuBuffer,
         delta: Option<&CpuBuffer>,
@@ -46,15 +42,8 @@ impl CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
-        out.set_rows(rows)?;
+        check::norm("add_rmsnorm", residual, (delta, None), weight, out)?;
+        out.set_rows(residual.rows())?;
         let isa = self.isa;
         self.each_normed(residual, out, &|row, residual, out| {
             let delta = delta.map(|delta| delta.row(row));
@@ -62,8 +51,7 @@ impl CpuBackend {
         })
     }
 
-    /// [`crate::Backend::add_normed_rmsnorm`].
-    pub(super) fn add_normed_norm(
+    fn add_normed_rmsnorm(
         &mut self,
         residual: &mut CpuBuffer,
         delta: &CpuBuffer,
@@ -72,15 +60,9 @@ impl CpuBackend {
         eps: f32,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "add_normed_rmsnorm";
-        let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        out.set_rows(rows)?;
+        let normed = (Some(delta), Some(delta_weight));
+        check::norm("add_normed_rmsnorm", residual, normed, weight, out)?;
+        out.set_rows(residual.rows())?;
         let isa = self.isa;
         self.each_normed(residual, out, &|row, residual, out| {
             let delta = delta.row(row);
@@ -88,6 +70,19 @@ impl CpuBackend {
         })
     }
 
+    fn add(&mut self, sum: &mut CpuBuffer, other: &CpuBuffer) -> Result<(), KernelError> {
+        check::shape("add", "other", Some(other), (sum.rows(), sum.width()))?;
+        let (isa, len, other) = (self.isa, sum.values().len(), other.values());
+        let sum = Disjoint::new(sum.values_mut());
+        self.pool.run_ranges(len, GRAIN, &|range, _| {
+            // SAFETY: every element belongs to one task.
+            let sum = unsafe { sum.slice(range.start, range.len()) };
+            elementwise::add(isa, sum, &other[range]);
+        })
+    }
+}
+
+impl CpuBackend {
     /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
     fn each_normed(
         &mut self,
@@ -104,28 +99,6 @@ impl CpuBackend {
                 let residual = unsafe { residual.slice(row * width, width) };
                 // SAFETY: as above.
                 norm(row, residual, unsafe { out.slice(row * width, width) });
-            }
-        })
-    }
-
-    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
-    pub(super) fn each_row(
-        &mut self,
-        count: usize,
-        out: &mut Vec<Sampled>,
-        operation: &(dyn Fn(&mut Sampler, usize) -> Sampled + Sync),
-    ) -> Result<(), KernelError> {
-        out.clear();
-        out.resize_with(count, Sampled::default);
-        let workers = Disjoint::new(&mut self.workers);
-        let out = Disjoint::new(out);
-        self.pool.run_ranges(count, 1, &|range, worker| {
-            // SAFETY: no two running tasks have the same worker.
-            let sampler = &mut unsafe { workers.slice(worker, 1) }[0].sampler;
-            for i in range {
-                // SAFETY: every row belongs to one task.
-                let slot = &mut unsafe { out.slice(i, 1) }[0];
-                *slot = operation(sampler, i);
             }
         })
     }

@@ -3,20 +3,17 @@
 use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
-use super::products::{addend_fits, bias_fits};
+use super::products::addend_at;
+use super::step::Launched;
+use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable};
-use crate::check;
+use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, QkvInput};
+use crate::check::attention as check;
 use crate::check::ensure;
 use crate::error::KernelError;
 
-fn heads(
-    op: &'static str,
-    shape: &AttentionShape,
-    cache: &CudaKvCache,
-    layer: usize,
-) -> Result<(), KernelError> {
-    check::heads(op, shape, cache.shape(), layer)?;
+/// What heads have to be here besides.
+fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
     let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
     ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");
     ensure!(
@@ -27,51 +24,26 @@ fn heads(
     Ok(())
 }
 
-impl CudaBackend {
-    /// [`crate::Backend::qkv_rope_write`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn write_qkv(
+impl AttentionOps for CudaBackend {
+    fn qkv_rope_write(
         &mut self,
-        x: &CudaBuffer,
-        weights: &QkvWeights<CudaMatrix, CudaVector>,
-        addend: Option<&CudaBuffer>,
-        rope: &RopeTable<CudaVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        input: QkvInput<'_, CudaBuffer, CudaMatrix, CudaVector>,
+        at: AttentionAt<'_>,
         cache: &mut CudaKvCache,
-        layer: usize,
         q_out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "qkv_rope_write";
-        heads(op, shape, cache, layer)?;
-        let head_dim = shape.head_dim;
-        let width = (shape.num_heads + 2 * shape.num_kv_heads) * head_dim;
-        let (rows, cols) = (weights.weight.rows(), weights.weight.cols());
-        ensure!(op, rows == width, "weight has {rows} rows, not {width}");
-        ensure!(op, x.width() == cols, "x.width is {}, not {cols}", x.width());
-        bias_fits(op, weights.bias.as_ref(), width)?;
-        bias_fits(op, weights.q_norm.as_ref(), head_dim)?;
-        bias_fits(op, weights.k_norm.as_ref(), head_dim)?;
-        let q_width = shape.num_heads * head_dim;
-        ensure!(op, q_out.width() == q_width, "q_out.width is {}, not {q_width}", q_out.width());
-        let rows = x.rows();
-        ensure!(
-            op,
-            batch.positions.len() == rows && batch.slots.len() == rows,
-            "x has {rows} rows, the batch {} positions and {} slots",
-            batch.positions.len(),
-            batch.slots.len()
-        );
-        let positions = rope.cos.len().min(rope.sin.len()) / (head_dim / 2);
-        let slots = cache.shape().num_blocks * cache.shape().block_size;
-        if self.step.is_unchecked(op, batch, [positions, slots]) {
-            let last = batch.positions.iter().max().map_or(0, |&position| position as usize + 1);
-            ensure!(op, last <= positions, "position {} of {positions} is named", last - 1);
-            let last = batch.slots.iter().max().map_or(0, |&slot| slot as usize + 1);
-            ensure!(op, last <= slots, "slot {} of {slots} is named", last - 1);
-            self.step.checked(op, [positions, slots]);
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
+        heads(op, shape)?;
+        let (rows, width) = (x.rows(), weights.weight.rows());
+        let bounds = check::bounds(rope, shape, cache.shape());
+        if self.step.is_unchecked(op, batch, bounds) {
+            check::places(batch, bounds)?;
+            self.step.checked(op, bounds);
         }
-        let addend = addend_fits(op, addend, rows, width)?;
+        let addend = addend_at(op, addend)?;
         let from = x.of(Element::Bf16, op, "x")?;
         let q = q_out.of(Element::Bf16, op, "q_out")?.ptr;
         q_out.set_rows(rows)?;
@@ -80,9 +52,8 @@ impl CudaBackend {
         if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(q_out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
         if let Some(addend) = addend {
@@ -108,33 +79,26 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::paged_attention`].
-    #[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-    pub(super) fn attend(
+    fn paged_attention(
         &mut self,
         q: &CudaBuffer,
         sinks: Option<&CudaVector>,
-        shape: &AttentionShape,
-        batch: &Batch<'_>,
+        at: AttentionAt<'_>,
         cache: &CudaKvCache,
-        layer: usize,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
+        let AttentionAt { shape, batch, layer } = at;
         let op = "paged_attention";
-        heads(op, shape, cache, layer)?;
-        let width = shape.num_heads * shape.head_dim;
-        ensure!(op, q.width() == width, "q.width is {}, not {width}", q.width());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let (found, wanted) = (sinks.map(CudaVector::len), shape.num_heads);
-        ensure!(op, found.unwrap_or(wanted) == wanted, "{found:?} sinks, not {wanted}");
+        check::attention(q, sinks, at, cache.shape(), out)?;
+        heads(op, shape)?;
         let from = q.of(Element::Bf16, op, "q")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?.ptr;
         let rows = q.rows();
         out.set_rows(rows)?;
-        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
-        if self.step.is_unchecked(op, batch, [block_size, num_blocks]) {
-            check::sequences(op, batch, rows, block_size, num_blocks)?;
-            self.step.checked(op, [block_size, num_blocks]);
+        let bounds = (cache.shape().block_size, cache.shape().num_blocks);
+        if self.step.is_unchecked(op, batch, bounds) {
+            check::sequences(op, batch, rows, bounds.0, bounds.1)?;
+            self.step.checked(op, bounds);
         }
         self.stage(batch, shape)?;
         let window = u64::from(shape.sliding_window.unwrap_or(0));
@@ -188,5 +152,23 @@ impl CudaBackend {
             }
         }
         Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, true)
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut CudaKvCache,
+        host: &mut CudaHostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        host.copy(&self.device, cache, pairs, false)
     }
 }

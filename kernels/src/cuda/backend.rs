@@ -1,29 +1,21 @@
 //! A rank on a GPU: what its operations share. Scratch, inputs of a step, copies to and
 //! from the host.
 use std::fmt;
-use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 use super::batch::sizes;
-use super::context::Context;
 use super::device::{CudaOptions, Device, Scratch};
-use super::experts::CudaStack;
 use super::memory::DevicePtr;
 use super::parts::Windows;
 use super::peer::Retired;
 use super::readback::Readback;
-use super::sample::Sampling;
+use super::sampling::Sampling;
 use super::step::Step;
-use super::stream::Stream;
-use super::tensors::{CudaBuffer, CudaMatrix, Element, Uploader};
-use crate::backend::{AttentionShape, Backend, Batch, Buffer, HostMatrix};
+use super::tensors::{CudaBuffer, Element, Uploader};
+use crate::backend::{AttentionShape, Batch, Buffer as _, Tensors as _};
 use crate::check::ensure;
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
-
-/// One of the ways of [`Uploader`].
-type Load =
-    fn(&mut Uploader, &Rc<Context>, &Stream, &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError>;
 
 /// A rank on a GPU. Stays on the thread that made it.
 pub struct CudaBackend {
@@ -262,36 +254,6 @@ impl CudaBackend {
         let capacity = sizes(0, batch, cut, 0);
         let Device { context, stream, .. } = &self.device;
         self.step.stage(context, stream, capacity, &[], (&[], &[]), batch, cut, &[])
-    }
-
-    /// Loads a matrix in one of the uploader's ways.
-    pub(super) fn load_with(
-        &mut self,
-        parts: &[HostMatrix<'_>],
-        load: Load,
-    ) -> Result<CudaMatrix, KernelError> {
-        let Device { context, stream, .. } = &self.device;
-        let mut uploader = match self.uploader.take() {
-            Some(uploader) => uploader,
-            None => Uploader::new(context)?,
-        };
-        let matrix = load(&mut uploader, context, stream, parts);
-        self.uploader = Some(uploader);
-        matrix
-    }
-
-    /// Likewise matrices of one shape.
-    pub(super) fn load_stack_with(
-        &mut self,
-        matrices: &[HostMatrix<'_>],
-        load: Load,
-    ) -> Result<CudaStack, KernelError> {
-        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
-        for matrix in matrices {
-            let found = matrix.rows;
-            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
-        }
-        Ok(CudaStack { all: self.load_with(matrices, load)?, count: matrices.len() })
     }
 
     pub(super) fn timed<T, E: Into<KernelError>>(

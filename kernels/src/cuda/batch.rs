@@ -3,27 +3,17 @@
 //! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
 //! finds each array of a bucket's steps at the same place. Of block tables what is used is copied,
 //! of all else what there is room for.
-use super::parts::{self, SPLITS_MAX, Windows, least_split};
+use super::parts::{self, SPLITS_MAX, Splits, Windows, least_split};
+use super::sample_lists::PARAMS;
 use crate::backend::{Batch, SeqRows};
 use crate::error::KernelError;
-use crate::sampling::SampleRow;
 
 /// Words of `TuttiSeq`.
 const SEQ: usize = 5;
 /// Words of `TuttiTile`.
 const TILE: usize = 2;
-/// Words of `TuttiSampleParams`.
-pub(crate) const PARAMS: usize = 22;
 /// Queries of a tile: `TUTTI_PREFILL_QUERIES`.
 const TILE_QUERIES: usize = 64;
-/// `TUTTI_NO_LOGPROBS`
-pub(crate) const NO_LOGPROBS: u32 = u32::MAX;
-/// `TUTTI_NO_MASK`
-pub(crate) const NO_MASK: u32 = u32::MAX;
-/// `TUTTI_BIAS_MAX`
-pub(crate) const BIAS_MAX: usize = 1024;
-/// `TUTTI_TOP_MAX`
-pub(crate) const TOP_MAX: u32 = 128;
 
 /// How many items of each kind a block has room for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
@@ -199,7 +189,8 @@ impl Layout {
             && sizes.samples <= own.samples
     }
 
-    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit.
+    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit; `found` is
+    /// scratch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -210,6 +201,7 @@ impl Layout {
         batch: &Batch<'_>,
         cut: Cut,
         samples: &[u32],
+        found: &mut Vec<(u32, Splits)>,
     ) -> Result<(), KernelError> {
         let sizes = sizes(ids.len(), batch, cut, samples.len());
         if !self.holds(&sizes) || block.len() < self.words(batch.block_tables.len()) {
@@ -219,12 +211,12 @@ impl Layout {
         block[self.ids..][..ids.len()].copy_from_slice(ids);
         block[self.positions..][..batch.positions.len()].copy_from_slice(batch.positions);
         block[self.slots..][..batch.slots.len()].copy_from_slice(batch.slots);
-        let (mut tiles, mut items) = (0, Vec::new());
+        let (mut tiles, mut items) = (0, 0);
         for (index, seq) in batch.seqs.iter().enumerate() {
             block[self.seqs + index * SEQ..][..SEQ].copy_from_slice(&seq_words(seq));
             if cut.is_item(seq) {
-                block[self.items + items.len()] = index as u32;
-                items.push((index as u32, seq));
+                block[self.items + items] = index as u32;
+                items += 1;
                 continue;
             }
             // The last tiles see the most tokens: they begin first.
@@ -237,12 +229,13 @@ impl Layout {
         let most = sizes.parts / cut.windows.count().max(1);
         for (place, window) in cut.windows.iter().enumerate() {
             let list = &mut block[self.parts_of(place, cut.windows)..][..most];
-            let number = parts::fill(list, &items, window, least_split(items.len()));
+            let own = (0u32..).zip(batch.seqs).filter(|(_, seq)| cut.is_item(seq));
+            let number = parts::fill(list, own, window, least_split(items), found);
             block[live::PARTS + place] = number as u32;
         }
         block[self.sample_rows..][..samples.len()].copy_from_slice(samples);
         block[self.tables..][..batch.block_tables.len()].copy_from_slice(batch.block_tables);
-        let (rows, items) = (batch.positions.len().max(ids.len()), items.len());
+        let rows = batch.positions.len().max(ids.len());
         let counts = [rows, tiles, items, samples.len(), batch.seqs.len()];
         for (word, count) in block.iter_mut().zip(counts) {
             *word = count as u32;
@@ -280,116 +273,9 @@ pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
     Capacity { rows, seqs: rows, tiles, parts, samples }
 }
 
-/// Sampling parameters of all rows, and the lists that they point into.
-#[derive(Debug, Default)]
-pub struct SampleLists {
-    /// TuttiSampleParams, as words.
-    pub params: Vec<u32>,
-    /// TuttiIdValue, as words.
-    pub biases: Vec<u32>,
-    /// Suppressed, prompt and output tokens.
-    pub ids: Vec<u32>,
-    /// The masks of rows that have one.
-    pub masks: Vec<u32>,
-    /// The longest list of most likely tokens that is wanted.
-    pub top: u32,
-    /// Of each row whether its logits are changed before they are looked at, not only masked.
-    pub edited: Vec<bool>,
-    /// Whether any row's are.
-    pub edits: bool,
-    /// Whether of every row only the largest logit counts that its mask leaves.
-    pub greedy: bool,
-}
-
-impl SampleLists {
-    /// Packs `rows`; empties itself first.
-    ///
-    /// # Errors
-    /// [`KernelError::Shape`] for more than `BIAS_MAX` biases or `TOP_MAX` most likely tokens.
-    pub fn pack(&mut self, rows: &[SampleRow<'_>]) -> Result<(), KernelError> {
-        self.params.clear();
-        self.biases.clear();
-        self.ids.clear();
-        self.masks.clear();
-        self.top = 0;
-        self.edited.clear();
-        for row in rows {
-            self.row(row)?;
-        }
-        self.edits = self.edited.contains(&true);
-        let greedy =
-            |row: &SampleRow<'_>| row.params.temperature <= 0.0 && row.params.logprobs.is_none();
-        self.greedy = !self.edits && !rows.is_empty() && rows.iter().all(greedy);
-        Ok(())
-    }
-
-    fn row(&mut self, row: &SampleRow<'_>) -> Result<(), KernelError> {
-        let params = row.params;
-        let too_many = |what: &str, count: usize, most: usize| KernelError::Shape {
-            op: "sample",
-            message: format!("{count} {what}, at most {most}"),
-        };
-        if params.logit_bias.len() > BIAS_MAX {
-            return Err(too_many("logit biases", params.logit_bias.len(), BIAS_MAX));
-        }
-        let top_n = params.logprobs.unwrap_or(0);
-        if top_n > TOP_MAX {
-            return Err(too_many("most likely tokens", top_n as usize, TOP_MAX as usize));
-        }
-        self.top = self.top.max(top_n);
-        let bias_start = (self.biases.len() / 2) as u32;
-        for (token, bias) in &params.logit_bias {
-            self.biases.extend([*token, bias.to_bits()]);
-        }
-        let mut list = |wanted: bool, tokens: &[u32]| {
-            let start = self.ids.len() as u32;
-            self.ids.extend_from_slice(if wanted { tokens } else { &[] });
-            [start, self.ids.len() as u32 - start]
-        };
-        let early = row.output.len() < params.min_tokens as usize;
-        let repeats = params.repetition_penalty != 1.0;
-        let counts = params.frequency_penalty != 0.0 || params.presence_penalty != 0.0;
-        let suppress = list(early, &params.suppress_until_min);
-        let prompt = list(repeats, row.prompt);
-        let output = list(repeats || counts, row.output);
-        let edits = !params.logit_bias.is_empty() || suppress[1] > 0 || repeats || counts;
-        self.edited.push(edits);
-        let mask_start = row.allowed.map_or(NO_MASK, |_| self.masks.len() as u32);
-        let mask = row.allowed.unwrap_or_default();
-        self.masks.extend_from_slice(mask);
-        let words: [u32; PARAMS] = [
-            params.seed as u32,
-            (params.seed >> 32) as u32,
-            params.temperature.to_bits(),
-            params.top_p.to_bits(),
-            params.min_p.to_bits(),
-            params.top_k,
-            params.choice,
-            row.output.len() as u32,
-            params.presence_penalty.to_bits(),
-            params.frequency_penalty.to_bits(),
-            params.repetition_penalty.to_bits(),
-            bias_start,
-            params.logit_bias.len() as u32,
-            suppress[0],
-            suppress[1],
-            prompt[0],
-            prompt[1],
-            output[0],
-            output[1],
-            params.logprobs.unwrap_or(NO_LOGPROBS),
-            mask_start,
-            0,
-        ];
-        self.params.extend(words);
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sampling::SampleParams;
 
     fn seq(row_start: u32, num_rows: u32, context_len: u32) -> SeqRows {
         SeqRows { row_start, num_rows, context_len, table_start: row_start, table_len: 1 }
@@ -434,7 +320,7 @@ mod tests {
         assert_eq!(sizes, Capacity { rows: 73, seqs: 3, tiles: 5, parts: 1, samples: 2 });
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
-        layout.fill(&mut block, &rows, &batch, cut, &[0, 72]).unwrap();
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 72], &mut Vec::new()).unwrap();
         assert_eq!(block[..6], [73, 5, 1, 2, 3, 1]);
         assert_eq!(block[layout.parts], 0);
         assert_eq!(block[layout.items], 0);
@@ -443,7 +329,7 @@ mod tests {
         assert_eq!(block[layout.tables..], [7, 8, 9]);
         assert_eq!(block[layout.sample_rows..][..2], [0, 72]);
         let small = Layout::new(Capacity { tiles: 4, ..sizes });
-        assert!(small.fill(&mut block, &rows, &batch, cut, &[0, 72]).is_err());
+        assert!(small.fill(&mut block, &rows, &batch, cut, &[0, 72], &mut Vec::new()).is_err());
     }
 
     #[test]
@@ -456,7 +342,7 @@ mod tests {
         assert_eq!((sizes.tiles, cut.items(&batch), cut.of_single_rows(5)), (6, 0, (0, 5)));
         let layout = Layout::new(sizes);
         let mut block = vec![u32::MAX; layout.words(3)];
-        layout.fill(&mut block, &rows, &batch, cut, &[0, 71]).unwrap();
+        layout.fill(&mut block, &rows, &batch, cut, &[0, 71], &mut Vec::new()).unwrap();
         assert_eq!(block[..6], [72, 6, 0, 2, 3, 0]);
         assert_eq!(block[layout.tiles..][..12], [0, 0, 1, 192, 1, 128, 1, 64, 1, 0, 2, 0]);
         // Many query heads share one KV head: more than a tile has room for.
@@ -481,60 +367,6 @@ mod tests {
                 let batch = Batch { positions: &all, slots: &all, seqs: &seqs, block_tables: &[] };
                 assert!(most.holds(&sizes(all.len(), &batch, cut, 4)), "{rows} {each} {cut:?}");
             }
-        }
-    }
-
-    fn params() -> SampleParams {
-        SampleParams {
-            temperature: 0.7,
-            top_p: 0.9,
-            top_k: 40,
-            min_p: 0.1,
-            seed: 0x1122_3344_5566_7788,
-            choice: 3,
-            suppress_until_min: vec![5, 6],
-            ..SampleParams::default()
-        }
-    }
-
-    #[test]
-    fn parameters_are_packed_as_the_kernel_reads_them() {
-        let plain = params();
-        let full = SampleParams {
-            logit_bias: vec![(9, -1.0)],
-            min_tokens: 3,
-            repetition_penalty: 1.5,
-            logprobs: Some(2),
-            ..params()
-        };
-        let rows = [
-            SampleRow { params: &plain, prompt: &[1, 2], output: &[3], allowed: None },
-            SampleRow { params: &full, prompt: &[10, 11, 12], output: &[13, 14], allowed: None },
-        ];
-        let mut lists = SampleLists::default();
-        lists.pack(&rows[..1]).unwrap();
-        assert!(!lists.edits && lists.ids.is_empty() && lists.top == 0);
-        lists.pack(&rows).unwrap();
-        assert!(lists.edits);
-        assert_eq!(lists.params.len() * 4, 2 * 88);
-        assert_eq!(lists.params[..2], [0x5566_7788, 0x1122_3344]);
-        assert_eq!(lists.params[6..8], [3, 1]);
-        assert_eq!(lists.params[19], NO_LOGPROBS);
-        let second = &lists.params[PARAMS..];
-        // Bias 0..1, suppressed 0..2, prompt 2..5, output 5..7, two most likely.
-        assert_eq!(second[11..20], [0, 1, 0, 2, 2, 3, 5, 2, 2]);
-        assert_eq!(lists.ids, [5, 6, 10, 11, 12, 13, 14]);
-        assert_eq!(lists.biases, [9, (-1.0f32).to_bits()]);
-        assert_eq!(lists.top, 2);
-    }
-
-    #[test]
-    fn what_the_kernel_has_no_room_for_is_an_error() {
-        let many = SampleParams { logit_bias: vec![(0, 0.0); BIAS_MAX + 1], ..params() };
-        let top = SampleParams { logprobs: Some(TOP_MAX + 1), ..params() };
-        for params in [&many, &top] {
-            let row = SampleRow { params, prompt: &[], output: &[], allowed: None };
-            assert!(SampleLists::default().pack(&[row]).is_err());
         }
     }
 }

@@ -10,7 +10,7 @@ use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
 use super::peer::{AgreeError, PeerGroup, Site, agree, process_id};
-use crate::backend::Backend as _;
+use crate::backend::Tensors as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
 

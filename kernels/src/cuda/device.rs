@@ -13,6 +13,7 @@ use super::memory::{DeviceMemory, DevicePtr};
 use super::module::{Kernel, Module};
 use super::peer::tuning::Thresholds;
 use super::stream::Stream;
+use crate::backend::EXPERT_SLOTS;
 use crate::error::KernelError;
 
 /// Which GPU, and with what.
@@ -48,9 +49,6 @@ pub struct CudaOptions {
     /// NCCL's library, when it is not to be searched for.
     pub nccl_lib: Option<PathBuf>,
 }
-
-/// [`CudaOptions::expert_slots`] where nothing else is said.
-pub const EXPERT_SLOTS: usize = 8192;
 
 impl Default for CudaOptions {
     fn default() -> Self {

@@ -1,15 +1,12 @@
 //! PURE: rows whose logits are edited before they are looked at, among others: which are sampled by
 //! one launch, and which tokens of their lists only the device knows.
-use super::batch::PARAMS;
+use super::sample_lists::{PARAMS, word::OUTPUT};
 use crate::backend::NOT_FED;
 
 /// Bytes of scratch for logits that are edited at a time, and for counts of their tokens.
 const SCRATCH: usize = 64 << 20;
 /// Rows that are edited at a time, at least and at most.
 const ROWS: (usize, usize) = (32, 512);
-/// Where `TuttiSampleParams` says where a row's output is in the lists of tokens, and how long it
-/// is.
-const OUTPUT: usize = 17;
 
 /// Rows that one launch samples.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +72,7 @@ pub(super) fn fed_ids(params: &[u32], fed: &[u32]) -> Option<FedIds> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cuda::batch::SampleLists;
+    use crate::cuda::sample_lists::SampleLists;
     use crate::sampling::{SampleParams, SampleRow};
 
     fn parts(edited: &str, at_once: usize) -> Vec<(usize, usize, bool)> {

@@ -1,15 +1,17 @@
 //! What ranks exchange in a step: partial sums and logits. On their devices, in stream order, where
 //! they have joined a group; through host memory otherwise.
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::backend::{CudaBackend, Exchanged, Which};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaVector, Element};
-use crate::backend::{Backend as _, Buffer as _};
-use crate::check::ensure;
+use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
+use crate::check;
+use crate::collective::Tally;
 use crate::error::KernelError;
 
 /// The best logit of each of `rows` rows: this rank's, and every rank's.
@@ -17,9 +19,8 @@ pub(super) fn best_bytes(world: usize, rows: usize) -> usize {
     (1 + world) * rows * 8
 }
 
-impl CudaBackend {
-    /// See [`crate::Backend::all_reduce`].
-    pub(super) fn reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
+impl ExchangeOps for CudaBackend {
+    fn all_reduce(&mut self, data: &mut CudaBuffer) -> Result<(), KernelError> {
         let op = "all_reduce";
         data.of(Element::F32, op, "data")?;
         let grouped = self.is_grouped();
@@ -42,8 +43,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// See [`crate::Backend::all_reduce_add_rmsnorm`].
-    pub(super) fn reduce_add_rmsnorm(
+    fn all_reduce_add_rmsnorm(
         &mut self,
         delta: &mut CudaBuffer,
         residual: &mut CudaBuffer,
@@ -52,15 +52,12 @@ impl CudaBackend {
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         if self.alone || !self.is_grouped() {
-            self.reduce(delta)?;
+            self.all_reduce(delta)?;
             return self.add_rmsnorm(residual, Some(delta), weight, eps, out);
         }
         let op = "all_reduce_add_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        check::norm(op, residual, (Some(delta), None), weight, out)?;
         let io = FusedNorm {
             data: delta.of(Element::F32, op, "delta")?.ptr,
             residual: residual.of(Element::F32, op, "residual")?.ptr,
@@ -76,9 +73,8 @@ impl CudaBackend {
         if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
-        let (rows, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
-        ensure!(op, rows <= most, "{rows} rows, room for {most}");
+        let Launched { rows, live } = self.step.launched(op, rows, most)?;
         let io = FusedNorm { rows, live, ..io };
         let device = &self.device;
         let fused = device.context.group.call(|group| group.all_reduce_add_rmsnorm(device, &io));
@@ -92,6 +88,71 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
+    fn gather_logits(
+        &mut self,
+        local: &CudaBuffer,
+        full: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "gather_logits";
+        let (rank, world) = (self.rank(), self.world_size() as usize);
+        let (rows, width) = (local.rows(), local.width());
+        let grouped = self.is_grouped();
+        if self.alone {
+            // As above; of graphs that are made for more rows, too.
+            let Launched { rows: most, .. } =
+                self.step.launched_samples(op, rows, local.rows_max())?;
+            self.reserve(Exchanged::Gathered, world * most * width * 4)?;
+            self.reserve(Exchanged::Best, best_bytes(world, most))?;
+            return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
+        }
+        if rank == 0 || grouped {
+            check::gathered(local, full, world)?;
+            full.set_rows(rows)?;
+        }
+        self.count(rows * width * 4);
+        if grouped {
+            return self.gather_on_devices(local, full);
+        }
+        let values = self.download(local)?;
+        if rank != 0 {
+            return self.timed(|collective| collective.gather(&values, &mut [], 0));
+        }
+        let mut gathered = std::mem::take(&mut self.host);
+        gathered.clear();
+        gathered.resize(world * rows * width, 0.0);
+        self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
+        // From one block per rank to one row per row.
+        let mut whole = vec![0.0; world * rows * width];
+        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
+            let (rank, row) = (i / rows, i % rows);
+            whole[row * world * width + rank * width..][..width].copy_from_slice(from);
+        }
+        self.host = gathered;
+        self.upload(full, &whole)
+    }
+
+    fn may_sample_everywhere(&self) -> bool {
+        true
+    }
+
+    fn samples_everywhere(&self) -> bool {
+        self.is_grouped()
+    }
+
+    fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError> {
+        self.timed(|collective| collective.broadcast(tokens, 0))
+    }
+
+    fn take_collective_time(&mut self) -> Duration {
+        std::mem::take(&mut self.collective_time)
+    }
+
+    fn take_exchanged(&mut self) -> Tally {
+        std::mem::take(&mut self.exchanged)
+    }
+}
+
+impl CudaBackend {
     fn reduce_on_devices(&mut self, data: &CudaBuffer) -> Result<(), KernelError> {
         let op = "all_reduce";
         let at = data.of(Element::F32, op, "data")?;
@@ -99,8 +160,7 @@ impl CudaBackend {
         if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
-        ensure!(op, count <= data.rows_max(), "{count} rows, room for {}", data.rows_max());
+        let Launched { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
         self.sum_rows(at.ptr, (count, width), live)
     }
 
@@ -134,50 +194,6 @@ impl CudaBackend {
         unsafe { device.launch(call) }
     }
 
-    /// See [`crate::Backend::gather_logits`].
-    pub(super) fn gather(
-        &mut self,
-        local: &CudaBuffer,
-        full: &mut CudaBuffer,
-    ) -> Result<(), KernelError> {
-        let op = "gather_logits";
-        let (rank, world) = (self.rank(), self.world_size() as usize);
-        let (rows, width) = (local.rows(), local.width());
-        let grouped = self.is_grouped();
-        if self.alone {
-            // As above; of graphs that are made for more rows, too.
-            let (most, _) = self.step.launched_samples(op, rows)?;
-            self.reserve(Exchanged::Gathered, world * most * width * 4)?;
-            self.reserve(Exchanged::Best, best_bytes(world, most))?;
-            return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
-        }
-        if rank == 0 || grouped {
-            let wide = full.width();
-            ensure!(op, wide == world * width, "full.width is {wide}, not {world} x {width}");
-            full.set_rows(rows)?;
-        }
-        self.count(rows * width * 4);
-        if grouped {
-            return self.gather_on_devices(local, full);
-        }
-        let values = self.download(local)?;
-        if rank != 0 {
-            return self.timed(|collective| collective.gather(&values, &mut [], 0));
-        }
-        let mut gathered = std::mem::take(&mut self.host);
-        gathered.clear();
-        gathered.resize(world * rows * width, 0.0);
-        self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
-        // From one block per rank to one row per row.
-        let mut whole = vec![0.0; world * rows * width];
-        for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
-            let (rank, row) = (i / rows, i % rows);
-            whole[row * world * width + rank * width..][..width].copy_from_slice(from);
-        }
-        self.host = gathered;
-        self.upload(full, &whole)
-    }
-
     /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that
     /// are there.
     pub(super) fn count(&mut self, bytes: usize) {
@@ -198,9 +214,8 @@ impl CudaBackend {
         if self.step.skips(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched_samples(op, rows)?;
         let most = local.rows_max().min(full.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched_samples(op, rows, most)?;
         let bytes = count * width * 4;
         let all = self.scratch(Which::Gathered, world * bytes)?;
         let device = &self.device;

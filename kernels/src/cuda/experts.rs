@@ -5,11 +5,12 @@ use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::products::bias_fits;
+use super::step::Launched;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Buffer, Choices, ExpertActivation, NOT_ASSIGNED, Routing};
+use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
 use crate::check::ensure;
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 /// Bytes of a `TuttiExpertTile`.
@@ -28,7 +29,7 @@ pub struct CudaStack {
 
 impl CudaStack {
     /// Matrices, rows and columns of each.
-    fn sizes(&self) -> (usize, usize, usize) {
+    fn sizes(&self) -> StackSizes {
         (self.count, self.all.rows() / self.count.max(1), self.all.cols())
     }
 }
@@ -115,18 +116,14 @@ impl CudaRoutes {
     }
 }
 
-impl CudaBackend {
-    pub(super) fn make_routes(
-        &mut self,
-        rows_max: usize,
-        routing: Routing,
-    ) -> Result<CudaRoutes, KernelError> {
+impl ExpertOps for CudaBackend {
+    fn new_routes(&mut self, rows_max: usize, routing: Routing) -> Result<CudaRoutes, KernelError> {
         self.step.buffer_made(rows_max);
         let Device { context, stream, .. } = &self.device;
         CudaRoutes::new(context, stream, rows_max, routing, self.options.expert_slots)
     }
 
-    pub(super) fn choose_experts(
+    fn route(
         &mut self,
         x: &CudaBuffer,
         router: &CudaMatrix,
@@ -135,22 +132,17 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "route";
         let Routing { num_experts, .. } = routes.routing;
-        let found = (router.rows(), router.cols());
-        let wanted = (num_experts, x.width());
-        ensure!(op, found == wanted, "router is {found:?}, not {wanted:?}");
-        bias_fits(op, bias, num_experts)?;
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
         ensure!(op, router.weight().is_bf16(), "the router is quantised: it must be bf16");
         let from = x.of(Element::Bf16, op, "x")?;
         let rows = x.rows();
-        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
         (routes.rows, routes.assigned) = (rows, None);
         let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
         if self.step.skips(op, what) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(routes.rows_max);
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
         // Always this project's own product, whose sums depend on k alone: another algorithm on
@@ -172,19 +164,11 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// Rows go where somebody else says; within a step where its inputs do.
-    pub(super) fn assign_experts(
-        &mut self,
-        experts: &[u32],
-        routes: &mut CudaRoutes,
-    ) -> Result<(), KernelError> {
+    // Within a step rows go where its inputs say.
+    fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
         let op = "assign";
-        let (rows, Routing { num_experts, top_k, .. }) = (experts.len(), routes.routing);
-        ensure!(op, top_k == 1, "rows go to {top_k} experts, not to one");
-        ensure!(op, rows <= routes.rows_max, "{rows} rows, room for {}", routes.rows_max);
-        let is_there = |expert: u32| expert == NOT_ASSIGNED || (expert as usize) < num_experts;
-        let missing = experts.iter().find(|expert| !is_there(**expert));
-        ensure!(op, missing.is_none(), "expert {missing:?} of {num_experts} is named");
+        check::assign(experts, &routes.routing, routes.rows_max)?;
+        let rows = experts.len();
         let staged = self.step.adapters(experts);
         ensure!(
             op,
@@ -199,8 +183,7 @@ impl CudaBackend {
         if staged.is_none() {
             routes.experts.upload(&self.device.stream, 0, experts)?;
         }
-        let (count, live) = self.step.launched(op, rows)?;
-        ensure!(op, count <= routes.rows_max, "{count} rows, room for {}", routes.rows_max);
+        let Launched { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(at, &grouped, &routes.routing, sizes, live);
@@ -208,32 +191,28 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    pub(super) fn experts_inner(
+    fn experts_gate_up(
         &mut self,
         x: &CudaBuffer,
-        (weight, bias): (&CudaStack, Option<&CudaVector>),
+        weight: &CudaStack,
+        bias: Option<&CudaVector>,
         activation: ExpertActivation,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "experts_gate_up";
-        let Routing { num_experts, top_k, .. } = routes.routing;
-        let (inner, cols) = (out.width(), x.width());
-        let (found, wanted) = (weight.sizes(), (2 * num_experts, inner, cols));
-        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
-        bias_fits(op, bias, 2 * num_experts * inner)?;
+        check::gate_up(x, weight.sizes(), bias, (&routes.routing, routes.rows), out)?;
+        let top_k = routes.routing.top_k;
+        let (rows, inner, cols) = (x.rows(), out.width(), x.width());
         let from = x.of(Element::Bf16, op, "x")?;
         let to = out.of(Element::Bf16, op, "out")?;
-        let (rows, routed) = (x.rows(), routes.rows);
-        ensure!(op, rows == routed, "x has {rows} rows, {routed} are routed");
         out.set_rows(rows * top_k)?;
         let w = weight.all.weight();
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, _) = self.step.launched(op, rows)?;
         let most = x.rows_max().min(out.rows_max() / top_k);
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, .. } = self.step.launched(op, rows, most)?;
         for chunk in 0..routes.chunks(count) {
             let grouped = routes.grouped(count, chunk);
             let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
@@ -244,25 +223,20 @@ impl CudaBackend {
         Ok(())
     }
 
-    pub(super) fn experts_outer(
+    fn experts_down(
         &mut self,
         x: &CudaBuffer,
         first: usize,
-        (weight, bias): (&CudaStack, Option<&CudaVector>),
+        weight: &CudaStack,
+        bias: Option<&CudaVector>,
         routes: &CudaRoutes,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
         let op = "experts_down";
-        let Routing { num_experts, top_k, .. } = routes.routing;
-        let (rows, width) = (routes.rows, out.width());
-        let (found, cols) = (weight.sizes(), weight.all.cols());
-        let wanted = (num_experts, width, cols);
-        ensure!(op, found == wanted, "weight is of {found:?}, not {wanted:?}");
-        bias_fits(op, bias, num_experts * width)?;
-        let end = first.saturating_add(cols);
-        ensure!(op, end <= x.width(), "columns {first}..{end} of x, {} wide", x.width());
-        let found = x.rows();
-        ensure!(op, found == rows * top_k, "x has {found} rows, not {rows} x {top_k}");
+        let routed = (&routes.routing, routes.rows);
+        check::down((x, first), weight.sizes(), bias, routed, out)?;
+        let top_k = routes.routing.top_k;
+        let (rows, width, cols) = (routes.rows, out.width(), weight.all.cols());
         let mut from = x.of(Element::Bf16, op, "x")?;
         // What follows may be a product.
         let rounded = routes.assigned.and_then(|_| out.of(Element::Bf16, op, "out").ok());
@@ -275,9 +249,8 @@ impl CudaBackend {
         if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = (x.rows_max() / top_k).min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         if first.is_multiple_of(8) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
@@ -322,7 +295,9 @@ impl CudaBackend {
         }
         Ok(())
     }
+}
 
+impl CudaBackend {
     pub(super) fn download_routes(&mut self, routes: &CudaRoutes) -> Result<Choices, KernelError> {
         let stream = &self.device.stream;
         self.step.close(stream)?;

@@ -41,9 +41,9 @@ pub(super) trait DeviceGroup: fmt::Debug {
         bytes: usize,
     ) -> Result<(), KernelError>;
 
-    /// [`DeviceGroup::all_reduce_sum`] of `io.data`, and [`crate::Backend::add_rmsnorm`] with the
-    /// result, in one; `io.data` is undefined then. False, with nothing queued, where this group
-    /// cannot, or would be slower. Queued.
+    /// [`DeviceGroup::all_reduce_sum`] of `io.data`, and [`crate::backend::RowOps::add_rmsnorm`]
+    /// with the result, in one; `io.data` is undefined then. False, with nothing queued, where this
+    /// group cannot, or would be slower. Queued.
     fn all_reduce_add_rmsnorm(
         &mut self,
         device: &Device,

@@ -4,6 +4,9 @@
 //!
 //! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B
 //! with A = W, B = x, D = out.
+//!
+//! - `descriptors`: the library's descriptions of a product
+//! - `measuring`: which algorithm is the quickest
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -18,13 +21,17 @@ use super::context::Context;
 use super::failure;
 use super::libraries::{self, Missing, Wanted};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::stream::{Event, Stream};
+use super::stream::Stream;
 use crate::error::KernelError;
+
+mod descriptors;
+mod measuring;
+
+use descriptors::{Preference, Shape};
+use measuring::MEASURING_MOST;
 
 /// What products may use besides their operands: NVIDIA's advice for Hopper.
 const WORKSPACE: usize = 32 << 20;
-/// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone do not have.
-const TRANSPOSED: i32 = 1;
 /// What the library takes every operand to be aligned to unless it is told otherwise, in bytes.
 const ALIGNMENT_MOST: u64 = 256;
 /// Plans kept: some twenty row counts for a handful of matrix shapes.
@@ -36,20 +43,6 @@ const NOT_SUPPORTED: u32 = 15;
 const REFUSED: [u32; 3] = [7, 8, NOT_SUPPORTED];
 /// Algorithms asked for: the library may name some that cannot run.
 const CHOICES: usize = 8;
-/// Measured runs of each, behind one that is not measured. The quickest counts: what else happened
-/// lengthens the others.
-const RUNS: usize = 3;
-/// Written before each of these runs, in bytes, so that they find as little of W in the GPU's L2 as
-/// a step does, which has passed over all other weights since. More than an L2 holds (an H200's 50
-/// MiB, a B200's 126). The GPU is busy with that while the host launches what is measured.
-const FLUSHED: usize = 128 << 20;
-/// Of more rows a product takes longer than W takes to come from memory.
-const FLUSHED_ROWS_MOST: u32 = 256;
-/// What all measuring may take of the GPU's time: shapes met after that take the library's own
-/// first choice. Some two hundred shapes are met, of which the largest take milliseconds.
-const MEASURING_MOST: Duration = Duration::from_secs(3);
-/// No more of one shape, which requests may wait for.
-const MEASURING_EACH: Duration = Duration::from_millis(100);
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -69,12 +62,6 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// Whether its W would lie in L2 when it is computed again and again, and that would matter.
-    fn finds_weights_in_cache(&self) -> bool {
-        let bytes = 2 * u64::from(self.n) * u64::from(self.w_stride);
-        self.rows <= FLUSHED_ROWS_MOST && bytes < FLUSHED as u64
-    }
-
     /// The key of its plan, for operands at these addresses.
     fn key(&self, operands: [DevicePtr; 3]) -> Key {
         Key {
@@ -206,80 +193,6 @@ impl Matmul {
         Ok(chosen.is_some())
     }
 
-    /// The one of these algorithms that takes the least time, if any can run: one whose call fails
-    /// though the stream is well is none. The result is written as often as it is computed.
-    ///
-    /// # Safety
-    /// As [`Matmul::run`].
-    unsafe fn quickest(
-        &mut self,
-        stream: &Stream,
-        (product, shape): (&Product, &Shape),
-        named: &[sys::cublasLtMatmulAlgo_t],
-        [x, w, out]: [DevicePtr; 3],
-    ) -> Result<Option<sys::cublasLtMatmulAlgo_t>, KernelError> {
-        let flushed = match product.finds_weights_in_cache() {
-            false => None,
-            true => match DeviceMemory::new(&self.context, FLUSHED, "measuring products") {
-                Ok(memory) => Some(memory),
-                // Better than nothing: they are measured with what is in the cache.
-                Err(KernelError::OutOfMemory { .. }) => None,
-                Err(error) => return Err(error),
-            },
-        };
-        let mark = || Event::new(&self.context, true);
-        let marks: Vec<(Event, Event)> =
-            (0..RUNS).map(|_| Ok((mark()?, mark()?))).collect::<Result<_, KernelError>>()?;
-        let (Some((first, _)), Some((_, last))) = (marks.first(), marks.last()) else {
-            return Ok(None);
-        };
-        let mut best: Option<(Duration, sys::cublasLtMatmulAlgo_t)> = None;
-        let mut spent = Duration::ZERO;
-        for algorithm in named {
-            let run = || -> Result<bool, KernelError> {
-                // SAFETY: this function's contract.
-                match unsafe { self.launch(stream, shape, algorithm, x, w, out) } {
-                    Err(_) => stream.is_idle().map(|_| false),
-                    done => done,
-                }
-            };
-            let runs = || -> Result<bool, KernelError> {
-                if !run()? {
-                    return Ok(false);
-                }
-                for (began, ended) in &marks {
-                    if let Some(memory) = &flushed {
-                        memory.fill(stream, 0)?;
-                    }
-                    began.record(stream)?;
-                    if !run()? {
-                        return Ok(false);
-                    }
-                    ended.record(stream)?;
-                }
-                Ok(true)
-            };
-            if !runs()? {
-                continue;
-            }
-            last.wait(stream.patience())?;
-            spent += last.since(first)?;
-            let mut took = Duration::MAX;
-            for (began, ended) in &marks {
-                took = took.min(ended.since(began)?);
-            }
-            // The first of equals: the library names the best first, as it sees them.
-            if best.as_ref().is_none_or(|(least, _)| took < *least) {
-                best = Some((took, *algorithm));
-            }
-            if spent > MEASURING_EACH {
-                break;
-            }
-        }
-        self.measured += spent;
-        Ok(best.map(|(_, algorithm)| algorithm))
-    }
-
     /// Runs one algorithm; false when the library refuses to.
     ///
     /// # Safety
@@ -378,117 +291,6 @@ impl fmt::Debug for Matmul {
     }
 }
 
-/// The library's descriptions of a product.
-struct Shape {
-    product: sys::cublasLtMatmulDesc_t,
-    w: sys::cublasLtMatrixLayout_t,
-    x: sys::cublasLtMatrixLayout_t,
-    out: sys::cublasLtMatrixLayout_t,
-}
-
-impl Shape {
-    fn new(product: &Product) -> Result<Self, KernelError> {
-        let mut shape = Self {
-            product: std::ptr::null_mut(),
-            w: std::ptr::null_mut(),
-            x: std::ptr::null_mut(),
-            out: std::ptr::null_mut(),
-        };
-        let what = "describe a matrix product";
-        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let (bf16, f32) = (sys::cudaDataType_t::CUDA_R_16BF, sys::cudaDataType_t::CUDA_R_32F);
-        // SAFETY: writes a handle, destroyed when `shape` is dropped.
-        let status = unsafe { sys::cublasLtMatmulDescCreate(&raw mut shape.product, compute, f32) };
-        check(status, what)?;
-        let transposed = TRANSPOSED;
-        let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the attribute is of the size given.
-        let status = unsafe {
-            sys::cublasLtMatmulDescSetAttribute(
-                shape.product,
-                attribute,
-                (&raw const transposed).cast(),
-                size_of_val(&transposed),
-            )
-        };
-        check(status, what)?;
-        let Product { rows, n, k, x_stride, w_stride, out_stride } = *product;
-        let layouts = [
-            (&mut shape.w, bf16, k, n, w_stride),
-            (&mut shape.x, bf16, k, rows, x_stride),
-            (&mut shape.out, f32, n, rows, out_stride),
-        ];
-        for (layout, element, rows, columns, stride) in layouts {
-            let (rows, columns, stride) = (u64::from(rows), u64::from(columns), i64::from(stride));
-            // SAFETY: writes a handle, destroyed when `shape` is dropped.
-            let status =
-                unsafe { sys::cublasLtMatrixLayoutCreate(layout, element, rows, columns, stride) };
-            check(status, what)?;
-        }
-        Ok(shape)
-    }
-}
-
-impl Drop for Shape {
-    fn drop(&mut self) {
-        for layout in [self.w, self.x, self.out] {
-            if !layout.is_null() {
-                // SAFETY: made in `new`.
-                let _ = unsafe { sys::cublasLtMatrixLayoutDestroy(layout) };
-            }
-        }
-        if !self.product.is_null() {
-            // SAFETY: made in `new`.
-            let _ = unsafe { sys::cublasLtMatmulDescDestroy(self.product) };
-        }
-    }
-}
-
-struct Preference(sys::cublasLtMatmulPreference_t);
-
-impl Preference {
-    fn new(workspace: usize, alignment: u32) -> Result<Self, KernelError> {
-        let what = "choose an algorithm for a matrix product";
-        let mut made = Self(std::ptr::null_mut());
-        // SAFETY: writes a handle, destroyed when `made` is dropped.
-        check(unsafe { sys::cublasLtMatmulPreferenceCreate(&raw mut made.0) }, what)?;
-        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
-        made.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace)?;
-        for operand in [
-            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
-            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-            Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES,
-        ] {
-            made.set(operand, &alignment)?;
-        }
-        Ok(made)
-    }
-
-    /// Sets an attribute whose type is `T`.
-    fn set<T>(
-        &self,
-        attribute: sys::cublasLtMatmulPreferenceAttributes_t,
-        value: &T,
-    ) -> Result<(), KernelError> {
-        let value = (&raw const *value).cast();
-        // SAFETY: the attribute is of the size given.
-        let status = unsafe {
-            sys::cublasLtMatmulPreferenceSetAttribute(self.0, attribute, value, size_of::<T>())
-        };
-        check(status, "choose an algorithm for a matrix product")
-    }
-}
-
-impl Drop for Preference {
-    fn drop(&mut self) {
-        if !self.0.is_null() {
-            // SAFETY: made in `new`.
-            let _ = unsafe { sys::cublasLtMatmulPreferenceDestroy(self.0) };
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -511,17 +313,6 @@ mod tests {
         // What was chosen for aligned operands is not used for others.
         let less = [DevicePtr(0x1000), DevicePtr(0x2010), DevicePtr(0x3000)];
         assert_ne!(product.key(at), product.key(less));
-    }
-
-    #[test]
-    fn weights_that_a_cache_would_hold_are_measured_without_it() {
-        let of = |rows, n, k| {
-            let product = Product { rows, n, k, x_stride: k, w_stride: k, out_stride: n };
-            product.finds_weights_in_cache()
-        };
-        // qkv, output and down of 8B; gate and up, which no cache holds; a prompt.
-        assert!(of(33, 6144, 4096) && of(256, 4096, 4096) && of(64, 4096, 14_336));
-        assert!(!of(33, 28_672, 4096) && !of(257, 6144, 4096));
     }
 
     #[test]

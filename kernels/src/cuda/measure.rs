@@ -205,7 +205,7 @@ impl CudaBackend {
         let cut = Cut { group: 1, all_tiles: false, windows };
         let layout = Layout::new(sizes(0, &inputs, cut, 0));
         let mut words = vec![0; layout.words(tables.len())];
-        layout.fill(&mut words, &[], &inputs, cut, &[])?;
+        layout.fill(&mut words, &[], &inputs, cut, &[], &mut Vec::new())?;
         let Device { context: gpu, stream, .. } = &self.device;
         let lists = DeviceMemory::new(gpu, words.len() * 4, what)?;
         lists.upload(stream, 0, &words)?;

@@ -100,13 +100,20 @@ pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u
 }
 
 /// Writes the list of all parts to the beginning of `list`: those of long parts come first, since
-/// blocks take them in turns. The names of sequences are those of `items`. Returns how many there
-/// are.
-pub fn fill(list: &mut [u32], items: &[(u32, &SeqRows)], window: u32, least: u32) -> usize {
-    let mut found: Vec<(u32, Splits)> =
-        items.iter().map(|(index, seq)| (*index, splits(seq.context_len, window, least))).collect();
-    found.sort_by_key(|(_, splits)| Reverse(splits.len));
-    let parts = found.into_iter().flat_map(|(index, splits)| {
+/// blocks take them in turns. `items` are the sequences with their names, which ascend; `found` is
+/// scratch. Returns how many parts there are.
+pub fn fill<'a>(
+    list: &mut [u32],
+    items: impl Iterator<Item = (u32, &'a SeqRows)>,
+    window: u32,
+    least: u32,
+    found: &mut Vec<(u32, Splits)>,
+) -> usize {
+    found.clear();
+    found.extend(items.map(|(index, seq)| (index, splits(seq.context_len, window, least))));
+    // A sort that takes no memory, with names as the order of equals.
+    found.sort_unstable_by_key(|(index, splits)| (Reverse(splits.len), *index));
+    let parts = found.iter().flat_map(|&(index, splits)| {
         (0..splits.count).map(move |split| index << PART_SHIFT | split)
     });
     let mut number = 0;
@@ -168,11 +175,10 @@ mod tests {
     #[test]
     fn the_list_has_every_part_once_and_long_ones_first() {
         let seqs = [seq(130), seq(8192), seq(1), seq(20_000), seq(64)];
-        let items: Vec<(u32, &SeqRows)> = (3..).zip(&seqs).collect();
         let number = count(seqs.iter(), 0, 64);
         assert_eq!(number, 3 + 64 + 1 + 63 + 1);
         let mut list = vec![u32::MAX; number + 2];
-        fill(&mut list, &items, 0, 64);
+        fill(&mut list, (3..).zip(&seqs), 0, 64, &mut Vec::new());
         assert_eq!(list[number..], [u32::MAX; 2]);
         let named: Vec<(u32, u32)> =
             list[..number].iter().map(|part| (part >> PART_SHIFT, part & 255)).collect();

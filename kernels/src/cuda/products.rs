@@ -4,9 +4,10 @@ use super::batch::live;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Activation, Buffer};
-use crate::check::ensure;
+use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 
 /// Rows up to which this project's own kernels compute products; cuBLASLt computes more. Every 32
@@ -20,28 +21,163 @@ const INT8_SKINNY_MAX: usize = 256;
 /// Rows of gate and up that are computed at a time: their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
 
-/// Whether there is a bias for each output, or none.
-pub(super) fn bias_fits(
-    op: &'static str,
-    bias: Option<&CudaVector>,
-    rows: usize,
-) -> Result<(), KernelError> {
-    let found = bias.map_or(rows, CudaVector::len);
-    ensure!(op, found == rows, "bias has {found} elements, not {rows}");
-    Ok(())
-}
-
-/// An addend `[rows, width]`, where there is one.
-pub(super) fn addend_fits(
+/// Where an addend is.
+pub(super) fn addend_at(
     op: &'static str,
     addend: Option<&CudaBuffer>,
-    rows: usize,
-    width: usize,
 ) -> Result<Option<DevicePtr>, KernelError> {
-    let Some(addend) = addend else { return Ok(None) };
-    let (found, wanted) = ((addend.rows(), addend.width()), (rows, width));
-    ensure!(op, found == wanted, "addend is {found:?}, not {wanted:?}");
-    Ok(Some(addend.of(Element::F32, op, "addend")?.ptr))
+    let at = addend.map(|addend| addend.of(Element::F32, op, "addend")).transpose()?;
+    Ok(at.map(|rows| rows.ptr))
+}
+
+impl ProductOps for CudaBackend {
+    fn linear(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        check::product("linear", x, weight, bias, weight.rows(), out)?;
+        self.linear_columns(x, 0, weight, bias, out)
+    }
+
+    fn linear_columns(
+        &mut self,
+        x: &CudaBuffer,
+        first: usize,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "linear_columns";
+        let cols = weight.cols();
+        check::columns(op, x, first, cols)?;
+        check::width(op, "out", out, weight.rows())?;
+        check::vector(op, "bias", bias, weight.rows())?;
+        let mut from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        let rows = x.rows();
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let most = x.rows_max().min(out.rows_max());
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
+        let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
+        if first.is_multiple_of(step) {
+            from.ptr = from.ptr.offset(first * 2);
+        } else {
+            let stride = cols.next_multiple_of(8);
+            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
+            let call = launch::copy_columns(from, copy, first, cols, count, live);
+            // SAFETY: the scratch was made for it; the columns were checked.
+            unsafe { self.device.launch(call) }?;
+            from = copy;
+        }
+        self.product(from, None, weight, bias, to, count, live)
+    }
+
+    fn gate_up(
+        &mut self,
+        x: &CudaBuffer,
+        weight: &CudaMatrix,
+        bias: Option<&CudaVector>,
+        addend: Option<&CudaBuffer>,
+        activation: Activation,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let (op, features) = ("gate_up", weight.rows());
+        let inner = check::gate_up(x, weight, bias, addend, out)?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::Bf16, op, "out")?;
+        let rows = x.rows();
+        let addend = addend_at(op, addend)?;
+        out.set_rows(rows)?;
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+            return Ok(());
+        }
+        let most = x.rows_max().min(out.rows_max());
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let bias = bias.map(CudaVector::ptr);
+        if addend.is_none() && self.is_skinny_with(count, weight) {
+            let sizes = (count, inner, weight.cols());
+            let call =
+                launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, activation, live);
+            // SAFETY: shapes were checked.
+            return unsafe { self.device.launch(call) };
+        }
+        // No part is larger than the first: none needs bf16 where that one does not.
+        let bf16 = match self.is_skinny_with(count.min(GATE_UP_ROWS), weight) {
+            true => None,
+            false => Some(self.widen(weight)?),
+        };
+        let mut done = 0;
+        while done < count {
+            let part = (count - done).min(GATE_UP_ROWS);
+            let both = self.scratch(Which::Wide, part * features * 4)?;
+            let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
+            let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
+            let wide = Rows { ptr: both, stride: features };
+            // Graphs have one part; a later part has as many rows as it is launched for.
+            let live = if done == 0 { live } else { DevicePtr::default() };
+            match bf16 {
+                Some(bf16) if !self.is_skinny_with(part, weight) => {
+                    self.multiply(x, weight, bf16, None, wide, part, live)?;
+                }
+                _ => self.product(x, None, weight, None, wide, part, live)?,
+            }
+            if let Some(addend) = addend {
+                let own = addend.offset(done * features * 4);
+                let call = launch::add(both, own, features, part, live);
+                // SAFETY: shapes were checked.
+                unsafe { self.device.launch(call) }?;
+            }
+            let call = launch::activate_mul(both, bias, y, inner, activation, part, live);
+            // SAFETY: shapes were checked.
+            unsafe { self.device.launch(call) }?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    fn lm_head(
+        &mut self,
+        x: &CudaBuffer,
+        rows: &[u32],
+        weight: &CudaMatrix,
+        out: &mut CudaBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "lm_head";
+        check::product(op, x, weight, None::<&CudaVector>, weight.rows(), out)?;
+        check::named(op, "row", rows, x.rows())?;
+        let from = x.of(Element::Bf16, op, "x")?;
+        let to = out.of(Element::F32, op, "out")?;
+        out.set_rows(rows.len())?;
+        if rows.is_empty() {
+            return Ok(());
+        }
+        if self.alone {
+            // Of other steps, whose prompts' log-probabilities are wanted.
+            self.scratch(Which::Index, size_of_val(rows))?;
+        }
+        let own = self.step.has_sample_rows(rows);
+        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
+            return Ok(());
+        }
+        let (index, count, live) = if own {
+            let index = self.step.at(self.step.layout().sample_rows);
+            (index, self.step.counts().samples, self.step.at(live::SAMPLES))
+        } else {
+            ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
+            let index = self.scratch(Which::Index, size_of_val(rows))?;
+            self.index_upload(rows)?;
+            (index, rows.len(), DevicePtr::default())
+        };
+        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
+        self.product(from, Some(index), weight, None, to, count, live)
+    }
 }
 
 impl CudaBackend {
@@ -164,157 +300,6 @@ impl CudaBackend {
                 unsafe { self.device.launch(call) }
             }
         }
-    }
-
-    /// [`Backend::linear_columns`]
-    pub(super) fn multiply_columns(
-        &mut self,
-        x: &CudaBuffer,
-        first: usize,
-        weight: &CudaMatrix,
-        bias: Option<&CudaVector>,
-        out: &mut CudaBuffer,
-    ) -> Result<(), KernelError> {
-        let op = "linear_columns";
-        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
-        let end = first.saturating_add(cols);
-        ensure!(op, end <= width, "columns {first}..{end} of x, whose width is {width}");
-        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
-        bias_fits(op, bias, features)?;
-        let mut from = x.of(Element::Bf16, op, "x")?;
-        let to = out.of(Element::F32, op, "out")?;
-        let rows = x.rows();
-        out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = x.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
-        let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
-        if first.is_multiple_of(step) {
-            from.ptr = from.ptr.offset(first * 2);
-        } else {
-            let stride = cols.next_multiple_of(8);
-            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
-            let call = launch::copy_columns(from, copy, first, cols, count, live);
-            // SAFETY: the scratch was made for it; the columns were checked.
-            unsafe { self.device.launch(call) }?;
-            from = copy;
-        }
-        self.product(from, None, weight, bias, to, count, live)
-    }
-
-    /// [`Backend::gate_up`]
-    pub(super) fn multiply_gate_up(
-        &mut self,
-        x: &CudaBuffer,
-        weight: &CudaMatrix,
-        bias: Option<&CudaVector>,
-        addend: Option<&CudaBuffer>,
-        activation: Activation,
-        out: &mut CudaBuffer,
-    ) -> Result<(), KernelError> {
-        let op = "gate_up";
-        let features = weight.rows();
-        ensure!(op, features.is_multiple_of(2), "weight has {features} rows, an odd number");
-        let inner = features / 2;
-        ensure!(op, x.width() == weight.cols(), "x.width is {}, not {}", x.width(), weight.cols());
-        ensure!(op, out.width() == inner, "out.width is {}, not {inner}", out.width());
-        bias_fits(op, bias, features)?;
-        let from = x.of(Element::Bf16, op, "x")?;
-        let to = out.of(Element::Bf16, op, "out")?;
-        let rows = x.rows();
-        let addend = addend_fits(op, addend, rows, features)?;
-        out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
-            return Ok(());
-        }
-        let (count, live) = self.step.launched(op, rows)?;
-        let most = x.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
-        let bias = bias.map(CudaVector::ptr);
-        if addend.is_none() && self.is_skinny_with(count, weight) {
-            let sizes = (count, inner, weight.cols());
-            let call =
-                launch::skinny_gate_up(from, weight.weight(), bias, to, sizes, activation, live);
-            // SAFETY: shapes were checked.
-            return unsafe { self.device.launch(call) };
-        }
-        // No part is larger than the first: none needs bf16 where that one does not.
-        let bf16 = match self.is_skinny_with(count.min(GATE_UP_ROWS), weight) {
-            true => None,
-            false => Some(self.widen(weight)?),
-        };
-        let mut done = 0;
-        while done < count {
-            let part = (count - done).min(GATE_UP_ROWS);
-            let both = self.scratch(Which::Wide, part * features * 4)?;
-            let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
-            let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
-            let wide = Rows { ptr: both, stride: features };
-            // Graphs have one part; a later part has as many rows as it is launched for.
-            let live = if done == 0 { live } else { DevicePtr::default() };
-            match bf16 {
-                Some(bf16) if !self.is_skinny_with(part, weight) => {
-                    self.multiply(x, weight, bf16, None, wide, part, live)?;
-                }
-                _ => self.product(x, None, weight, None, wide, part, live)?,
-            }
-            if let Some(addend) = addend {
-                let own = addend.offset(done * features * 4);
-                let call = launch::add(both, own, features, part, live);
-                // SAFETY: shapes were checked.
-                unsafe { self.device.launch(call) }?;
-            }
-            let call = launch::activate_mul(both, bias, y, inner, activation, part, live);
-            // SAFETY: shapes were checked.
-            unsafe { self.device.launch(call) }?;
-            done += part;
-        }
-        Ok(())
-    }
-
-    /// [`Backend::lm_head`]
-    pub(super) fn multiply_rows(
-        &mut self,
-        x: &CudaBuffer,
-        rows: &[u32],
-        weight: &CudaMatrix,
-        out: &mut CudaBuffer,
-    ) -> Result<(), KernelError> {
-        let op = "lm_head";
-        let (width, cols, features) = (x.width(), weight.cols(), weight.rows());
-        ensure!(op, width == cols, "x.width is {width}, not {cols}");
-        ensure!(op, out.width() == features, "out.width is {}, not {features}", out.width());
-        let most = rows.iter().max().map_or(0, |&row| row as usize + 1);
-        ensure!(op, most <= x.rows(), "row {} of {} rows is named", most - 1, x.rows());
-        let from = x.of(Element::Bf16, op, "x")?;
-        let to = out.of(Element::F32, op, "out")?;
-        out.set_rows(rows.len())?;
-        if rows.is_empty() {
-            return Ok(());
-        }
-        if self.alone {
-            // Of other steps, whose prompts' log-probabilities are wanted.
-            self.scratch(Which::Index, size_of_val(rows))?;
-        }
-        let own = self.step.has_sample_rows(rows);
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
-            return Ok(());
-        }
-        let (index, count, live) = if own {
-            let index = self.step.at(self.step.layout().sample_rows);
-            (index, self.step.counts().samples, self.step.at(live::SAMPLES))
-        } else {
-            ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
-            let index = self.scratch(Which::Index, size_of_val(rows))?;
-            self.index_upload(rows)?;
-            (index, rows.len(), DevicePtr::default())
-        };
-        ensure!(op, count <= out.rows_max(), "{count} rows, room for {}", out.rows_max());
-        self.product(from, Some(index), weight, None, to, count, live)
     }
 }
 

@@ -1,7 +1,7 @@
 //! What sampling finds, on the GPU and on its way to the host through pinned memory.
-use super::batch::TOP_MAX;
 use super::device::Device;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
+use super::sample_lists::TOP_MAX;
 use super::stream::Event;
 use crate::error::KernelError;
 use crate::sampling::Sampled;

@@ -1,16 +1,20 @@
 //! Rows of activations: embedding, sums and norms.
+//!
+//! As every operation does: checks its arguments, then asks the step whether it is only to be
+//! compared with a recorded one, then launches. Activations that products read are bf16, all others
+//! f32.
 use super::backend::CudaBackend;
 use super::batch::{Capacity, Cut, live};
 use super::device::Device;
 use super::launch;
+use super::step::Launched;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
-use crate::backend::{Batch, Buffer};
-use crate::check::ensure;
+use crate::backend::{Batch, Buffer as _, RowOps};
+use crate::check::{self, ensure};
 use crate::error::KernelError;
 
-impl CudaBackend {
-    /// [`crate::Backend::embed`].
-    pub(super) fn embed_rows(
+impl RowOps for CudaBackend {
+    fn embed(
         &mut self,
         table: &CudaMatrix,
         ids: &[u32],
@@ -18,9 +22,8 @@ impl CudaBackend {
         scale: f32,
         out: &mut CudaBuffer,
     ) -> Result<(), KernelError> {
-        let op = "embed";
-        let width = out.width();
-        ensure!(op, width == table.cols(), "out.width is {width}, not {}", table.cols());
+        let (op, width) = ("embed", table.cols());
+        check::width(op, "out", out, width)?;
         ensure!(op, table.weight().is_bf16(), "the table is quantised: it must be bf16");
         ensure!(
             op,
@@ -51,8 +54,7 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add_rmsnorm`].
-    pub(super) fn add_norm(
+    fn add_rmsnorm(
         &mut self,
         residual: &mut CudaBuffer,
         delta: Option<&CudaBuffer>,
@@ -62,12 +64,7 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "add_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        ensure!(op, weight.len() == width, "weight has {} elements, not {width}", weight.len());
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        if let Some(delta) = delta {
-            let shape = (delta.rows(), delta.width());
-            ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
-        }
+        check::norm(op, residual, (delta, None), weight, out)?;
         let from = residual.of(Element::F32, op, "residual")?.ptr;
         let added = delta.map(|delta| delta.of(Element::F32, op, "delta")).transpose()?;
         let to = out.of(Element::Bf16, op, "out")?;
@@ -76,16 +73,14 @@ impl CudaBackend {
         if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add_normed_rmsnorm`].
-    pub(super) fn add_normed_norm(
+    fn add_normed_rmsnorm(
         &mut self,
         residual: &mut CudaBuffer,
         delta: &CudaBuffer,
@@ -96,12 +91,7 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let op = "add_normed_rmsnorm";
         let (rows, width) = (residual.rows(), residual.width());
-        for (name, weight) in [("weight", weight), ("delta_weight", delta_weight)] {
-            ensure!(op, weight.len() == width, "{name} has {} elements, not {width}", weight.len());
-        }
-        ensure!(op, out.width() == width, "out.width is {}, not {width}", out.width());
-        let shape = (delta.rows(), delta.width());
-        ensure!(op, shape == (rows, width), "delta is {shape:?}, not {:?}", (rows, width));
+        check::norm(op, residual, (Some(delta), Some(delta_weight)), weight, out)?;
         let from = residual.of(Element::F32, op, "residual")?.ptr;
         let added = delta.of(Element::F32, op, "delta")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?;
@@ -109,9 +99,8 @@ impl CudaBackend {
         if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let added = (added, delta_weight.ptr());
         let call =
             launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
@@ -119,15 +108,9 @@ impl CudaBackend {
         unsafe { self.device.launch(call) }
     }
 
-    /// [`crate::Backend::add`].
-    pub(super) fn add_rows(
-        &mut self,
-        sum: &mut CudaBuffer,
-        other: &CudaBuffer,
-    ) -> Result<(), KernelError> {
+    fn add(&mut self, sum: &mut CudaBuffer, other: &CudaBuffer) -> Result<(), KernelError> {
         let op = "add";
-        let shapes = [(sum.rows(), other.rows()), (sum.width(), other.width())];
-        ensure!(op, shapes.iter().all(|(a, b)| a == b), "shapes differ: {shapes:?}");
+        check::shape(op, "other", Some(other), (sum.rows(), sum.width()))?;
         let to = sum.of(Element::F32, op, "sum")?.ptr;
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
@@ -135,9 +118,8 @@ impl CudaBackend {
         if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
-        let (count, live) = self.step.launched(op, rows)?;
         let most = sum.rows_max().min(other.rows_max());
-        ensure!(op, count <= most, "{count} rows, room for {most}");
+        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add(to, from, sum.width(), count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }

@@ -7,17 +7,20 @@
 //! - `inputs`: where what the kernels read lies
 use std::rc::Rc;
 
-use super::batch::{Capacity, Layout, SampleLists, sizes};
+use super::batch::{Capacity, Layout, sizes};
 use super::bucket::{Stage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
-use super::parts::Windows;
+use super::parts::{Splits, Windows};
+use super::sample_lists::SampleLists;
 use super::stream::{Event, Stream};
 use crate::backend::{Batch, StepInputs};
 use crate::error::KernelError;
 
 mod graphs;
 mod inputs;
+
+pub(super) use inputs::Launched;
 
 use graphs::{GRAPHS_MAX, GraphKey, Recorded};
 
@@ -94,7 +97,7 @@ pub(super) struct Step {
     signature: u64,
     identity: Identity,
     /// Bounds that the step's batch was found to keep: every layer asks.
-    checked: Vec<(&'static str, [usize; 2])>,
+    checked: Vec<(&'static str, (usize, usize))>,
     layout: Layout,
     windows: Windows,
     counts: Counts,
@@ -106,6 +109,8 @@ pub(super) struct Step {
     staging: Vec<(Pinned<u32>, Event)>,
     next: usize,
     pub(super) lists: SampleLists,
+    /// Scratch: how sequences are split.
+    found: Vec<(u32, Splits)>,
 }
 
 impl Step {
@@ -135,6 +140,7 @@ impl Step {
             staging: Vec::new(),
             next: 0,
             lists: SampleLists::default(),
+            found: Vec::new(),
         }
     }
 
@@ -278,13 +284,13 @@ impl Step {
         &self,
         op: &'static str,
         batch: &Batch<'_>,
-        bounds: [usize; 2],
+        bounds: (usize, usize),
     ) -> bool {
         !self.has_batch(batch) || !self.checked.contains(&(op, bounds))
     }
 
     /// The batch keeps these bounds.
-    pub(super) fn checked(&mut self, op: &'static str, bounds: [usize; 2]) {
+    pub(super) fn checked(&mut self, op: &'static str, bounds: (usize, usize)) {
         if self.is_open() {
             self.checked.push((op, bounds));
         }

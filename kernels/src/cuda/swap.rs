@@ -7,7 +7,7 @@ use super::memory::Pinned;
 use super::stream::{Event, Stream};
 use super::tensors::{CudaKvCache, kv_block_bytes};
 use crate::backend::KvShape;
-use crate::check;
+use crate::check::attention as check;
 use crate::error::KernelError;
 use std::rc::Rc;
 use std::time::Duration;

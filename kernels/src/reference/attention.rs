@@ -1,22 +1,98 @@
 //! RoPE, QK-norm and causal attention over a paged cache, one row and one head at a time.
-use super::tensor::{ReferenceBuffer, ReferenceKvCache, ReferenceMatrix};
-use super::{below, dot, rmsnorm, same};
-use crate::backend::{AttentionShape, Batch, Buffer, QkvWeights, RopeTable, SeqRows};
+use super::tensor::{ReferenceBuffer, ReferenceKvCache};
+use super::{ReferenceBackend, add_row, dot, project, rmsnorm};
+use crate::backend::{
+    AttentionAt, AttentionOps, AttentionShape, Batch, Buffer as _, QkvInput, RopeTable, SeqRows,
+};
+use crate::check::attention as check;
 use crate::error::KernelError;
 
+impl AttentionOps for ReferenceBackend {
+    fn qkv_rope_write(
+        &mut self,
+        input: QkvInput<'_, Self::Buffer, Self::Matrix, Self::Vector>,
+        at: AttentionAt<'_>,
+        cache: &mut Self::KvCache,
+        q_out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        check::qkv(&input, at, cache.shape(), q_out)?;
+        let QkvInput { x, weights, addend, rope } = input;
+        let AttentionAt { shape, batch, layer } = at;
+        check::places(batch, check::bounds(rope, shape, cache.shape()))?;
+        q_out.set_rows(x.rows())?;
+        let (q_width, kv_width) =
+            (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
+        let mut qkv = std::mem::take(&mut self.row);
+        qkv.resize(q_width + 2 * kv_width, 0.0);
+        for i in 0..x.rows() {
+            project(x.row(i), &weights.weight, weights.bias.as_deref(), &mut qkv);
+            add_row(&mut qkv, addend, i);
+            let (q, kv) = qkv.split_at_mut(q_width);
+            let (k, v) = kv.split_at_mut(kv_width);
+            let (cos, sin) = rope_row(rope, shape.head_dim, batch.positions[i]);
+            finish_heads(q, weights.q_norm.as_deref(), cos, sin, shape);
+            finish_heads(k, weights.k_norm.as_deref(), cos, sin, shape);
+            q_out.row_mut(i).copy_from_slice(q);
+            let (cached_k, cached_v) = cache.slot_mut(layer, batch.slots[i] as usize);
+            cached_k.copy_from_slice(k);
+            cached_v.copy_from_slice(v);
+        }
+        self.row = qkv;
+        Ok(())
+    }
+
+    fn paged_attention(
+        &mut self,
+        q: &Self::Buffer,
+        sinks: Option<&Self::Vector>,
+        at: AttentionAt<'_>,
+        cache: &Self::KvCache,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let AttentionAt { shape, batch, layer } = at;
+        check::attention(q, sinks, at, cache.shape(), out)?;
+        let (block_size, num_blocks) = (cache.shape().block_size, cache.shape().num_blocks);
+        check::sequences("paged_attention", batch, q.rows(), block_size, num_blocks)?;
+        out.set_rows(q.rows())?;
+        for seq in batch.seqs {
+            let scores = &mut self.scores;
+            attend((q, sinks), shape, batch, seq, cache, layer, scores, out);
+        }
+        Ok(())
+    }
+
+    fn swap_out(
+        &mut self,
+        cache: &Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_out", cache.shape(), host.shape(), pairs, true)?;
+        pairs.iter().for_each(|(block, to)| host.copy_block(cache, *block, *to));
+        Ok(())
+    }
+
+    fn swap_in(
+        &mut self,
+        cache: &mut Self::KvCache,
+        host: &mut Self::HostKv,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), KernelError> {
+        check::swap("swap_in", cache.shape(), host.shape(), pairs, false)?;
+        pairs.iter().for_each(|(block, from)| cache.copy_block(host, *from, *block));
+        Ok(())
+    }
+}
+
 /// cos and sin of one position, `head_dim / 2` of each.
-pub(super) fn rope_row(
-    rope: &RopeTable<Vec<f32>>,
-    head_dim: usize,
-    position: u32,
-) -> (&[f32], &[f32]) {
+fn rope_row(rope: &RopeTable<Vec<f32>>, head_dim: usize, position: u32) -> (&[f32], &[f32]) {
     let half = head_dim / 2;
     let start = position as usize * half;
     (&rope.cos[start..][..half], &rope.sin[start..][..half])
 }
 
 /// Normalises every head where the model does, then rotates it in place.
-pub(super) fn finish_heads(
+fn finish_heads(
     heads: &mut [f32],
     norm: Option<&[f32]>,
     cos: &[f32],
@@ -39,7 +115,7 @@ pub(super) fn finish_heads(
 
 /// Attention of all rows and heads of one sequence.
 #[allow(clippy::too_many_arguments, reason = "the operation's own arguments and its scratch")]
-pub(super) fn attend(
+fn attend(
     (q, sinks): (&ReferenceBuffer, Option<&Vec<f32>>),
     shape: &AttentionShape,
     batch: &Batch<'_>,
@@ -94,80 +170,4 @@ fn softmax(scores: &mut [f32]) {
     for score in scores.iter_mut() {
         *score /= sum;
     }
-}
-
-fn check_shape(
-    op: &'static str,
-    shape: &AttentionShape,
-    cache: &ReferenceKvCache,
-    layer: usize,
-) -> Result<(), KernelError> {
-    let kv = cache.shape();
-    same(op, "num_kv_heads", shape.num_kv_heads, kv.num_kv_heads)?;
-    same(op, "head_dim", shape.head_dim, kv.head_dim)?;
-    same(op, "head_dim modulo 2", shape.head_dim % 2, 0)?;
-    below(op, "layer", layer, kv.num_layers)?;
-    below(op, "0 (num_kv_heads)", 0, shape.num_kv_heads)?;
-    below(op, "0 (head_dim)", 0, shape.head_dim)?;
-    below(op, "0 (block_size)", 0, kv.block_size)?;
-    below(op, "0 (sliding_window)", 0, shape.sliding_window.unwrap_or(1) as usize)?;
-    same(op, "num_heads modulo num_kv_heads", shape.num_heads % shape.num_kv_heads, 0)
-}
-
-#[allow(clippy::too_many_arguments, reason = "the operation's own arguments")]
-pub(super) fn check_qkv(
-    x: &ReferenceBuffer,
-    weights: &QkvWeights<ReferenceMatrix, Vec<f32>>,
-    rope: &RopeTable<Vec<f32>>,
-    shape: &AttentionShape,
-    batch: &Batch<'_>,
-    cache: &ReferenceKvCache,
-    layer: usize,
-    q_out: &ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "qkv_rope_write";
-    check_shape(op, shape, cache, layer)?;
-    super::check_product(op, x, &weights.weight, weights.bias.as_ref())?;
-    let heads = shape.num_heads + 2 * shape.num_kv_heads;
-    same(op, "rows of the weight", weights.weight.rows(), heads * shape.head_dim)?;
-    same(op, "width of q_out", q_out.width(), shape.num_heads * shape.head_dim)?;
-    for norm in [&weights.q_norm, &weights.k_norm].into_iter().flatten() {
-        same(op, "length of a head norm", norm.len(), shape.head_dim)?;
-    }
-    same(op, "number of positions", batch.positions.len(), x.rows())?;
-    same(op, "number of slots", batch.slots.len(), x.rows())?;
-    same(op, "length of sin", rope.sin.len(), rope.cos.len())?;
-    for (&position, &slot) in batch.positions.iter().zip(batch.slots) {
-        below(op, "position", position as usize, rope.cos.len() / (shape.head_dim / 2))?;
-        below(op, "slot", slot as usize, cache.num_slots())?;
-    }
-    Ok(())
-}
-
-pub(super) fn check_attention(
-    q: &ReferenceBuffer,
-    shape: &AttentionShape,
-    batch: &Batch<'_>,
-    cache: &ReferenceKvCache,
-    layer: usize,
-    out: &ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "paged_attention";
-    check_shape(op, shape, cache, layer)?;
-    same(op, "width of q", q.width(), shape.num_heads * shape.head_dim)?;
-    same(op, "width of out", out.width(), q.width())?;
-    let mut rows = 0;
-    for seq in batch.seqs {
-        same(op, "row_start", seq.row_start as usize, rows)?;
-        rows += seq.num_rows as usize;
-        below(op, "num_rows", seq.num_rows as usize, seq.context_len as usize + 1)?;
-        let (start, len) = (seq.table_start as usize, seq.table_len as usize);
-        below(op, "end of a block table", start + len, batch.block_tables.len() + 1)?;
-        let capacity = len * cache.shape().block_size;
-        below(op, "context_len", seq.context_len as usize, capacity + 1)?;
-        for &block in &batch.block_tables[start..start + len] {
-            below(op, "block", block as usize, cache.shape().num_blocks)?;
-        }
-    }
-    same(op, "rows of all sequences", rows, q.rows())
 }

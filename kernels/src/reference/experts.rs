@@ -1,6 +1,7 @@
 //! Mixtures of experts, row by row and expert by expert.
-use super::{ReferenceBuffer, ReferenceMatrix, below, project, same};
-use crate::backend::{Buffer, ExpertActivation, NOT_ASSIGNED, Routing};
+use super::{ReferenceBackend, ReferenceMatrix, project};
+use crate::backend::{Buffer as _, ExpertActivation, ExpertOps, NOT_ASSIGNED, Routing};
+use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
 /// What rows chose.
@@ -37,59 +38,103 @@ fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
     all
 }
 
-pub(super) fn route(
-    x: &ReferenceBuffer,
-    router: &ReferenceMatrix,
-    bias: Option<&Vec<f32>>,
-    routes: &mut ReferenceRoutes,
-) -> Result<(), KernelError> {
-    let op = "route";
-    check_bias(op, bias, routes.routing.num_experts)?;
-    same(op, "width of the activations", x.width(), router.cols())?;
-    same(op, "rows of the router", router.rows(), routes.routing.num_experts)?;
-    below(op, "rows", x.rows(), routes.rows_max + 1)?;
-    let mut logits = vec![0.0; router.rows()];
-    routes.chosen.clear();
-    for i in 0..x.rows() {
-        project(x.row(i), router, bias.map(Vec::as_slice), &mut logits);
-        routes.chosen.push(choose(&logits, &routes.routing));
-    }
-    Ok(())
+/// Of a stack, whose matrices have one shape.
+fn sizes(stack: &[ReferenceMatrix]) -> StackSizes {
+    stack.first().map_or((0, 0, 0), |matrix| (stack.len(), matrix.rows(), matrix.cols()))
 }
 
-pub(super) fn assign(experts: &[u32], routes: &mut ReferenceRoutes) -> Result<(), KernelError> {
-    let op = "assign";
-    same(op, "top_k", routes.routing.top_k, 1)?;
-    below(op, "rows", experts.len(), routes.rows_max + 1)?;
-    for &expert in experts.iter().filter(|expert| **expert != NOT_ASSIGNED) {
-        below(op, "expert", expert as usize, routes.routing.num_experts)?;
+impl ExpertOps for ReferenceBackend {
+    fn new_routes(
+        &mut self,
+        rows_max: usize,
+        routing: Routing,
+    ) -> Result<Self::Routes, KernelError> {
+        ReferenceRoutes::new(rows_max, routing)
     }
-    let chosen = |&expert: &u32| match expert {
-        NOT_ASSIGNED => Vec::new(),
-        expert => vec![(expert as usize, 1.0)],
-    };
-    routes.chosen.clear();
-    routes.chosen.extend(experts.iter().map(chosen));
-    Ok(())
-}
 
-fn check_stack(
-    op: &'static str,
-    weight: &[ReferenceMatrix],
-    count: usize,
-    cols: usize,
-    rows: usize,
-) -> Result<(), KernelError> {
-    same(op, "number of matrices", weight.len(), count)?;
-    for matrix in weight {
-        same(op, "columns of a matrix", matrix.cols(), cols)?;
-        same(op, "rows of a matrix", matrix.rows(), rows)?;
+    fn route(
+        &mut self,
+        x: &Self::Buffer,
+        router: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        routes: &mut Self::Routes,
+    ) -> Result<(), KernelError> {
+        check::route(x, router, bias, &routes.routing, routes.rows_max)?;
+        let mut logits = vec![0.0; router.rows()];
+        routes.chosen.clear();
+        for i in 0..x.rows() {
+            project(x.row(i), router, bias.map(Vec::as_slice), &mut logits);
+            routes.chosen.push(choose(&logits, &routes.routing));
+        }
+        Ok(())
     }
-    Ok(())
-}
 
-fn check_bias(op: &'static str, bias: Option<&Vec<f32>>, wanted: usize) -> Result<(), KernelError> {
-    same(op, "length of the bias", bias.map_or(wanted, Vec::len), wanted)
+    fn assign(&mut self, experts: &[u32], routes: &mut Self::Routes) -> Result<(), KernelError> {
+        check::assign(experts, &routes.routing, routes.rows_max)?;
+        let chosen = |&expert: &u32| match expert {
+            NOT_ASSIGNED => Vec::new(),
+            expert => vec![(expert as usize, 1.0)],
+        };
+        routes.chosen.clear();
+        routes.chosen.extend(experts.iter().map(chosen));
+        Ok(())
+    }
+
+    fn experts_gate_up(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
+        activation: ExpertActivation,
+        routes: &Self::Routes,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let top_k = routes.routing.top_k;
+        let routed = (&routes.routing, routes.chosen.len());
+        check::gate_up(x, sizes(weight), bias, routed, out)?;
+        let inner = out.width();
+        let bias = |matrix: usize| bias.map(|bias| &bias[matrix * inner..][..inner]);
+        out.set_rows(x.rows() * top_k)?;
+        let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
+        for (row, chosen) in routes.chosen.iter().enumerate() {
+            for (j, &(expert, _)) in chosen.iter().enumerate() {
+                project(x.row(row), &weight[2 * expert], bias(2 * expert), &mut gate);
+                project(x.row(row), &weight[2 * expert + 1], bias(2 * expert + 1), &mut up);
+                for ((y, g), u) in out.row_mut(row * top_k + j).iter_mut().zip(&gate).zip(&up) {
+                    *y = activated(activation, *g, *u);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn experts_down(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Stack,
+        bias: Option<&Self::Vector>,
+        routes: &Self::Routes,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError> {
+        let (top_k, routed) = (routes.routing.top_k, (&routes.routing, routes.chosen.len()));
+        let end = check::down((x, first), sizes(weight), bias, routed, out)?;
+        let width = out.width();
+        out.set_rows(routes.chosen.len())?;
+        let mut made = vec![0.0; width];
+        for (row, chosen) in routes.chosen.iter().enumerate() {
+            out.row_mut(row).fill(0.0);
+            for (j, &(expert, share)) in chosen.iter().enumerate() {
+                let x = &x.row(row * top_k + j)[first..end];
+                let bias = bias.map(|bias| &bias[expert * width..][..width]);
+                project(x, &weight[expert], bias, &mut made);
+                for (y, made) in out.row_mut(row).iter_mut().zip(&made) {
+                    *y += share * made;
+                }
+            }
+        }
+        Ok(())
+    }
 }
 
 fn activated(activation: ExpertActivation, gate: f32, up: f32) -> f32 {
@@ -101,64 +146,4 @@ fn activated(activation: ExpertActivation, gate: f32, up: f32) -> f32 {
             gate / (1.0 + (-alpha * gate).exp()) * (up.clamp(-limit, limit) + 1.0)
         }
     }
-}
-
-pub(super) fn gate_up(
-    x: &ReferenceBuffer,
-    weight: &[ReferenceMatrix],
-    bias: Option<&Vec<f32>>,
-    activation: ExpertActivation,
-    routes: &ReferenceRoutes,
-    out: &mut ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "experts_gate_up";
-    let Routing { num_experts, top_k, .. } = routes.routing;
-    let inner = out.width();
-    check_stack(op, weight, 2 * num_experts, x.width(), inner)?;
-    check_bias(op, bias, 2 * num_experts * inner)?;
-    let bias = |matrix: usize| bias.map(|bias| &bias[matrix * inner..][..inner]);
-    same(op, "rows of the activations", x.rows(), routes.chosen.len())?;
-    out.set_rows(x.rows() * top_k)?;
-    let (mut gate, mut up) = (vec![0.0; inner], vec![0.0; inner]);
-    for (row, chosen) in routes.chosen.iter().enumerate() {
-        for (j, &(expert, _)) in chosen.iter().enumerate() {
-            project(x.row(row), &weight[2 * expert], bias(2 * expert), &mut gate);
-            project(x.row(row), &weight[2 * expert + 1], bias(2 * expert + 1), &mut up);
-            for ((y, g), u) in out.row_mut(row * top_k + j).iter_mut().zip(&gate).zip(&up) {
-                *y = activated(activation, *g, *u);
-            }
-        }
-    }
-    Ok(())
-}
-
-pub(super) fn down(
-    x: &ReferenceBuffer,
-    first: usize,
-    (weight, bias): (&[ReferenceMatrix], Option<&Vec<f32>>),
-    routes: &ReferenceRoutes,
-    out: &mut ReferenceBuffer,
-) -> Result<(), KernelError> {
-    let op = "experts_down";
-    let Routing { num_experts, top_k, .. } = routes.routing;
-    let cols = weight.first().map_or(0, ReferenceMatrix::cols);
-    let width = out.width();
-    check_stack(op, weight, num_experts, cols, width)?;
-    check_bias(op, bias, num_experts * width)?;
-    below(op, "last column", first + cols, x.width() + 1)?;
-    same(op, "rows of the activations", x.rows(), routes.chosen.len() * top_k)?;
-    out.set_rows(routes.chosen.len())?;
-    let mut made = vec![0.0; width];
-    for (row, chosen) in routes.chosen.iter().enumerate() {
-        out.row_mut(row).fill(0.0);
-        for (j, &(expert, share)) in chosen.iter().enumerate() {
-            let x = &x.row(row * top_k + j)[first..first + cols];
-            let bias = bias.map(|bias| &bias[expert * width..][..width]);
-            project(x, &weight[expert], bias, &mut made);
-            for (y, made) in out.row_mut(row).iter_mut().zip(&made) {
-                *y += share * made;
-            }
-        }
-    }
-    Ok(())
 }

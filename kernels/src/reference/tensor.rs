@@ -2,8 +2,8 @@
 //! and row-major.
 use half::bf16;
 
-use super::below;
 use crate::backend::{Buffer, HostMatrix, KvShape};
+use crate::check::ensure;
 use crate::error::KernelError;
 use crate::weights::int4_groups;
 
@@ -55,7 +55,7 @@ impl Buffer for ReferenceBuffer {
     }
 
     fn set_rows(&mut self, rows: usize) -> Result<(), KernelError> {
-        below("set_rows", "rows", rows, self.rows_max + 1)?;
+        ensure!("set_rows", rows <= self.rows_max, "rows is {rows}, room is for {}", self.rows_max);
         self.rows = rows;
         Ok(())
     }

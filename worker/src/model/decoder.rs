@@ -1,7 +1,7 @@
 //! The forward pass of one rank, written once over `kernels::Backend`.
 //!
 //! Activations live in buffers made once for the largest step; a step allocates nothing.
-use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
+use kernels::backend::{AttentionAt, AttentionShape, Batch, KvShape, QkvInput, Routing};
 use kernels::{Backend, KernelError};
 
 use super::config::ModelConfig;
@@ -222,26 +222,12 @@ impl<B: Backend> Decoder<B> {
                 }
                 None => None,
             };
-            backend.qkv_rope_write(
-                &buffers.normed,
-                &layer.qkv,
-                addend,
-                &weights.ropes[layer.rope],
-                attention,
-                batch,
-                cache,
-                index,
-                &mut buffers.q,
-            )?;
-            backend.paged_attention(
-                &buffers.q,
-                layer.sinks.as_ref(),
-                attention,
-                batch,
-                cache,
-                index,
-                &mut buffers.attended,
-            )?;
+            let (x, rope) = (&buffers.normed, &weights.ropes[layer.rope]);
+            let qkv = QkvInput { x, weights: &layer.qkv, addend, rope };
+            let at = AttentionAt { shape: attention, batch, layer: index };
+            backend.qkv_rope_write(qkv, at, cache, &mut buffers.q)?;
+            let (sinks, attended) = (layer.sinks.as_ref(), &mut buffers.attended);
+            backend.paged_attention(&buffers.q, sinks, at, cache, attended)?;
             let bias = layer.output_bias.as_ref();
             let (at, deltas) = ((index, Site::Output), &mut buffers.deltas);
             let weight = (&layer.output[..], bias);
@@ -301,7 +287,8 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
-    /// 0, or where [`Backend::samples_everywhere`]. Every rank calls it with the same rows.
+    /// 0, or where [`samples_everywhere`](kernels::backend::ExchangeOps::samples_everywhere). Every
+    /// rank calls it with the same rows.
     ///
     /// # Errors
     /// [`KernelError`].

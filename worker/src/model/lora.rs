@@ -19,8 +19,7 @@ mod files;
 
 use std::ops::Range;
 
-use kernels::backend::{DType, HostMatrix, NOT_ASSIGNED, Routing};
-use kernels::cuda::device::EXPERT_SLOTS;
+use kernels::backend::{DType, EXPERT_SLOTS, HostMatrix, NOT_ASSIGNED, Routing};
 use kernels::{Backend, KernelError};
 use shared::protocol::Lora;
 

@@ -1,5 +1,6 @@
 //! PURE: memory of one rank's share of a model on a device that keeps weights (except quantised
 //! ones), KV and the inputs of products in bf16, and everything else in f32.
+use kernels::backend::EXPERT_SLOTS;
 use kernels::weights::Int4Groups;
 use shared::protocol::{EngineConfig, Quantization};
 
@@ -8,8 +9,6 @@ use super::shard::Shard;
 
 /// Bytes per output of a quantised matrix for its scale.
 const SCALE: u64 = 4;
-/// Most (row, expert) pairs computed at a time.
-const EXPERT_ROWS: u64 = 8192;
 
 /// Whether a device keeps a 4-bit matrix with these groups (or a stack of them, if true) in 4 bits.
 pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
@@ -102,7 +101,7 @@ pub fn activation_bytes(
         let tokens = u64::from(sizes.max_num_batched_tokens);
         let slot = n(shard.expert.len()) * 2 + 16;
         tokens * (top * slot + n(experts.routing.num_experts) * 4)
-            + (tokens * top).min(EXPERT_ROWS) * hidden * (2 + 4)
+            + (tokens * top).min(EXPERT_SLOTS as u64) * hidden * (2 + 4)
     });
     // The largest quantised matrix of a layer, converted for products of many rows.
     let widened = if widens { 2 * hidden * (q + 2 * kv).max(2 * inner) } else { 0 };

@@ -8,7 +8,9 @@
 use std::ops::Range;
 
 use half::{bf16, f16};
-use kernels::backend::{Backend, DType, HostMatrix, QkvWeights, RopeTable, Scales};
+use kernels::backend::{
+    Backend, DType, HostMatrix, QkvWeights, RopeTable, Scales, Tensors as Types,
+};
 use kernels::error::KernelError;
 use kernels::weights::{Int4Groups, int4_groups};
 use shared::protocol::Quantization;
@@ -80,10 +82,10 @@ pub enum Mlp<M, S, V> {
 
 /// The weights in a backend's own types.
 pub type BackendWeights<B> =
-    Weights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
+    Weights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 type BackendLayer<B> =
-    LayerWeights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
-type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
+    LayerWeights<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
+type BackendMlp<B> = Mlp<<B as Types>::Matrix, <B as Types>::Stack, <B as Types>::Vector>;
 
 /// One rank's weights.
 #[derive(Debug)]

@@ -1,11 +1,10 @@
 //! From the rows of a model file to packed panels: rounds or quantises rows and lays them side by
 //! side.
-use half::{bf16, f16};
 
 use super::super::memory::{AlignedVec, Disjoint};
 use super::int4::Int4;
 use super::{Format, PANEL, Packed, Shape};
-use crate::backend::{DType, HostMatrix};
+use crate::backend::HostMatrix;
 use crate::error::KernelError;
 use crate::pool::Pool;
 
@@ -92,29 +91,12 @@ fn pack_row(
     (wide, rounded): &mut (Vec<f32>, Vec<u16>),
     panel: &mut [u32],
 ) {
-    if part.scales.is_some() {
-        rounded.resize(part.cols, 0);
-        part.row_bf16(row, wide, rounded);
-        return interleave(rounded, lane, panel, |bits| bits);
+    if let Some(halves) = part.row_of_bf16(row) {
+        return interleave(halves, lane, panel, u16::from_le_bytes);
     }
-    let size = part.dtype.bytes();
-    let start = (row * part.row_stride + part.col_start) * size;
-    let bytes = &part.data[start..start + part.cols * size];
-    match part.dtype {
-        DType::Bf16 => interleave(bytes.as_chunks().0, lane, panel, u16::from_le_bytes),
-        DType::F16 => interleave(bytes.as_chunks().0, lane, panel, |b| {
-            bf16::from_f32(f16::from_le_bytes(b).to_f32()).to_bits()
-        }),
-        DType::F32 => interleave(bytes.as_chunks().0, lane, panel, |b| {
-            bf16::from_f32(f32::from_le_bytes(b)).to_bits()
-        }),
-        // Numbers of few bits: `row_bf16` multiplies them by their scales and rounds.
-        DType::F8E4M3 | DType::I8 | DType::E8M0 | DType::Packed => {
-            rounded.resize(part.cols, 0);
-            part.row_bf16(row, wide, rounded);
-            interleave(rounded, lane, panel, |bits| bits);
-        }
-    }
+    rounded.resize(part.cols, 0);
+    part.row_bf16(row, wide, rounded);
+    interleave(rounded, lane, panel, |bits| bits);
 }
 
 fn interleave<T: Copy>(elements: &[T], lane: usize, panel: &mut [u32], convert: impl Fn(T) -> u16) {

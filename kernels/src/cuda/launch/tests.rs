@@ -2,7 +2,7 @@
 use std::collections::HashMap;
 
 use super::*;
-use crate::backend::{AttentionShape, ExpertActivation, Routing};
+use crate::backend::{Activation, AttentionShape, ExpertActivation, Routing};
 use crate::cuda::group::FusedNorm;
 
 /// What each kernel takes, as the assembler says.

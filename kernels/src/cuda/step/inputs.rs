@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::{Counts, Step};
 use crate::backend::{AttentionShape, Batch};
+use crate::check::ensure;
 use crate::cuda::batch::{Capacity, Cut, Layout, largest, live, sizes};
 use crate::cuda::context::Context;
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
@@ -14,6 +15,15 @@ use crate::error::KernelError;
 
 /// How long an upload may take.
 const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
+
+/// What an operation is launched for.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::cuda) struct Launched {
+    /// Rows: as many as there are, or as many as the step's graph has.
+    pub(in crate::cuda) rows: usize,
+    /// The word that says how many of them are there; none where all are.
+    pub(in crate::cuda) live: DevicePtr,
+}
 
 impl Step {
     /// How attention's queries are cut into tiles.
@@ -51,7 +61,7 @@ impl Step {
         // The one before the last has long travelled.
         travelled.wait(UPLOAD_PATIENCE)?;
         let staged = &mut pinned.as_mut_slice()[..words];
-        layout.fill(staged, ids, batch, cut, samples)?;
+        layout.fill(staged, ids, batch, cut, samples, &mut self.found)?;
         if places_rows {
             let params = &self.lists.params;
             staged[layout.params..][..params.len()].copy_from_slice(params);
@@ -123,20 +133,15 @@ impl Step {
         Ok((list, self.at(live::PARTS + place), self.counts.parts / self.windows.count().max(1)))
     }
 
-    /// Rows to launch for an operation on `rows` rows, and the word that says how many there are.
+    /// What an operation on `rows` rows, of buffers that have room for `most`, is launched for.
     pub(in crate::cuda) fn launched(
         &self,
         op: &'static str,
         rows: usize,
-    ) -> Result<(usize, DevicePtr), KernelError> {
-        if self.is_open() && rows == self.actual.rows {
-            return Ok((self.counts.rows, self.at(live::ROWS)));
-        }
-        if self.is_graph() {
-            let message = format!("{rows} rows in a step of {}", self.actual.rows);
-            return Err(KernelError::Shape { op, message });
-        }
-        Ok((rows, DevicePtr::default()))
+        most: usize,
+    ) -> Result<Launched, KernelError> {
+        let own = (self.actual.rows, self.counts.rows, live::ROWS);
+        self.launched_of(op, rows, most, own, "a step of")
     }
 
     /// As [`Step::launched`], of rows that are sampled.
@@ -144,14 +149,26 @@ impl Step {
         &self,
         op: &'static str,
         rows: usize,
-    ) -> Result<(usize, DevicePtr), KernelError> {
-        if self.is_open() && rows == self.actual.samples {
-            return Ok((self.counts.samples, self.at(live::SAMPLES)));
-        }
-        if self.is_graph() {
-            let message = format!("{rows} rows in a step that samples {}", self.actual.samples);
-            return Err(KernelError::Shape { op, message });
-        }
-        Ok((rows, DevicePtr::default()))
+        most: usize,
+    ) -> Result<Launched, KernelError> {
+        let own = (self.actual.samples, self.counts.samples, live::SAMPLES);
+        self.launched_of(op, rows, most, own, "a step that samples")
+    }
+
+    /// `own`: how many rows the step has, is launched for, and the word that says the former.
+    fn launched_of(
+        &self,
+        op: &'static str,
+        rows: usize,
+        most: usize,
+        (actual, count, word): (usize, usize, usize),
+        what: &str,
+    ) -> Result<Launched, KernelError> {
+        let is_own = self.is_open() && rows == actual;
+        ensure!(op, is_own || !self.is_graph(), "{rows} rows in {what} {actual}");
+        let (rows, live) =
+            if is_own { (count, self.at(word)) } else { (rows, DevicePtr::default()) };
+        ensure!(op, rows <= most, "{rows} rows, room for {most}");
+        Ok(Launched { rows, live })
     }
 }

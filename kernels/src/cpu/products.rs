@@ -1,15 +1,43 @@
-//! Gate and up: one product of both, and the activation of one times the other.
+//! Products with matrices. Of gate and up: one product of both, and the activation of one times the
+//! other.
 use super::gemm::{self, Output};
 use super::memory::Disjoint;
 use super::pack::PANEL;
-use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, check, elementwise};
-use crate::backend::{Activation, Buffer};
-use crate::check::ensure;
+use super::{CpuBackend, CpuBuffer, CpuMatrix, CpuVector, GRAIN, elementwise};
+use crate::backend::{Activation, Buffer as _, ProductOps};
+use crate::check;
 use crate::error::KernelError;
 
-impl CpuBackend {
-    /// [`crate::Backend::gate_up`].
-    pub(super) fn multiply_gate_up(
+impl ProductOps for CpuBackend {
+    fn linear(
+        &mut self,
+        x: &CpuBuffer,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        check::product("linear", x, weight, bias, weight.rows(), out)?;
+        out.set_rows(x.rows())?;
+        self.product(&|i| x.row(i), weight, bias, out)
+    }
+
+    fn linear_columns(
+        &mut self,
+        x: &CpuBuffer,
+        first: usize,
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "linear_columns";
+        let end = check::columns(op, x, first, weight.cols())?;
+        check::width(op, "out", out, weight.rows())?;
+        check::vector(op, "bias", bias, weight.rows())?;
+        out.set_rows(x.rows())?;
+        self.product(&|i| &x.row(i)[first..end], weight, bias, out)
+    }
+
+    fn gate_up(
         &mut self,
         x: &CpuBuffer,
         weight: &CpuMatrix,
@@ -18,15 +46,11 @@ impl CpuBackend {
         activation: Activation,
         out: &mut CpuBuffer,
     ) -> Result<(), KernelError> {
-        let op = "gate_up";
-        let rows = weight.rows();
-        ensure!(op, rows.is_multiple_of(2), "weight has {rows} rows, an odd number");
-        check::product(op, x, weight, bias, rows / 2, out)?;
-        check::addend(op, addend, x.rows(), rows)?;
+        let inner = check::gate_up(x, weight, bias, addend, out)?;
         out.set_rows(x.rows())?;
         let arithmetic = self.arithmetic();
         let Self { isa, pool, acts, wide, .. } = self;
-        let (isa, rows, inner) = (*isa, x.rows(), weight.rows() / 2);
+        let (isa, rows) = (*isa, x.rows());
         let acts = gemm::prepare(arithmetic, pool, acts, rows, x.width(), &|i| x.row(i))?;
         let out = Disjoint::new(out.values_mut());
         let bias = bias.map(|bias| &**bias);
@@ -76,5 +100,38 @@ impl CpuBackend {
                 elementwise::activate_mul(isa, activation, gate, up, out);
             }
         })
+    }
+
+    fn lm_head(
+        &mut self,
+        x: &CpuBuffer,
+        rows: &[u32],
+        weight: &CpuMatrix,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let op = "lm_head";
+        check::product(op, x, weight, None::<&CpuVector>, weight.rows(), out)?;
+        check::named(op, "row", rows, x.rows())?;
+        out.set_rows(rows.len())?;
+        self.product(&|i| x.row(rows[i] as usize), weight, None, out)
+    }
+}
+
+impl CpuBackend {
+    /// `out = x weight^T + bias`, where row `i` of `x` is `source(i)`. Arguments are already
+    /// checked.
+    fn product<'s>(
+        &mut self,
+        source: &(dyn Fn(usize) -> &'s [f32] + Sync),
+        weight: &CpuMatrix,
+        bias: Option<&CpuVector>,
+        out: &mut CpuBuffer,
+    ) -> Result<(), KernelError> {
+        let arithmetic = self.arithmetic();
+        let Self { isa, pool, acts, .. } = self;
+        let (rows, stride) = (out.rows(), out.width());
+        let acts = gemm::prepare(arithmetic, pool, acts, rows, weight.cols(), source)?;
+        let out = Output { data: Disjoint::new(out.values_mut()), stride, first_row: 0, column: 0 };
+        gemm::multiply(*isa, pool, &acts, weight, bias.map(|b| &**b), &out)
     }
 }

@@ -1,0 +1,60 @@
+//! Products with matrices.
+use super::{Activation, Tensors};
+use crate::error::KernelError;
+
+/// Products with matrices.
+pub trait ProductOps: Tensors {
+    /// `out = x W^T + bias`. `x: [rows, in]`, `out: [rows, out]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn linear(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = x[.., first..first + in] W^T + bias`: a product over some of the columns.
+    /// `x: [rows, at least first + in]`, `out: [rows, out]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn linear_columns(
+        &mut self,
+        x: &Self::Buffer,
+        first: usize,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `out = activation(x Wg^T + bg + ag) * (x Wu^T + bu + au)`, with `weight: [2 * inner, in]` =
+    /// gate rows, then up rows, and `bias` and the columns of `addend: [rows, 2 * inner]` likewise.
+    /// `out: [rows, inner]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn gate_up(
+        &mut self,
+        x: &Self::Buffer,
+        weight: &Self::Matrix,
+        bias: Option<&Self::Vector>,
+        addend: Option<&Self::Buffer>,
+        activation: Activation,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// Logits of the rows named: `out[i] = x[rows[i]] W^T`. `out: [rows.len(), vocab_local]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn lm_head(
+        &mut self,
+        x: &Self::Buffer,
+        rows: &[u32],
+        weight: &Self::Matrix,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+}

@@ -1,0 +1,56 @@
+//! Operations on rows of activations.
+use super::Tensors;
+use crate::error::KernelError;
+
+/// Embedding, sums and norms.
+pub trait RowOps: Tensors {
+    /// `out[i] = table[ids[i] - first_id] * scale`, or zeros when that row is not on this rank.
+    /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn embed(
+        &mut self,
+        table: &Self::Matrix,
+        ids: &[u32],
+        first_id: u32,
+        scale: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `residual += delta` (when given), then `out = residual / rms(residual) * weight`.
+    /// All `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_rmsnorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: Option<&Self::Buffer>,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `residual += delta / rms(delta) * delta_weight`, then
+    /// `out = residual / rms(residual) * weight`: what is added is normalised too. All
+    /// `[rows, hidden]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add_normed_rmsnorm(
+        &mut self,
+        residual: &mut Self::Buffer,
+        delta: &Self::Buffer,
+        delta_weight: &Self::Vector,
+        weight: &Self::Vector,
+        eps: f32,
+        out: &mut Self::Buffer,
+    ) -> Result<(), KernelError>;
+
+    /// `sum += other`. Both `[rows, width]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    fn add(&mut self, sum: &mut Self::Buffer, other: &Self::Buffer) -> Result<(), KernelError>;
+}

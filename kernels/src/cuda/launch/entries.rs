@@ -1,0 +1,126 @@
+//! PURE: the names of all kernels.
+use super::HEAD_DIMS;
+
+/// A kernel, by its place in [`NAMES`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Entry(pub usize);
+
+macro_rules! entries {
+    ($($constant:ident: $name:literal,)*) => {
+        /// Every kernel that is launched.
+        pub const NAMES: &[&str] = &[$($name),*];
+        entries!(@ 0usize; $($constant,)*);
+    };
+    (@ $index:expr; $constant:ident, $($rest:ident,)*) => {
+        #[allow(dead_code, reason = "kernels of a family are found by their first")]
+        pub(super) const $constant: Entry = Entry($index);
+        entries!(@ $index + 1; $($rest,)*);
+    };
+    (@ $index:expr;) => {};
+}
+
+entries! {
+    EMBED: "tutti_embed",
+    ADD_RMSNORM: "tutti_add_rmsnorm",
+    ADD_NORMED_RMSNORM: "tutti_add_normed_rmsnorm",
+    ACTIVATE_MUL: "tutti_activate_mul_f32",
+    ADD_BIAS: "tutti_add_bias",
+    SCALE_ADD_BIAS: "tutti_scale_add_bias",
+    WIDEN_INT8: "tutti_widen_int8",
+    WIDEN_INT4: "tutti_widen_int4",
+    ADD: "tutti_add",
+    GATHER_ROWS: "tutti_gather_rows",
+    COPY_COLUMNS: "tutti_copy_columns",
+    READ: "tutti_read",
+    QKV_FINISH: "tutti_qkv_finish",
+    PREFILL: "tutti_prefill_attention_16",
+    PREFILL_32: "tutti_prefill_attention_32",
+    PREFILL_64: "tutti_prefill_attention_64",
+    PREFILL_96: "tutti_prefill_attention_96",
+    PREFILL_128: "tutti_prefill_attention_128",
+    PREFILL_256: "tutti_prefill_attention_256",
+    DECODE: "tutti_decode_attention_16",
+    DECODE_32: "tutti_decode_attention_32",
+    DECODE_64: "tutti_decode_attention_64",
+    DECODE_96: "tutti_decode_attention_96",
+    DECODE_128: "tutti_decode_attention_128",
+    DECODE_256: "tutti_decode_attention_256",
+    DECODE_REDUCE: "tutti_decode_reduce",
+    ATTENTION_ANY: "tutti_attention_any",
+    SKINNY_8: "tutti_skinny_8",
+    SKINNY_16: "tutti_skinny_16",
+    SKINNY_32: "tutti_skinny_32",
+    SKINNY_64: "tutti_skinny_64",
+    SKINNY_INT8: "tutti_skinny_int8_8",
+    SKINNY_INT8_16: "tutti_skinny_int8_16",
+    SKINNY_INT8_32: "tutti_skinny_int8_32",
+    SKINNY_INT8_64: "tutti_skinny_int8_64",
+    SKINNY_INT4: "tutti_skinny_int4_8",
+    SKINNY_INT4_16: "tutti_skinny_int4_16",
+    SKINNY_INT4_32: "tutti_skinny_int4_32",
+    GATE_UP_8: "tutti_skinny_gate_up_8",
+    GATE_UP_16: "tutti_skinny_gate_up_16",
+    GATE_UP_32: "tutti_skinny_gate_up_32",
+    GATE_UP_64: "tutti_skinny_gate_up_64",
+    GATE_UP_INT8: "tutti_skinny_gate_up_int8_8",
+    GATE_UP_INT8_16: "tutti_skinny_gate_up_int8_16",
+    GATE_UP_INT8_32: "tutti_skinny_gate_up_int8_32",
+    GATE_UP_INT8_64: "tutti_skinny_gate_up_int8_64",
+    GATE_UP_INT4: "tutti_skinny_gate_up_int4_8",
+    GATE_UP_INT4_16: "tutti_skinny_gate_up_int4_16",
+    GATE_UP_INT4_32: "tutti_skinny_gate_up_int4_32",
+    ROUTE: "tutti_route",
+    GROUP_EXPERTS: "tutti_group_experts",
+    EXPERTS_GATE_UP: "tutti_experts_gate_up_8",
+    EXPERTS_GATE_UP_16: "tutti_experts_gate_up_16",
+    EXPERTS_GATE_UP_32: "tutti_experts_gate_up_32",
+    EXPERTS_GATE_UP_64: "tutti_experts_gate_up_64",
+    EXPERTS_GATE_UP_INT8: "tutti_experts_gate_up_int8_8",
+    EXPERTS_GATE_UP_INT8_16: "tutti_experts_gate_up_int8_16",
+    EXPERTS_GATE_UP_INT8_32: "tutti_experts_gate_up_int8_32",
+    EXPERTS_GATE_UP_INT8_64: "tutti_experts_gate_up_int8_64",
+    EXPERTS_DOWN: "tutti_experts_down_8",
+    EXPERTS_DOWN_16: "tutti_experts_down_16",
+    EXPERTS_DOWN_32: "tutti_experts_down_32",
+    EXPERTS_DOWN_64: "tutti_experts_down_64",
+    EXPERTS_DOWN_INT8: "tutti_experts_down_int8_8",
+    EXPERTS_DOWN_INT8_16: "tutti_experts_down_int8_16",
+    EXPERTS_DOWN_INT8_32: "tutti_experts_down_int8_32",
+    EXPERTS_DOWN_INT8_64: "tutti_experts_down_int8_64",
+    EXPERTS_SUM: "tutti_experts_sum",
+    ASSIGNED_ROWS: "tutti_assigned_rows",
+    ASSIGNED_ROWS_BF16: "tutti_assigned_rows_bf16",
+    SAMPLE: "tutti_sample",
+    LOGPROBS: "tutti_logprobs",
+    ARGMAX: "tutti_argmax",
+    INTERLEAVE: "tutti_interleave_ranks",
+    PEER_SUM: "tutti_peer_sum",
+    PEER_SUM_TWO_SHOT: "tutti_peer_sum_two_shot",
+    PEER_SUM_ADD_RMSNORM: "tutti_peer_sum_add_rmsnorm",
+    PEER_GATHER: "tutti_peer_gather",
+    ARGMAX_MERGE: "tutti_argmax_merge",
+    TREE_SUM: "tutti_tree_sum",
+    BLOCKS_OUT: "tutti_blocks_out",
+    BLOCKS_IN: "tutti_blocks_in",
+}
+
+impl Entry {
+    /// Its name.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        NAMES[self.0]
+    }
+
+    /// The dynamic shared memory that it may be launched with.
+    #[must_use]
+    pub fn shared(self) -> u32 {
+        match self.0.checked_sub(PREFILL.0).and_then(|which| HEAD_DIMS.get(which)) {
+            Some(head_dim) => prefill_shared(*head_dim),
+            None => 0,
+        }
+    }
+}
+
+pub(super) fn prefill_shared(head_dim: usize) -> u32 {
+    320 * 2 * head_dim as u32
+}

@@ -1,0 +1,269 @@
+//! Weights on their way to the GPU.
+use std::rc::Rc;
+use std::sync::{Mutex, PoisonError};
+
+use super::super::context::Context;
+use super::super::memory::{DeviceMemory, Pinned};
+use super::super::stream::{Event, Stream};
+use super::int4::{self, shift as int4_shift};
+use super::{ALIGN, CudaMatrix};
+use crate::backend::HostMatrix;
+use crate::error::KernelError;
+use crate::pool::Pool;
+use crate::weights::int4_groups;
+
+/// Bytes of each of the two pieces that weights travel in.
+const PIECE: usize = 16 << 20;
+/// Most threads that fill one.
+const FILLERS: usize = 4;
+
+/// Takes weights to the GPU piece by piece: while one piece travels, the next is made.
+#[derive(Debug)]
+pub(in crate::cuda) struct Uploader {
+    pieces: [(Pinned<u16>, Event); 2],
+    next: usize,
+    pool: Pool,
+}
+
+/// Puts a row of a part into as many words as it takes, and returns what its elements are
+/// multiplied by; with room that is kept from row to row.
+type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync;
+
+#[derive(Default)]
+struct Room {
+    wide: Vec<f32>,
+    values: Vec<i8>,
+    integers: Vec<u8>,
+}
+
+impl Uploader {
+    pub(in crate::cuda) fn new(context: &Rc<Context>) -> Result<Self, KernelError> {
+        let piece = || -> Result<_, KernelError> {
+            let memory = Pinned::new(context, PIECE / 2, "pinned memory to load weights")?;
+            Ok((memory, Event::new(context, false)?))
+        };
+        // A few: ranks of other GPUs of the host do the same.
+        let threads = std::thread::available_parallelism().map_or(1, usize::from).min(FILLERS);
+        Ok(Self { pieces: [piece()?, piece()?], next: 0, pool: Pool::new(threads)? })
+    }
+
+    /// Loads the vertical concatenation of `parts` in bf16.
+    pub(in crate::cuda) fn load(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let (matrix, _) =
+            self.load_rows(context, stream, parts, ALIGN, 1, &|part, row, room, out| {
+                copy_row(part, row, &mut room.wide, out);
+                1.0
+            })?;
+        Ok(matrix)
+    }
+
+    /// The same, quantised to int8.
+    pub(in crate::cuda) fn load_int8(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let (mut matrix, scales) =
+            self.load_rows(context, stream, parts, 2 * ALIGN, 2, &|part, row, room, out| {
+                let Room { wide, values, .. } = room;
+                values.clear();
+                // Zero behind the row.
+                values.resize(out.len() * 2, 0);
+                let scale = part.row_int8(row, wide, &mut values[..part.cols]);
+                for (to, pair) in out.iter_mut().zip(values.chunks_exact(2)) {
+                    *to = u16::from_le_bytes([biased(pair[0]), biased(pair[1])]);
+                }
+                scale
+            })?;
+        let memory = DeviceMemory::new(context, size_of_val(&scales[..]), "scales of weights")?;
+        memory.upload(stream, 0, &scales)?;
+        matrix.scales = Some(memory);
+        Ok(matrix)
+    }
+
+    /// As its files have it: in 4 bits where kernels take those, else in bf16.
+    pub(in crate::cuda) fn load_as_is(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+    ) -> Result<CudaMatrix, KernelError> {
+        let found = int4_groups(parts).and_then(|groups| Some((groups, int4_shift(&groups)?)));
+        let Some((groups, shift)) = found else { return self.load(context, stream, parts) };
+        let (mut matrix, _) =
+            self.load_rows(context, stream, parts, int4::UNIT, 4, &|part, row, room, out| {
+                int4::write_row(part, row, &mut room.integers, out);
+                1.0
+            })?;
+        let mut words = Vec::new();
+        for (part, row) in parts.iter().flat_map(|part| (0..part.rows).map(move |row| (part, row)))
+        {
+            int4::row_groups(part, row, &groups, shift, &mut words);
+        }
+        let memory = DeviceMemory::new(context, size_of_val(&words[..]), "groups of weights")?;
+        memory.upload(stream, 0, &words)?;
+        matrix.groups = Some((memory, shift));
+        Ok(matrix)
+    }
+
+    /// Loads rows, which begin at multiples of `align` elements; a word of 16 bits has `per_word`
+    /// of them. With what `write` returned of each row.
+    fn load_rows(
+        &mut self,
+        context: &Rc<Context>,
+        stream: &Stream,
+        parts: &[HostMatrix<'_>],
+        align: usize,
+        per_word: usize,
+        write: &Write,
+    ) -> Result<(CudaMatrix, Vec<f32>), KernelError> {
+        let op = "load_matrix";
+        let cols = parts.first().map_or(0, |part| part.cols);
+        for part in parts {
+            part.check(op, cols)?;
+        }
+        let rows: usize = parts.iter().map(|part| part.rows).sum();
+        let stride = cols.next_multiple_of(align);
+        let words_per_row = stride / per_word;
+        let rows_per_piece = (PIECE / 2).checked_div(words_per_row).unwrap_or(0);
+        if rows_per_piece == 0 || u32::try_from(rows.max(stride)).is_err() {
+            let message = format!("{rows} x {cols}: no empty matrix, no row above {PIECE} bytes");
+            return Err(KernelError::Shape { op, message });
+        }
+        let bytes = rows.saturating_mul(words_per_row).saturating_mul(2);
+        let memory = DeviceMemory::new(context, bytes, "weights")?;
+        let mut at = 0;
+        let mut scales = vec![0.0; rows];
+        for part in parts {
+            let mut row = 0;
+            while row < part.rows {
+                let count = rows_per_piece.min(part.rows - row);
+                let (piece, travelled) = &mut self.pieces[self.next];
+                self.next = 1 - self.next;
+                travelled.wait(std::time::Duration::from_secs(60))?;
+                let words = &mut piece.as_mut_slice()[..count * words_per_row];
+                let scales = &mut scales[at..at + count];
+                fill(&mut self.pool, part, row, words, scales, write)?;
+                memory.upload_pinned(
+                    stream,
+                    at * words_per_row * 2,
+                    piece,
+                    count * words_per_row,
+                )?;
+                travelled.record(stream)?;
+                row += count;
+                at += count;
+            }
+        }
+        Ok((CudaMatrix { memory, scales: None, groups: None, rows, cols, stride }, scales))
+    }
+}
+
+/// Writes rows of a part from `first` on, as many as there are `scales`, on several threads: one
+/// makes rows more slowly than they travel.
+fn fill(
+    pool: &mut Pool,
+    part: &HostMatrix<'_>,
+    first: usize,
+    words: &mut [u16],
+    scales: &mut [f32],
+    write: &Write,
+) -> Result<(), KernelError> {
+    let words_per_row = words.len() / scales.len().max(1);
+    let rows = scales.len().div_ceil(pool.num_threads()).max(1);
+    let shares = words.chunks_mut((rows * words_per_row).max(1)).zip(scales.chunks_mut(rows));
+    let shares: Vec<_> = shares.map(Mutex::new).collect();
+    pool.run(shares.len(), &|index, _| {
+        let mut share = shares[index].lock().unwrap_or_else(PoisonError::into_inner);
+        let (words, scales) = &mut *share;
+        let mut room = Room::default();
+        let all = words.chunks_exact_mut(words_per_row).zip(scales.iter_mut());
+        for (row, (words, scale)) in (first + index * rows..).zip(all) {
+            *scale = write(part, row, &mut room, words);
+        }
+    })
+}
+
+/// As kernels take an integer.
+fn biased(value: i8) -> u8 {
+    value.cast_unsigned() ^ 0x80
+}
+
+/// One row in bf16, zeros behind it.
+fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
+    let (used, padding) = out.split_at_mut(part.cols);
+    part.row_bf16(row, room, used);
+    padding.fill(0);
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::backend::DType;
+
+    #[test]
+    fn rows_of_every_type_become_bf16() {
+        let values = [1.0f32, -2.5, 0.1, 65504.0];
+        let f32s: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        let f16s: Vec<u8> = values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes()).collect();
+        let bf16s: Vec<u8> = values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes()).collect();
+        for (dtype, data) in [(DType::F32, f32s), (DType::F16, f16s), (DType::Bf16, bf16s)] {
+            let (rows, row_stride) = (2, 2);
+            let part = HostMatrix {
+                data: &data,
+                dtype,
+                rows,
+                cols: 1,
+                col_start: 1,
+                row_stride,
+                scales: None,
+            };
+            part.check("test", 1).unwrap();
+            let mut out = [7u16; 8];
+            copy_row(&part, 1, &mut Vec::new(), &mut out);
+            let got = bf16::from_bits(out[0]).to_f32();
+            assert!((got - 65504.0).abs() < 300.0, "{dtype:?}: {got}");
+            assert_eq!(out[1..], [0; 7]);
+        }
+    }
+
+    #[test]
+    fn threads_fill_every_row_once_with_its_own() {
+        let data: Vec<u8> = (0..11 * 3).flat_map(|i: u16| (i * 256).to_le_bytes()).collect();
+        let part = HostMatrix {
+            data: &data,
+            dtype: DType::Bf16,
+            rows: 11,
+            cols: 3,
+            col_start: 0,
+            row_stride: 3,
+            scales: None,
+        };
+        for threads in [1, 3, 4] {
+            for (first, count) in [(0, 11), (2, 7), (4, 1), (10, 1)] {
+                let mut words = vec![7u16; count * 8];
+                let mut scales = vec![-1.0; count];
+                let mut pool = Pool::new(threads).unwrap();
+                fill(&mut pool, &part, first, &mut words, &mut scales, &|part, row, room, out| {
+                    copy_row(part, row, &mut room.wide, out);
+                    row as f32
+                })
+                .unwrap();
+                for (i, (words, scale)) in words.chunks_exact(8).zip(&scales).enumerate() {
+                    let row = (first + i) as u16;
+                    let want = [0, 1, 2].map(|col| (row * 3 + col) * 256);
+                    assert_eq!((words[..3].to_vec(), *scale), (want.to_vec(), f32::from(row)));
+                    assert_eq!(words[3..], [0; 5]);
+                }
+            }
+        }
+    }
+}
