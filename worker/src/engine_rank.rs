@@ -119,7 +119,8 @@ impl<D: Device> EngineRank<D> {
     }
 
     /// Whether the host has room for these blocks, those of `ranks` like this one. `swap` is what
-    /// was asked for, in bytes: blocks are counted up to a bound.
+    /// was asked for, in bytes: blocks are counted up to a bound. A cache in host memory takes its
+    /// pages as sequences fill it, so that one that is too large would end the process much later.
     fn host_fits(
         &self,
         kv_blocks: u32,
@@ -128,18 +129,20 @@ impl<D: Device> EngineRank<D> {
         ranks: u32,
     ) -> Result<(), String> {
         let Some(Loaded { engine, .. }) = &self.loaded else { return Ok(()) };
-        // What is there from an earlier epoch is taken already.
-        if host_blocks == 0 || engine.has_host_blocks(host_blocks) {
-            return Ok(());
-        }
-        let Some(available) = available_memory(Path::new("/")) else { return Ok(()) };
         let bytes = |blocks: u32, each: u64| u64::from(blocks).saturating_mul(each);
         let kv = match self.device.computes_on_host() {
             true => bytes(kv_blocks, engine.block_bytes()),
             false => 0,
         };
-        let swap = swap.max(bytes(host_blocks, engine.host_block_bytes()));
-        check_host(available, ranks, swap, kv)
+        // What is there from an earlier epoch is taken already.
+        let swap = match host_blocks == 0 || engine.has_host_blocks(host_blocks) {
+            true => 0,
+            false => swap.max(bytes(host_blocks, engine.host_block_bytes())),
+        };
+        match available_memory(Path::new("/")).filter(|_| kv > 0 || swap > 0) {
+            Some(available) => check_host(available, ranks, swap, kv),
+            None => Ok(()),
+        }
     }
 
     fn connect(&self, form: &Form, abort: &AbortSlot) -> Result<Box<dyn Collective>, FormError> {
@@ -256,13 +259,15 @@ fn check_host(available: u64, ranks: u32, swap: u64, kv: u64) -> Result<(), Stri
     if each.saturating_mul(u64::from(ranks)) <= available {
         return Ok(());
     }
-    let kv = if kv > 0 { format!(" and a KV cache of {}", bytes_text(kv)) } else { String::new() };
+    let cache = format!("a KV cache of {} (--kv-cache-memory)", bytes_text(kv));
+    let asked = match (swap, kv) {
+        (0, _) => format!("there is to be {cache}"),
+        (_, 0) => format!("--swap-space is {}", bytes_text(swap)),
+        _ => format!("--swap-space is {} and there is to be {cache}", bytes_text(swap)),
+    };
     let ranks = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
-    Err(format!(
-        "--swap-space is {}{kv}{ranks}, and this host has {} of memory left",
-        bytes_text(swap),
-        bytes_text(available)
-    ))
+    let available = bytes_text(available);
+    Err(format!("{asked}{ranks}, and this host has {available} of memory left"))
 }
 
 /// Has the devices of the epoch's ranks exchange data without their hosts, where they can.
@@ -512,6 +517,8 @@ mod tests {
         assert!(error.contains("KV cache of 3"), "{error}");
         let error = check_host(10 * GIB, 4, 3 * GIB, 0).unwrap_err();
         assert!(error.contains("each of 4 ranks"), "{error}");
+        let error = check_host(10 * GIB, 1, 0, 11 * GIB).unwrap_err();
+        assert!(error.contains("KV cache of 11") && !error.contains("--swap-space"), "{error}");
         assert!(check_host(10 * GIB, u32::MAX, u64::MAX, u64::MAX).is_err());
     }
 

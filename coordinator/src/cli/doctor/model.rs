@@ -146,8 +146,8 @@ fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>)
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
     };
-    // The cache's pages are taken as sequences fill them: what is there may do for a while. A
-    // worker looks for its swap space when it is formed.
+    // What all sequences together can fill may be less than the cache's bound, and a worker looks
+    // for that when it is formed.
     if needed.saturating_sub(args.kv_cache_memory.saturating_mul(u64::from(workers))) <= available {
         return Finding::warn(MEMORY, found, fix);
     }
