@@ -39,7 +39,7 @@ pub use self::draft::Draft;
 use self::layout::StepBuffers;
 use self::masks::Masks;
 pub use self::profile::Warmed;
-use self::report::{merge_output, prompt_logprobs};
+use self::report::{merge_output, prompt_logprobs, sampled_output};
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
@@ -453,7 +453,13 @@ impl<B: Backend> Engine<B> {
             if rank == 0
                 && let Some(sampled) = sampled.next()
             {
-                merge_output(outputs, entry, sampled, wants_logprobs);
+                let position = entry.start + entry.count;
+                let output = sampled_output(entry.seq, position, sampled, wants_logprobs);
+                // Looking for what its prompt began would take long in steps of many sequences.
+                match seq.reports_prompt(entry) {
+                    true => merge_output(outputs, output),
+                    false => outputs.push(output),
+                }
             }
         }
         Ok(())
