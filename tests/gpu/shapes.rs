@@ -241,7 +241,7 @@ impl Shape {
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;
-        engine.start(sizes.blocks())?;
+        engine.start(sizes.blocks(), 0)?;
         Ok(engine)
     }
 }

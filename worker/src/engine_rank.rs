@@ -23,9 +23,7 @@ use self::loaded::{Loaded, LoadedKey, rest_draft};
 use crate::device::{Device, bytes_text};
 use crate::engine::EngineError;
 use crate::model::ModelError;
-use crate::rank::{
-    AbortSlot, Exchanged, FormError, FormNews, NoSteps, Rank, RankReady, StepSource,
-};
+use crate::rank::{AbortSlot, Exchanged, FormError, FormNews, Rank, RankReady, StepSource};
 
 mod host;
 mod joining;
@@ -199,7 +197,7 @@ impl<D: Device> Rank for EngineRank<D> {
         // Behind an epoch that failed requests wait: what decode steps need is made as they come
         // then.
         let is_new = std::mem::take(&mut loaded.is_new);
-        let result = loaded.engine.start_with(num_blocks, host_blocks);
+        let result = loaded.engine.start(num_blocks, host_blocks);
         let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
         result.map_err(|error| {
             self.note(&error);
@@ -210,19 +208,11 @@ impl<D: Device> Rank for EngineRank<D> {
     fn step(
         &mut self,
         plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<StepTimings, String> {
-        self.step_with(plan, &mut NoSteps, outputs)
-    }
-
-    fn step_with(
-        &mut self,
-        plan: &StepPlan,
         source: &mut dyn StepSource,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
         let loaded = self.loaded.as_mut().ok_or(NOTHING_LOADED)?;
-        let result = loaded.engine.step_with(plan, source, outputs);
+        let result = loaded.engine.step(plan, source, outputs);
         result.map_err(|error| {
             if let EngineError::Kernel(error) = &error {
                 self.note(error);

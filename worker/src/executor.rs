@@ -389,7 +389,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         let mut outputs = Vec::with_capacity(plan.sequences.len());
         let term = (self.entered, plan.epoch);
         let mut source = EpochSteps { inbox, term, abort: &self.abort };
-        let stepped = self.rank.step_with(plan, &mut source, &mut outputs);
+        let stepped = self.rank.step(plan, &mut source, &mut outputs);
         self.abort.forget_masks(plan.epoch, plan.step);
         self.outbox.exchanged(self.rank.take_exchanged());
         match stepped {
