@@ -5,8 +5,8 @@ use actix::Actor as _;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
 use shared::protocol::{
-    DeviceKind, Form, FromWorker, NodeResources, SequenceOutput, StepPlan, StepResult, StepTimings,
-    WorkerStats,
+    DeviceKind, Form, FromWorker, NodeResources, Rejoin, SequenceOutput, StepPlan, StepResult,
+    StepTimings, WorkerStats,
 };
 
 use super::*;
