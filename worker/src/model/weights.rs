@@ -83,9 +83,10 @@ pub enum Mlp<M, S, V> {
 /// The weights in a backend's own types.
 pub type BackendWeights<B> =
     Weights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
-type BackendLayer<B> =
+pub(super) type BackendLayer<B> =
     LayerWeights<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
-type BackendMlp<B> = Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
+pub(super) type BackendMlp<B> =
+    Mlp<<B as Backend>::Matrix, <B as Backend>::Stack, <B as Backend>::Vector>;
 
 /// One rank's weights.
 #[derive(Debug)]
