@@ -25,7 +25,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 22] = [
+pub(crate) const VARIANTS: [&str; 24] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -38,6 +38,8 @@ pub(crate) const VARIANTS: [&str; 22] = [
     "phi4-mini",
     "qwen3-yarn",
     "smollm3",
+    "granite",
+    "seed-oss",
     "mistral3",
     "gemma3",
     "mixtral",

@@ -88,6 +88,8 @@ variants! {
     phi4_mini_tp2: "phi4-mini", 2;
     qwen3_yarn: "qwen3-yarn", 1;
     smollm3: "smollm3", 1;
+    granite_tp2: "granite", 2;
+    seed_oss: "seed-oss", 1;
     mistral3_tp2: "mistral3", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;

@@ -3,7 +3,7 @@
 //!
 //! - `architecture`: what sets architectures apart
 //! - `rope`, `windows`, `experts`: the keys about rotary embeddings, sliding windows and experts
-//! - `gemma3`, `gpt_oss`: what only these architectures have
+//! - `gemma3`, `gpt_oss`, `granite`: what only these architectures have
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation};
@@ -11,7 +11,8 @@ use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
 
-use self::architecture::Architecture;
+use self::architecture::{Architecture, Biases};
+use self::granite::Granite;
 use super::ModelError;
 use super::experts::ExpertsConfig;
 use super::quantization::{self, Quantised};
@@ -21,6 +22,7 @@ mod architecture;
 mod experts;
 mod gemma3;
 mod gpt_oss;
+mod granite;
 mod rope;
 mod windows;
 
@@ -66,10 +68,15 @@ pub struct ModelConfig {
     pub is_fused: bool,
     /// RMSNorm on each head of q and k, before the rotary embedding (Qwen3, Gemma 3).
     pub qk_norm: bool,
-    /// Factor of q besides `1 / sqrt(head_dim)`; 1 unless heads are normalised.
+    /// Factor of attention's scores besides `1 / sqrt(head_dim)`. Where heads are not normalised,
+    /// they are rotated whole.
     pub query_scale: f32,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
+    /// That factor is rounded to the embeddings' type first (Gemma 3).
+    pub rounds_embedding_scale: bool,
+    /// What logits are divided by (Granite).
+    pub logits_scaling: f32,
     /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma 3).
     pub norm_offset: f32,
     /// RMSNorm also on the output of attention and MLP, before the residual add (Gemma 3).
@@ -101,6 +108,7 @@ struct Raw {
     max_window_layers: Option<usize>,
     tie_word_embeddings: Option<bool>,
     attention_bias: Option<bool>,
+    attention_out_bias: Option<bool>,
     mlp_bias: Option<bool>,
     hidden_act: Option<String>,
     layer_types: Option<Vec<String>>,
@@ -154,7 +162,8 @@ impl ModelConfig {
         }
         let quantised = raw.quantization_config.as_ref().map(quantization::check).transpose()?;
         let hidden_size = size("hidden_size", raw.hidden_size)?;
-        let Heads { num_heads, num_kv_heads, head_dim } = Heads::read(&raw, hidden_size)?;
+        let Heads { num_heads, num_kv_heads, head_dim } =
+            Heads::read(&raw, architecture, hidden_size)?;
         let norm_eps = raw.rms_norm_eps.ok_or("key rms_norm_eps is missing")?;
         if !(norm_eps > 0.0 && norm_eps < 1.0) {
             return Err(format!("rms_norm_eps is {norm_eps}, it must be between 0 and 1"));
@@ -167,12 +176,17 @@ impl ModelConfig {
             true => gemma3::check(&config, &raw, head_dim, &told)?,
             false => (rope::ropes(&config, architecture, head_dim, &told)?, 1.0),
         };
+        let granite = match architecture {
+            Architecture::Granite => Granite::read(&config)?,
+            _ => Granite::NONE,
+        };
         let is_dense = experts.as_ref().is_none_or(|experts| experts.layers.contains(&false));
         let intermediate_size = match is_dense {
             true => size("intermediate_size", raw.intermediate_size)?,
             false => 0,
         };
-        let attention_bias = architecture.attention_bias(raw.attention_bias);
+        let Biases { qkv: qkv_bias, output: output_bias, mlp: mlp_bias } =
+            architecture.biases(&raw);
         Ok(Self {
             hidden_size,
             intermediate_size,
@@ -184,17 +198,22 @@ impl ModelConfig {
             head_dim,
             vocab_size: size("vocab_size", raw.vocab_size)?,
             max_positions: size("max_position_embeddings", Some(positions.most as usize))?,
-            norm_eps: norm_eps as f32,
+            norm_eps: granite.norm_eps(norm_eps) as f32,
             sliding_windows: windows::read(&raw, architecture, &told)?,
             ropes,
             tied: raw.tie_word_embeddings.unwrap_or(architecture.is_tied_by_default()),
-            qkv_bias: attention_bias || architecture.always_has_qkv_bias(),
-            output_bias: attention_bias,
-            mlp_bias: architecture.reads_mlp_bias() && raw.mlp_bias.unwrap_or(false),
+            qkv_bias,
+            output_bias,
+            mlp_bias,
             is_fused: architecture.is_fused(),
             qk_norm: architecture.normalises_heads(),
-            query_scale,
-            embedding_scale: if is_gemma { (hidden_size as f64).sqrt() } else { 1.0 },
+            query_scale: query_scale * granite.query_scale(head_dim) as f32,
+            embedding_scale: match is_gemma {
+                true => (hidden_size as f64).sqrt(),
+                false => granite.embedding_scale(),
+            },
+            rounds_embedding_scale: is_gemma,
+            logits_scaling: granite.logits_scaling as f32,
             norm_offset: if is_gemma { 1.0 } else { 0.0 },
             delta_norms: is_gemma,
             activation: if is_gemma { Activation::GeluTanh } else { Activation::Silu },
@@ -218,7 +237,7 @@ struct Heads {
 }
 
 impl Heads {
-    fn read(raw: &Raw, hidden_size: usize) -> Result<Self, String> {
+    fn read(raw: &Raw, architecture: Architecture, hidden_size: usize) -> Result<Self, String> {
         let num_heads = size("num_attention_heads", raw.num_attention_heads)?;
         let num_kv_heads = raw
             .num_key_value_heads
@@ -229,8 +248,10 @@ impl Heads {
                  ({num_kv_heads})"
             ));
         }
-        let head_dim =
-            raw.head_dim.map_or(Ok(hidden_size / num_heads), |dim| size("head_dim", Some(dim)))?;
+        let head_dim = match raw.head_dim.or(architecture.usual_head_dim()) {
+            None => hidden_size / num_heads,
+            said => size("head_dim", said)?,
+        };
         if head_dim == 0 || !head_dim.is_multiple_of(2) {
             return Err(format!("head_dim is {head_dim}, it must be even and at least 2"));
         }

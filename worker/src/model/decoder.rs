@@ -240,7 +240,13 @@ impl<B: Backend> Decoder<B> {
         rows: &[std::ops::Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
-        backend.read_rows(&self.buffers.normed, rows, out)
+        backend.read_rows(&self.buffers.normed, rows, out)?;
+        // Its weight is divided by that for the logits' sake.
+        let scaling = self.config.logits_scaling;
+        if scaling != 1.0 {
+            out.iter_mut().for_each(|value| *value *= scaling);
+        }
+        Ok(())
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank

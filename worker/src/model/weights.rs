@@ -149,7 +149,8 @@ pub fn load<B: Backend>(
         (false, _) => Some(part.vocabulary("lm_head.weight", &padding)?),
     };
     let layers = (0..config.num_layers).map(|i| part.layer(i)).collect::<Result<Vec<_>, _>>()?;
-    let final_norm = part.norm("model.norm.weight", config.hidden_size)?;
+    let mut final_norm = part.norm("model.norm.weight", config.hidden_size)?;
+    final_norm.iter_mut().for_each(|weight| *weight /= config.logits_scaling);
     let dtype = embedding.first().map_or(DType::F32, |matrix| matrix.dtype);
 
     let matrices = layers.iter().flat_map(part::LayerPart::matrices);
@@ -159,14 +160,22 @@ pub fn load<B: Backend>(
     let kinds = kinds(&config.ropes);
     Ok(Weights {
         embedding: loader.small(&embedding)?,
-        embedding_scale: embedding_scale(config.embedding_scale, dtype),
+        embedding_scale: match config.rounds_embedding_scale {
+            true => rounded(config.embedding_scale, dtype),
+            false => config.embedding_scale as f32,
+        },
         lm_head: lm_head.map(|matrix| loader.matrix(&matrix)).transpose()?,
         layers: layers.iter().map(|layer| loader.layer(layer)).collect::<Result<_, _>>()?,
         final_norm: loader.vector(&final_norm)?,
         ropes: kinds
             .iter()
             .map(|rope| {
-                let (cos, sin) = rope.tables(config.head_dim, max_positions);
+                let (mut cos, mut sin) = rope.tables(config.head_dim, max_positions);
+                // Where no norm of q has it, q and k each have half of the scores' factor.
+                if !config.qk_norm && config.query_scale != 1.0 {
+                    let scale = config.query_scale.sqrt();
+                    cos.iter_mut().chain(&mut sin).for_each(|value| *value *= scale);
+                }
                 Ok(RopeTable { cos: loader.vector(&cos)?, sin: loader.vector(&sin)? })
             })
             .collect::<Result<_, KernelError>>()?,
@@ -175,7 +184,7 @@ pub fn load<B: Backend>(
 }
 
 /// Rounds the embedding's factor to the embedding's type, as the models' reference code does.
-fn embedding_scale(scale: f64, dtype: DType) -> f32 {
+fn rounded(scale: f64, dtype: DType) -> f32 {
     match dtype {
         DType::Bf16 => bf16::from_f32(scale as f32).to_f32(),
         DType::F16 => f16::from_f32(scale as f32).to_f32(),

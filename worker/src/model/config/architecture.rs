@@ -3,6 +3,7 @@
 //! their checkpoints are laid out. All else about them is data.
 use shared::model_config;
 
+use super::Raw;
 use super::windows::{Usual, Windows};
 
 /// An architecture.
@@ -10,6 +11,7 @@ use super::windows::{Usual, Windows};
 pub(super) enum Architecture {
     Gemma3,
     GptOss,
+    Granite,
     Llama,
     Mistral,
     Mixtral,
@@ -17,7 +19,16 @@ pub(super) enum Architecture {
     Qwen2,
     Qwen3,
     Qwen3Moe,
+    SeedOss,
     SmolLm3,
+}
+
+/// Which projections have biases.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Biases {
+    pub(super) qkv: bool,
+    pub(super) output: bool,
+    pub(super) mlp: bool,
 }
 
 /// How a configuration describes mixtures of experts.
@@ -31,9 +42,10 @@ pub(super) enum ExpertKeys {
 }
 
 impl Architecture {
-    const ALL: [Self; 10] = [
+    const ALL: [Self; 12] = [
         Self::Gemma3,
         Self::GptOss,
+        Self::Granite,
         Self::Llama,
         Self::Mistral,
         Self::Mixtral,
@@ -41,6 +53,7 @@ impl Architecture {
         Self::Qwen2,
         Self::Qwen3,
         Self::Qwen3Moe,
+        Self::SeedOss,
         Self::SmolLm3,
     ];
 
@@ -62,6 +75,7 @@ impl Architecture {
         match self {
             Self::Gemma3 => model_config::GEMMA3,
             Self::GptOss => "GptOssForCausalLM",
+            Self::Granite => "GraniteForCausalLM",
             Self::Llama => "LlamaForCausalLM",
             Self::Mistral => "MistralForCausalLM",
             Self::Mixtral => "MixtralForCausalLM",
@@ -69,30 +83,34 @@ impl Architecture {
             Self::Qwen2 => "Qwen2ForCausalLM",
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Qwen3Moe => "Qwen3MoeForCausalLM",
+            Self::SeedOss => "SeedOssForCausalLM",
             Self::SmolLm3 => "SmolLM3ForCausalLM",
         }
     }
 
-    /// Whether all projections of attention have biases, where `attention_bias` is this.
-    pub(super) fn attention_bias(self, key: Option<bool>) -> bool {
-        match self {
-            Self::GptOss => key.unwrap_or(true),
-            Self::Gemma3 | Self::Llama | Self::Qwen3 | Self::Qwen3Moe | Self::SmolLm3 => {
-                key.unwrap_or(false)
+    /// Which projections have biases.
+    pub(super) fn biases(self, raw: &Raw) -> Biases {
+        let attention = |usual: bool| raw.attention_bias.unwrap_or(usual);
+        let mlp = raw.mlp_bias.unwrap_or(false);
+        let (qkv, output, mlp) = match self {
+            Self::Granite | Self::Llama | Self::SmolLm3 => {
+                (attention(false), attention(false), mlp)
             }
-            // Their code ignores the key.
-            Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen2 => false,
-        }
+            Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe => {
+                (attention(false), attention(false), false)
+            }
+            Self::GptOss => (attention(true), attention(true), false),
+            Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
+            // Their code reads none of the keys.
+            Self::Qwen2 => (true, false, false),
+            Self::Mistral | Self::Mixtral | Self::Phi3 => (false, false, false),
+        };
+        Biases { qkv, output, mlp }
     }
 
-    /// Whether q, k and v have biases whatever the file says.
-    pub(super) fn always_has_qkv_bias(self) -> bool {
-        self == Self::Qwen2
-    }
-
-    /// Whether its code knows `mlp_bias`.
-    pub(super) fn reads_mlp_bias(self) -> bool {
-        matches!(self, Self::Llama | Self::SmolLm3)
+    /// The size of a head where the file does not say it; by default heads divide `hidden_size`.
+    pub(super) fn usual_head_dim(self) -> Option<usize> {
+        (self == Self::SeedOss).then_some(128)
     }
 
     /// Whether the output head is the embedding where `tie_word_embeddings` says nothing.
@@ -128,7 +146,7 @@ impl Architecture {
     /// Which layers have the sliding window.
     pub(super) fn windows(self) -> Windows {
         match self {
-            Self::Llama => Windows::Nowhere,
+            Self::Granite | Self::Llama | Self::SeedOss => Windows::Nowhere,
             Self::Mistral | Self::Mixtral | Self::Phi3 | Self::Qwen3Moe => Windows::Everywhere,
             Self::Gemma3 => Windows::Listed(Usual::ButEachPatternth),
             Self::GptOss => Windows::Listed(Usual::EverySecond),

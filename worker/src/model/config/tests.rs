@@ -120,6 +120,11 @@ fn biases_are_where_the_architecture_has_them() {
     assert_eq!(biases("Qwen2ForCausalLM", ""), (true, false, false, false));
     assert_eq!(biases("Qwen3ForCausalLM", ""), (false, false, false, true));
     assert_eq!(biases("Qwen3ForCausalLM", all), (true, true, false, true));
+    assert_eq!(biases("GraniteForCausalLM", all), (true, true, true, false));
+    assert_eq!(biases("SeedOssForCausalLM", ""), (true, false, false, false));
+    let output = r#", "attention_bias": false, "attention_out_bias": true, "mlp_bias": true"#;
+    assert_eq!(biases("SeedOssForCausalLM", output), (false, true, true, false));
+    assert_eq!(parse("SeedOssForCausalLM", "").unwrap().head_dim, 128, "not 64 / 4");
 }
 
 fn check(more: &str) -> Result<ModelConfig, String> {
