@@ -37,7 +37,7 @@ use tokio::sync::oneshot;
 use worker::actor::{Uplink, WorkerActor, WorkerConfig, WorkerEnd};
 use worker::executor::Executor;
 use worker::outbox::LinkOutbox;
-use worker::rank::{AbortSlot, FormError, FormNews, Rank, RankReady};
+use worker::rank::{AbortSlot, FormError, FormNews, Rank, RankReady, StepSource};
 
 /// An ordinary word of the demo model.
 const TOKEN: u32 = 300;
@@ -102,6 +102,7 @@ impl Rank for IdleRank {
     fn step(
         &mut self,
         plan: &StepPlan,
+        _: &mut dyn StepSource,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
         for seq in &plan.finished {

@@ -8,7 +8,7 @@ use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceOutput, SequenceStep, StepPlan, TokenMask};
 use shared::sampling::SamplingParams;
 use worker::engine::Engine;
-use worker::rank::StepSource;
+use worker::rank::{NoSteps, StepSource};
 
 use crate::speed::Sizes;
 
@@ -60,7 +60,7 @@ impl Driver<'_> {
         plan.epoch = Epoch(1);
         plan.step = StepId(self.step);
         let mut outputs = Vec::new();
-        self.engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        self.engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
         sound(&outputs)
     }
 
@@ -125,9 +125,7 @@ impl Driver<'_> {
         let mut outputs = Vec::new();
         while let Some(plan) = plans.0.pop_front() {
             outputs.clear();
-            self.engine
-                .step_with(&plan, &mut plans, &mut outputs)
-                .map_err(|error| error.to_string())?;
+            self.engine.step(&plan, &mut plans, &mut outputs).map_err(|error| error.to_string())?;
             sound(&outputs)?;
             seen(&outputs);
         }
@@ -171,7 +169,9 @@ impl Driver<'_> {
                 entry.drafts = tokens.collect::<Vec<u32>>().into();
             }
             let mut outputs = Vec::new();
-            self.engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+            self.engine
+                .step(&plan, &mut NoSteps, &mut outputs)
+                .map_err(|error| error.to_string())?;
             if outputs.is_empty() {
                 return Err("a step with drafts yields no token".to_owned());
             }

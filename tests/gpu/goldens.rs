@@ -17,6 +17,7 @@ use worker::model::decoder::Decoder;
 use worker::model::safetensors::WeightFiles;
 use worker::model::shard::Shard;
 use worker::model::weights::{self, Source};
+use worker::rank::NoSteps;
 
 use crate::{Options, Step, graphs_made};
 
@@ -24,7 +25,7 @@ const BLOCK_SIZE: u32 = 16;
 /// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
-pub(crate) const VARIANTS: [&str; 22] = [
+pub(crate) const VARIANTS: [&str; 24] = [
     "llama-gqa",
     "llama-gqa-sharded",
     "llama-tied",
@@ -37,6 +38,8 @@ pub(crate) const VARIANTS: [&str; 22] = [
     "phi4-mini",
     "qwen3-yarn",
     "smollm3",
+    "granite",
+    "seed-oss",
     "mistral3",
     "gemma3",
     "mixtral",
@@ -88,7 +91,7 @@ pub(crate) fn engine_over(
         engine.backend().set_alone(false);
         profile?;
     }
-    engine.start(256)?;
+    engine.start(256, 0)?;
     Ok(engine)
 }
 
@@ -136,7 +139,7 @@ pub(crate) fn follow(
             drafts: Drafts::none(),
         });
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
         (start, count) = (start + count, 1);
         // The other ranks go on, whatever the first finds.
         if parted || engine.backend().rank() > 0 {
@@ -190,7 +193,7 @@ fn forget(
         finished: vec![seq],
         ..StepPlan::default()
     };
-    engine.step(&plan, &mut Vec::new()).map_err(|error| error.to_string())?;
+    engine.step(&plan, &mut NoSteps, &mut Vec::new()).map_err(|error| error.to_string())?;
     if worst.is_nan() || worst > TOLERANCE {
         return Err(format!("{}: a log-probability is off by {worst}", golden.name));
     }
@@ -241,7 +244,7 @@ fn verify(
         let drafts = drafts.into();
         plan.sequences.push(SequenceStep { seq, start, count, new_blocks, sample, masked, drafts });
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut outputs).map_err(|error| error.to_string())?;
+        engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
         for (at, got) in (compared..greedy.len()).zip(&outputs) {
             if !agrees(golden, at, got, &mut worst)? {
                 forget(engine, golden, (seq, number), worst)?;

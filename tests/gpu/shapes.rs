@@ -1,16 +1,13 @@
 //! Models of random weights in the shapes of known ones.
 use kernels::backend::prelude::*;
-use kernels::backend::{
-    Activation, DType, ExpertActivation, HostMatrix, QkvWeights, RopeTable, Routing,
-};
+use kernels::backend::{DType, HostMatrix, QkvWeights, RopeTable, Routing};
 use kernels::cuda::CudaBackend;
+use serde_json::json;
 use shared::protocol::{EngineConfig, Quantization};
 use worker::engine::Engine;
 use worker::model::ModelError;
 use worker::model::config::ModelConfig;
 use worker::model::decoder::Decoder;
-use worker::model::experts::ExpertsConfig;
-use worker::model::rope::{RopeConfig, RopeScaling};
 use worker::model::shard::Shard;
 use worker::model::size;
 use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
@@ -103,42 +100,22 @@ const TINY_DENSE: Shape = Shape {
 };
 
 impl Shape {
-    pub(crate) fn config(&self) -> ModelConfig {
-        let rope = RopeConfig { dim: self.head_dim, theta: 5e5, scaling: RopeScaling::None };
-        ModelConfig {
-            hidden_size: self.hidden,
-            intermediate_size: if self.experts.is_some() { 0 } else { self.inner },
-            experts: self.experts.map(|routing| ExpertsConfig {
-                routing,
-                intermediate_size: self.inner,
-                layers: vec![true; self.layers],
-                activation: ExpertActivation::Silu,
-                is_interleaved: false,
-            }),
-            sinks: false,
-            num_layers: self.layers,
-            num_heads: self.heads,
-            num_kv_heads: self.kv_heads,
-            head_dim: self.head_dim,
-            vocab_size: self.vocab,
-            max_positions: 8192,
-            norm_eps: 1e-5,
-            ropes: vec![rope; self.layers],
-            sliding_windows: vec![None; self.layers],
-            tied: self.tied,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            is_fused: false,
-            qk_norm: false,
-            query_scale: 1.0,
-            embedding_scale: 1.0,
-            norm_offset: 0.0,
-            delta_norms: false,
-            activation: Activation::Silu,
-            quantised: None,
-            is_bf16: true,
+    pub(crate) fn config(&self) -> Result<ModelConfig, ModelError> {
+        let mut config = json!({
+            "architectures": ["LlamaForCausalLM"], "hidden_size": self.hidden,
+            "intermediate_size": self.inner, "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim, "vocab_size": self.vocab,
+            "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+            "tie_word_embeddings": self.tied, "dtype": "bfloat16"});
+        if let Some(Routing { num_experts, top_k, normalise }) = self.experts {
+            assert!(normalise, "Mixtral's are");
+            config["architectures"] = json!(["MixtralForCausalLM"]);
+            config["num_local_experts"] = json!(num_experts);
+            config["num_experts_per_tok"] = json!(top_k);
         }
+        let file = self.name.into();
+        ModelConfig::from_value(config).map_err(|message| ModelError::File { file, message })
     }
 
     /// Bytes of weights that a step of so many rows is likely to read: of experts those that some
@@ -157,7 +134,7 @@ impl Shape {
         backend: &mut CudaBackend,
         positions: usize,
     ) -> Result<BackendWeights<CudaBackend>, ModelError> {
-        let config = self.config();
+        let config = self.config()?;
         let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
         let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
         let mut state = 1u64;
@@ -258,14 +235,14 @@ impl Shape {
             swap_bytes: 0,
         };
         let weights = self.weights(&mut backend, longest as usize)?;
-        let model = self.config();
+        let model = self.config()?;
         let shard = Shard::new(&model, 0, 1)?;
         let (tokens, rows) = (config.max_num_batched_tokens as usize, batch as usize);
         let decoder = Decoder::new(&mut backend, model, shard, weights, tokens, rows)?;
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;
-        engine.start(sizes.blocks())?;
+        engine.start(sizes.blocks(), 0)?;
         Ok(engine)
     }
 }

@@ -79,7 +79,7 @@ fn cases(
     table: &mut Table,
 ) -> Result<(), String> {
     let name = shape.name;
-    let config = shape.config();
+    let config = shape.config().map_err(|error| error.to_string())?;
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     let unread = if shape.tied { 0 } else { embedding };
@@ -150,7 +150,7 @@ fn prefilled(
     sizes: &Sizes,
     table: &mut Table,
 ) -> Result<(), String> {
-    let config = shape.config();
+    let config = shape.config().map_err(|error| error.to_string())?;
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
     // The second time: plans are chosen in the first.

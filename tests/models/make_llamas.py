@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3 and mistral3 with their golden.json, and
-tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
+"""Makes the variants phi3, phi4-mini, qwen3-yarn, smollm3, mistral3, granite and seed-oss with their
+golden.json, and tests/parity/rope.json: what transformers makes of scaled rotary embeddings.
 
 Random weights, in bf16; of some seeds the one whose greedy choices are the clearest. Sets of LongRoPE's
 divisors are chosen by the served length here, not by how long a sequence has become: golden.json is of
@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 from transformers import (
-    AutoTokenizer, LlamaConfig, Mistral3Config, Mistral3ForConditionalGeneration, MistralConfig,
-    Phi3Config, Phi3ForCausalLM, PixtralVisionConfig, Qwen3Config, Qwen3ForCausalLM, SmolLM3Config,
-    SmolLM3ForCausalLM,
+    AutoTokenizer, GraniteConfig, GraniteForCausalLM, LlamaConfig, Mistral3Config,
+    Mistral3ForConditionalGeneration, MistralConfig, Phi3Config, Phi3ForCausalLM, PixtralVisionConfig,
+    Qwen3Config, Qwen3ForCausalLM, SeedOssConfig, SeedOssForCausalLM, SmolLM3Config, SmolLM3ForCausalLM,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -62,6 +62,18 @@ VARIANTS = {
         max_position_embeddings=512, no_rope_layer_interval=2, use_sliding_window=True,
         sliding_window=24, attention_bias=True, mlp_bias=True, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0})),
+    # All four factors, none of which bf16 has exactly; the older dialect, as published.
+    "granite": (GraniteForCausalLM, lambda: GraniteConfig(
+        **BASE, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5,
+        max_position_embeddings=512, embedding_multiplier=0.6, attention_multiplier=0.11,
+        residual_multiplier=0.7, logits_scaling=1.3, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
+    # Biases of q, k and v and of the MLP, none of attention's output.
+    "seed-oss": (SeedOssForCausalLM, lambda: SeedOssConfig(
+        **BASE, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        rms_norm_eps=1e-6, max_position_embeddings=512, attention_bias=True, attention_out_bias=False,
+        mlp_bias=True, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
     # A text model beside a (tiny) vision tower.
     "mistral3": (Mistral3ForConditionalGeneration, lambda: Mistral3Config(
         text_config=MistralConfig(
@@ -226,7 +238,7 @@ def main():
         goldens(folder, kind, True, "golden.json")
         if name == "phi3":
             goldens(folder, kind, False, "golden-short.json")
-        if name in ("phi4-mini", "mistral3"):
+        if name in ("phi4-mini", "mistral3", "granite"):
             rename_for_transformers_4(folder / "config.json", "4.51.0")
 
 

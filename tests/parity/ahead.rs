@@ -14,6 +14,7 @@ use shared::sampling::{Pooling, SamplingParams};
 use testkit::models::variant;
 use testkit::relay::SharedRelay;
 use worker::engine::{Engine, EngineError};
+use worker::rank::NoSteps;
 
 use crate::cuda::{Script, Waiting};
 use crate::masks;
@@ -232,7 +233,7 @@ fn started(backend: CudaBackend, rank: u32, degree: u32) -> Engine<CudaBackend> 
     engine.backend().set_alone(true);
     engine.profile().unwrap();
     engine.backend().set_alone(false);
-    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
     engine
 }
 
@@ -250,7 +251,7 @@ fn run(engine: &mut Engine<CudaBackend>, script: &Script, ahead: bool) -> (Vec<S
     let mut source = Waiting::new(script, !ahead);
     while let Some(plan) = source.plans.pop_front() {
         let (mut outputs, before) = (Vec::new(), engine.begun_ahead());
-        engine.step_with(&plan, &mut source, &mut outputs).unwrap();
+        engine.step(&plan, &mut source, &mut outputs).unwrap();
         if engine.begun_ahead() > before {
             begun.push(source.plans.front().unwrap().step.0);
         }
@@ -336,17 +337,17 @@ fn an_epoch_may_end_with_any_step_begun() {
     let mut engine = engine(true);
     let (expected, _) = run(&mut engine, &plans, false);
     for ended in 1..plans.plans.len() {
-        engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+        engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
         let mut source = Waiting::new(&plans, false);
         let before = engine.begun_ahead();
         for _ in 0..ended {
             let plan = source.plans.pop_front().unwrap();
-            engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
+            engine.step(&plan, &mut source, &mut Vec::new()).unwrap();
         }
         assert_eq!(engine.begun_ahead() - before, ended as u64, "begun behind step {ended}");
         engine.release();
     }
-    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
     let (again, _) = run(&mut engine, &plans, true);
     assert_eq!(again, expected);
 }
@@ -359,9 +360,9 @@ fn a_plan_that_does_not_fit_ends_the_epoch_also_ahead() {
     let mut source = Waiting::new(&plans, false);
     source.plans[1].sequences[2].new_blocks = vec![BlockId(SEQS * BLOCKS)];
     let first = source.plans.pop_front().unwrap();
-    let error = engine.step_with(&first, &mut source, &mut Vec::new()).unwrap_err().to_string();
+    let error = engine.step(&first, &mut source, &mut Vec::new()).unwrap_err().to_string();
     assert!(error.contains("step 2: seq-3 is given block-80 of 80"), "{error}");
-    engine.start_with(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
+    engine.start(SEQS * BLOCKS, SEQS * BLOCKS).unwrap();
     let (again, _) = run(&mut engine, &plans, true);
     assert_eq!(again, run(&mut self::engine(true), &plans, false).0);
 }
@@ -439,7 +440,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         let leaver = scope.spawn(move || {
             let (mut engine, _) = joined(1, there, other);
             for plan in plans.plans.iter().take(COME) {
-                engine.step(plan, &mut Vec::new()).unwrap();
+                engine.step(plan, &mut NoSteps, &mut Vec::new()).unwrap();
             }
             let _ = is_over.recv();
         });
@@ -447,7 +448,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         let mut source = Waiting::new(plans, false);
         for _ in 0..COME {
             let plan = source.plans.pop_front().unwrap();
-            engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap();
+            engine.step(&plan, &mut source, &mut Vec::new()).unwrap();
         }
         assert_eq!(engine.begun_ahead(), COME as u64);
         scope.spawn(move || {
@@ -456,7 +457,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
         });
         // It is begun; no other rank joins it.
         let plan = source.plans.pop_front().unwrap();
-        let error = engine.step_with(&plan, &mut source, &mut Vec::new()).unwrap_err();
+        let error = engine.step(&plan, &mut source, &mut Vec::new()).unwrap_err();
         let is_aborted = matches!(&error, EngineError::Kernel(KernelError::Collective(_)));
         assert!(is_aborted, "{error}");
         engine.backend().set_collective(single_rank()).unwrap();

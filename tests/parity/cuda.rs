@@ -19,7 +19,7 @@ use kernels::cuda::{CudaBackend, CudaOptions};
 use shared::ids::{BlockId, Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
 use worker::engine::Engine;
-use worker::rank::StepSource;
+use worker::rank::{NoSteps, StepSource};
 
 use crate::checkpoint::Folder;
 use crate::masks;
@@ -89,6 +89,8 @@ variants! {
     phi4_mini_tp2: "phi4-mini", 2;
     qwen3_yarn: "qwen3-yarn", 1;
     smollm3: "smollm3", 1;
+    granite_tp2: "granite", 2;
+    seed_oss: "seed-oss", 1;
     mistral3_tp2: "mistral3", 2;
     gemma3: "gemma3", 1;
     gemma3_tp2: "gemma3", 2;
@@ -128,7 +130,7 @@ pub(crate) fn engine_on(model: &str, backend: CudaBackend) -> Engine<CudaBackend
     };
     let mut engine = engine_of(&variant(model), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();
-    engine.start(BLOCKS * 80).unwrap();
+    engine.start(BLOCKS * 80, 0).unwrap();
     engine
 }
 
@@ -192,7 +194,7 @@ fn step(
 ) {
     let plan = plan(number, running);
     let mut outputs = Vec::new();
-    engine.step(&plan, &mut outputs).unwrap();
+    engine.step(&plan, &mut NoSteps, &mut outputs).unwrap();
     for (seq, output) in running.iter_mut().zip(outputs) {
         assert!(output.seq == seq.seq && !output.corrupted);
         let token = output.token.unwrap();
@@ -475,7 +477,7 @@ pub(crate) fn run_plans(
     let mut source = Waiting::new(script, !ahead);
     while let Some(plan) = source.plans.pop_front() {
         let mut outputs = Vec::new();
-        engine.step_with(&plan, &mut source, &mut outputs).unwrap();
+        engine.step(&plan, &mut source, &mut outputs).unwrap();
         if outputs.is_empty() {
             // Another rank reports it.
             continue;

@@ -72,6 +72,30 @@ fn they_are_those_of_transformers() {
     check_on(On::Reference, &variant("qwen3"), &[1, 2], FLOAT32);
 }
 
+/// What logits are divided by is in the weight of the last norm, from which embeddings are read.
+#[test]
+fn they_do_not_depend_on_what_logits_are_divided_by() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = std::fs::read_to_string(variant("granite").join("config.json")).unwrap();
+    std::fs::copy(
+        variant("granite").join("model.safetensors"),
+        folder.path().join("model.safetensors"),
+    )
+    .unwrap();
+    let prompt: Vec<u32> = (40..60).collect();
+    let [one, twice] = ["1.3", "2.6"].map(|scaling| {
+        let text = text.replace("scaling\": 1.3", &format!("scaling\": {scaling}"));
+        std::fs::write(folder.path().join("config.json"), text).unwrap();
+        let mut rig = Rig::new(folder.path(), 1);
+        let sampling = SamplingParams { pooling: Some(Pooling::Mean), ..SamplingParams::greedy() };
+        let mut seq = rig.sequence(&prompt, prompt.len(), sampling);
+        rig.step(&mut [&mut seq], u32::MAX);
+        seq.embedding.clone()
+    });
+    assert!(one.iter().any(|value| *value != 0.0));
+    assert_eq!(one, twice);
+}
+
 #[test]
 fn they_are_on_emulated_gpus() {
     check_on(On::FakeCuda, &variant("qwen3"), &[1, 2], BFLOAT16);

@@ -170,6 +170,32 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
+/// The pages of a cache are taken as sequences fill it: a host that cannot hold all of them would
+/// end the process in the middle of a request.
+#[test]
+fn a_cache_beyond_the_hosts_memory_is_refused() {
+    let slots = [AbortSlot::default(), AbortSlot::default()];
+    let device = CpuDevice { threads: 1 };
+    let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
+    let mut form = |kv_cache_bytes| {
+        let plain = alone(1, None);
+        // A block for each of many sequences, each of many tokens: terabytes.
+        let (block_size, max_num_seqs) = (1 << 18, 1 << 16);
+        let engine = EngineConfig { block_size, max_num_seqs, kv_cache_bytes, ..plain.engine };
+        let engine = EngineConfig { swap_bytes: 0, ..engine };
+        let mut news = News { epoch: Epoch(1), other: &slots[1], ends: None };
+        let ready = rank.form(&Form { engine, ..plain }, &slots[0], &mut news);
+        rank.release();
+        ready
+    };
+    let error = form(u64::MAX).unwrap_err();
+    assert!(!error.permanent, "another process may give memory back");
+    let message = error.to_string();
+    assert!(message.starts_with("there is to be a KV cache of "), "{message}");
+    assert!(message.contains("(--kv-cache-memory), and this host has "), "{message}");
+    assert!(form(256 << 20).unwrap().kv_blocks > 0);
+}
+
 /// Weights stay while their files do, whatever else becomes of these: not when others take their
 /// place.
 #[test]

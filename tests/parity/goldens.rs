@@ -112,6 +112,8 @@ variants! {
     phi4_mini: "phi4-mini",
     qwen3_yarn: "qwen3-yarn",
     smollm3: "smollm3",
+    granite: "granite",
+    seed_oss: "seed-oss",
     mistral3: "mistral3",
     gemma3: "gemma3",
     mixtral: "mixtral",

@@ -42,6 +42,7 @@ fn chunked_prefill_gives_the_same_bits() {
         "mistral-swa",
         "gemma3",
         "smollm3",
+        "granite",
         "qwen3",
         "qwen3-moe",
         "llama-gptq",

@@ -131,7 +131,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
     let backend = fake_cuda_backend(true, single_rank());
     let mut engine = engine_of(&demo(), 0, 1, backend, sizes).unwrap();
     engine.profile().unwrap();
-    engine.start(SEQS).unwrap();
+    engine.start(SEQS, 0).unwrap();
     let run = |seq: u32, start, masked| SequenceStep {
         seq: SeqId(u64::from(seq)),
         start,
@@ -163,7 +163,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
         let masked = plan.sequences.iter().filter(|entry| entry.masked);
         let mut given = Given(masked.map(|_| half.clone()).collect());
         let mut outputs = Vec::new();
-        engine.step_with(&plan, &mut given, &mut outputs).unwrap();
+        engine.step(&plan, &mut given, &mut outputs).unwrap();
         let masked = outputs.iter().filter(|output| output.seq != SeqId(0));
         assert!(masked.filter_map(|output| output.token).all(|token| token.is_multiple_of(2)));
     }

@@ -258,7 +258,7 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
             let relay = SharedRelay::default();
             let run = |rank: u32, collective, relay| {
                 let mut engine = profiled(rank, collective, relay);
-                engine.start(512).unwrap();
+                engine.start(512, 0).unwrap();
                 let own = if rank == 0 { seconds } else { 60 - seconds };
                 let warmed = engine.warm(&decode_buckets(8), Duration::from_secs(own)).unwrap();
                 // Greedy steps, for which ranks look at parts of the logits, and others.
@@ -324,7 +324,7 @@ fn a_replaced_rank_records_the_steps_that_the_other_records() {
     let ranks = [[next(0), next(1)], [next(0), next(1)]];
     let run = |rank: u32, [one, two]: [(Box<dyn Collective>, SharedRelay); 2]| {
         let mut engine = profiled(rank, one.0, one.1);
-        engine.start(64).unwrap();
+        engine.start(64, 0).unwrap();
         run_plans(&mut engine, &greedy(&first), false);
         if rank == 0 {
             engine.release();
@@ -334,7 +334,7 @@ fn a_replaced_rank_records_the_steps_that_the_other_records() {
             drop(engine);
             engine = profiled(rank, two.0, two.1);
         }
-        engine.start(64).unwrap();
+        engine.start(64, 0).unwrap();
         let seen = run_plans(&mut engine, &greedy(&second), false);
         assert!(engine.backend().num_graphs() >= 3, "{}", engine.backend().num_graphs());
         (seen.len(), engine.digest())

@@ -8,6 +8,7 @@ use serde_json::json;
 use shared::ids::{BlockId, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::SamplingParams;
+use worker::rank::NoSteps;
 
 use crate::checkpoint::{Folder, Tensor};
 use crate::rig::{On, Rig, Seq, engine_of};
@@ -111,7 +112,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
     };
     let backend = ReferenceBackend::new(single_rank());
     let mut engine = engine_of(folder.path(), 0, 1, backend, sizes).unwrap();
-    engine.start(4).unwrap();
+    engine.start(4, 0).unwrap();
     let run = |start: u32, count, sample| SequenceStep {
         seq: SeqId(1),
         start,
@@ -142,7 +143,7 @@ fn logits_that_are_not_finite_are_reported_and_the_engine_goes_on() {
     ];
     for plan in steps {
         let mut outputs = Vec::new();
-        engine.step(&plan, &mut outputs).unwrap();
+        engine.step(&plan, &mut NoSteps, &mut outputs).unwrap();
         assert_eq!(outputs.len(), 1);
         assert!(outputs[0].corrupted, "{:?}", outputs[0]);
     }

@@ -30,7 +30,7 @@ fn unstarted() -> Engine<ReferenceBackend> {
 /// An engine that has run `seq-1`: five prompt tokens and one sampled, in blocks 0 and 1.
 fn engine() -> Engine<ReferenceBackend> {
     let mut engine = unstarted();
-    engine.start(NUM_BLOCKS).unwrap();
+    engine.start(NUM_BLOCKS, 0).unwrap();
     let plan = StepPlan {
         admitted: vec![new(1, &TOKENS, 5)],
         sequences: vec![run(1, 0, 5, &[0, 1])],
@@ -64,7 +64,7 @@ fn run(seq: u64, start: u32, count: u32, blocks: &[u32]) -> SequenceStep {
 
 fn step(engine: &mut Engine<ReferenceBackend>, plan: &StepPlan) -> Result<Vec<u32>, String> {
     let mut outputs = Vec::new();
-    engine.step(plan, &mut outputs).map_err(|error| error.to_string())?;
+    engine.step(plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
     Ok(outputs.iter().filter_map(|output| output.token).collect())
 }
 
@@ -221,7 +221,7 @@ fn masks_that_do_not_fit_their_plan() {
     let decode = StepPlan { sequences: vec![masked.clone()], ..plan(2) };
     let step = |plan: &StepPlan, source: &mut dyn StepSource| {
         let mut outputs = Vec::new();
-        let result = engine().step_with(plan, source, &mut outputs);
+        let result = engine().step(plan, source, &mut outputs);
         let tokens = || outputs.iter().filter_map(|output| output.token).collect::<Vec<_>>();
         result.map(|_| tokens()).map_err(|error| error.to_string())
     };
@@ -280,7 +280,7 @@ fn the_last_position_is_computed_and_no_further() {
 #[test]
 fn a_finished_sequence_makes_room_in_the_same_plan() {
     let mut fresh = unstarted();
-    fresh.start(NUM_BLOCKS).unwrap();
+    fresh.start(NUM_BLOCKS, 0).unwrap();
     let again = |step: u64| StepPlan {
         finished: vec![SeqId(1), SeqId(99)],
         admitted: vec![new(1, &[7, 8, 9], 3)],
@@ -304,7 +304,7 @@ fn a_prefix_computed_by_another_sequence_is_read() {
     let other = StepPlan { sequences: vec![run(2, 4, 2, &[5, 3])], ..whole.clone() };
     let scored = |plan: &StepPlan| {
         let mut outputs = Vec::new();
-        engine().step(plan, &mut outputs).unwrap();
+        engine().step(plan, &mut NoSteps, &mut outputs).unwrap();
         outputs
     };
     assert_eq!(scored(&shared), scored(&whole));
@@ -314,7 +314,7 @@ fn a_prefix_computed_by_another_sequence_is_read() {
 #[test]
 fn a_new_start_forgets_everything() {
     let mut engine = engine();
-    engine.start(NUM_BLOCKS).unwrap();
+    engine.start(NUM_BLOCKS, 0).unwrap();
     let error = step(&mut engine, &StepPlan { sequences: vec![run(1, 5, 1, &[])], ..plan(2) });
     assert_eq!(error.unwrap_err(), "step 2: seq-1 is not known");
 }

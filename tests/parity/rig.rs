@@ -257,7 +257,7 @@ fn engine_on<B: Backend>(
         swap_bytes: 0,
     };
     let mut engine = engine_reducing(model, rank, degree, weights, backend, sizes)?;
-    engine.start(NUM_BLOCKS)?;
+    engine.start(NUM_BLOCKS, 0)?;
     Ok(engine)
 }
 
@@ -314,7 +314,7 @@ pub(crate) fn with_draft<B: Backend>(
     let sizes = engine.config().clone();
     let draft = files.load(own(), engine.backend(), &sizes).unwrap();
     let mut engine = engine.with_draft(Some(draft));
-    engine.start(NUM_BLOCKS).unwrap();
+    engine.start(NUM_BLOCKS, 0).unwrap();
     engine
 }
 
@@ -326,7 +326,7 @@ fn serve<B: Backend>(
 ) {
     for (plan, masks) in plans {
         let mut outputs = Vec::new();
-        let result = engine.step_with(&plan, &mut Given(masks), &mut outputs);
+        let result = engine.step(&plan, &mut Given(masks), &mut outputs);
         if rank == 0 || result.is_err() {
             let drafted = engine.drafted().to_vec();
             let result = result.map(|_| (outputs, drafted)).map_err(|error| error.to_string());
@@ -457,7 +457,7 @@ impl Rig {
                 swap_bytes: 0,
             };
             let mut engine = engine_of(&model, 0, 1, backend, sizes).unwrap();
-            engine.start(NUM_BLOCKS).unwrap();
+            engine.start(NUM_BLOCKS, 0).unwrap();
             serve(0, engine, received, &sender);
         });
         let (plans, threads) = (vec![plans], vec![thread]);

@@ -183,7 +183,7 @@ fn serve<B: Backend>(
     while let Some(plan) = plans.next() {
         let mut outputs = Vec::new();
         let before = engine.begun_ahead();
-        let stepped = engine.step_with(&plan, &mut plans, &mut outputs);
+        let stepped = engine.step(&plan, &mut plans, &mut outputs);
         if let Some(begun) = plans.held.as_ref().filter(|_| engine.begun_ahead() > before) {
             let is_mixed = |plan: &StepPlan| plan.sequences.iter().any(|entry| entry.count > 1);
             let swaps = !begun.swap_out.is_empty() || !begun.swap_in.is_empty();
@@ -251,7 +251,7 @@ fn run<B: Backend>(
                 let draft = Some(model.as_path()).filter(|_| drafts && rank == 0);
                 let own = || is_cuda.then(|| make(single_rank()));
                 let mut engine = with_draft(engine, &model, draft, own);
-                engine.start_with(blocks, host).unwrap();
+                engine.start(blocks, host).unwrap();
                 serve(engine, receiver, &sender)
             }));
         }

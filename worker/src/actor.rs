@@ -5,28 +5,33 @@
 //! or refused for a reason that trying again cannot change. At an end it sends the last lines of
 //! its log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it
 //! dials again.
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+//!
+//! - `dialling`: how it finds its coordinator
+//! - `uplink`: the way to the coordinator, as those who send know it
+use std::sync::Arc;
 use std::time::Duration;
 
 use actix::{Actor, ActorContext as _, AsyncContext as _, Context, Handler, Message};
 use shared::actor::ActorRuntime;
 use shared::actor::exchange::PeerId;
-use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
-use shared::actor::link::{Connection, LinkEvent, LinkHandle};
+use shared::actor::link::join::{REDIAL_MIN, Unreached};
+use shared::actor::link::{LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
-use shared::actor::peer::PeerAddr;
-use shared::clock::{Clock, jittered};
+use shared::clock::Clock;
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::protocol::{FromWorker, HeldShard, Hello, Parting, Rejoin, ToWorker, Welcome};
+use shared::protocol::{FromWorker, Hello, Parting, ToWorker};
 use shared::wire::auth::Secret;
 use shared::wire::codec;
-use shared::wire::frame::{Frame, FrameKind};
+use shared::wire::frame::Frame;
 use tokio::sync::oneshot;
 
+pub use self::uplink::Uplink;
 use crate::executor::{Executor, ExecutorCommand, ExecutorError};
+
+mod dialling;
+mod uplink;
 
 /// New log lines go to the coordinator this often, a bounded number of them at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
@@ -39,8 +44,6 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
 const HANGS_AFTER: Duration = Duration::from_secs(10);
 /// How long the last words may take to be delivered.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
-/// A model folder's path that is longer is not told to a new coordinator.
-const SHARD_MODEL_MAX: usize = 1792;
 
 /// Why a worker ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,67 +68,6 @@ pub enum WorkerEnd {
         /// What happened.
         message: String,
     },
-}
-
-/// A link, by the number that the executor knows it by.
-type NumberedLink = (u64, PeerAddr<FromWorker>);
-
-/// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
-#[derive(Clone, Debug, Default)]
-pub struct Uplink {
-    inner: Arc<Mutex<Option<NumberedLink>>>,
-    worker: Arc<AtomicU32>,
-    /// Whether the coordinator wants stats.
-    measures: Arc<AtomicBool>,
-    /// The weights that the executor holds.
-    shard: Arc<Mutex<Option<HeldShard>>>,
-}
-
-impl Uplink {
-    /// Sends a message of `epoch`; without a link it is dropped, since its epoch is over.
-    pub fn tell(&self, epoch: Epoch, message: &FromWorker) {
-        self.tell_if(|_| true, epoch, message);
-    }
-
-    /// Sends a message of `epoch`, which began over `link`: over no other, since another
-    /// coordinator counts its epochs anew.
-    pub fn tell_over(&self, link: u64, epoch: Epoch, message: &FromWorker) {
-        self.tell_if(|present| present == link, epoch, message);
-    }
-
-    fn tell_if(&self, wanted: impl Fn(u64) -> bool, epoch: Epoch, message: &FromWorker) {
-        let uplink = self.inner.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let Some((_, uplink)) = uplink.filter(|(link, _)| wanted(*link)) else { return };
-        if let Err(error) = uplink.tell(epoch, message) {
-            tracing::warn!(%error, "message to the coordinator lost");
-        }
-    }
-
-    /// The slot this worker has at its present or last coordinator.
-    #[must_use]
-    pub fn worker(&self) -> WorkerId {
-        WorkerId(self.worker.load(Ordering::Relaxed))
-    }
-
-    /// A coordinator gave this worker a slot.
-    pub(crate) fn joined(&self, worker: WorkerId) {
-        self.worker.store(worker.0, Ordering::Relaxed);
-    }
-
-    /// Whether the coordinator wants stats.
-    #[must_use]
-    pub fn measures(&self) -> bool {
-        self.measures.load(Ordering::Relaxed)
-    }
-
-    /// The executor holds these weights now.
-    pub fn holds(&self, shard: HeldShard) {
-        *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
-    }
-
-    fn set(&self, link: Option<NumberedLink>) {
-        *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
-    }
 }
 
 /// What the worker actor needs.
@@ -200,52 +142,6 @@ impl WorkerActor {
         }
     }
 
-    /// Dials the coordinator after a while, one that was not dialled before at once.
-    fn dial(&self, ctx: &mut Context<Self>, after: Duration) {
-        let config = self.config.clone();
-        let mut hello = config.hello.clone();
-        let shard = self.uplink.shard.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        // It has to fit into a hello.
-        let shard = shard.filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
-        hello.rejoin = Rejoin { slot: self.slot, shard };
-        let (mut address, last) = (config.coordinator.clone(), self.dialled.clone());
-        let addr = ctx.address();
-        actix::spawn(async move {
-            let to = tokio::select! {
-                // Where nobody leads, whoever led last may still be there.
-                () = tokio::time::sleep(after) => address.current().or_else(|| last.clone()),
-                other = address.other(last.as_ref()) => Some(other),
-            };
-            let to = match to {
-                Some(to) => to,
-                None => address.other(None).await,
-            };
-            let outcome = tokio::select! {
-                outcome = join(&to.address, config.secret.as_ref(), FrameKind::Hello, &hello) => outcome,
-                _ = address.other(Some(&to)) => {
-                    Err(JoinError::Retry("another coordinator leads".to_owned()))
-                }
-            };
-            addr.do_send(Dialled { to, outcome });
-        });
-    }
-
-    /// Tells the actor whenever another coordinator leads.
-    fn follow(&self, ctx: &mut Context<Self>) {
-        let mut address = self.config.coordinator.clone();
-        let addr = ctx.address();
-        actix::spawn(async move {
-            let mut known = None;
-            loop {
-                let now = address.other(known.as_ref()).await;
-                if addr.send(Leads(now.clone())).await.is_err() {
-                    return;
-                }
-                known = Some(now);
-            }
-        });
-    }
-
     /// Has stats reported by a timer, until the link ends.
     fn report_every(&self, ctx: &mut Context<Self>, interval: Duration) {
         let generation = self.generation;
@@ -268,12 +164,6 @@ impl WorkerActor {
         self.dial(ctx, pause);
     }
 
-    /// How long to wait before the next attempt to dial: others have lost their link, too.
-    fn pause(&mut self) -> Duration {
-        self.dials += 1;
-        jittered(self.redial, self.config.hello.incarnation.0, self.dials)
-    }
-
     /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
     fn send_log(&mut self) {
         if self.link.is_none() {
@@ -283,6 +173,7 @@ impl WorkerActor {
             let log = self.config.log.ring();
             (log.since(self.logged, LogLimits::SENT), log.next())
         };
+        // A link that takes no message is over, and the next one begins with all of them.
         self.logged = next;
         if !lines.lines.is_empty() {
             self.uplink.tell(Epoch(0), &FromWorker::Logs(lines));
@@ -414,18 +305,6 @@ impl Actor for WorkerActor {
     }
 }
 
-#[derive(Message)]
-#[rtype(result = "()")]
-struct Dialled {
-    to: Destination,
-    outcome: Result<(Connection, Welcome), JoinError>,
-}
-
-/// This coordinator leads now.
-#[derive(Message)]
-#[rtype(result = "()")]
-struct Leads(Destination);
-
 /// The process is told to stop: the worker says goodbye and ends.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
@@ -489,92 +368,6 @@ impl Handler<ReportDue> for WorkerActor {
             let _ = self.executor.report();
         }
         current
-    }
-}
-
-impl Handler<Dialled> for WorkerActor {
-    type Result = ();
-
-    fn handle(&mut self, Dialled { to, outcome }: Dialled, ctx: &mut Self::Context) {
-        let coordinator = to.address.clone();
-        let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
-        if self.dialled.replace(to.clone()) != Some(to) {
-            // One that has just begun to lead may not listen yet, but will in a moment.
-            self.redial = REDIAL_MIN;
-        }
-        match outcome {
-            Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
-            Ok((connection, welcome)) => {
-                let (node, slot) = (self.config.hello.node.as_str(), welcome.worker.0);
-                tracing::info!(worker = node, slot, coordinator = %connection.peer(), "joined");
-                self.redial = REDIAL_MIN;
-                self.unreached.reached();
-                self.generation += 1;
-                self.uplink.joined(welcome.worker);
-                self.slot = Some(welcome.worker);
-                let measures = welcome.stats_interval_ms > 0;
-                self.uplink.measures.store(measures, Ordering::Relaxed);
-                if measures {
-                    let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
-                    self.report_every(ctx, interval);
-                }
-                let number = self.executor.new_link();
-                self.logged = 0;
-                let (addr, generation) = (ctx.address(), self.generation);
-                let actors = self.config.actors.clone();
-                let (liveness, clock) = (self.config.liveness, self.config.clock.clone());
-                let link = connection.start_with(liveness, clock, |link| {
-                    let peer = actors.peer_up("the coordinator", link.clone());
-                    self.peer = Some(peer);
-                    move |event| match event {
-                        // At once: what actors say to each other takes no room from steps.
-                        LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
-                            actors.frame(peer, &frame.body)
-                        }
-                        event @ LinkEvent::Closed { .. } => {
-                            addr.do_send(FromLink { generation, event });
-                            true
-                        }
-                        event => addr.try_send(FromLink { generation, event }).is_ok(),
-                    }
-                });
-                self.uplink.set(Some((number, PeerAddr::new(link.clone()))));
-                self.link = Some(link);
-                // What led to this is known from the first moment on.
-                self.send_log();
-            }
-            Err(JoinError::Retry(reason)) => {
-                match self.unreached.failed(self.config.clock.now()) {
-                    Some(seconds) => {
-                        tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
-                    }
-                    None => tracing::debug!(%reason, "cannot join yet"),
-                }
-                self.redial = (self.redial * 2).min(REDIAL_MAX);
-                let pause = self.pause();
-                self.dial(ctx, pause);
-            }
-            Err(JoinError::Refused(reason)) => {
-                self.finish(ctx, WorkerEnd::Refused { reason });
-            }
-        }
-    }
-}
-
-impl Handler<Leads> for WorkerActor {
-    type Result = ();
-
-    fn handle(&mut self, Leads(now): Leads, ctx: &mut Self::Context) {
-        if self.dialled.as_ref() == Some(&now) {
-            return;
-        }
-        // Without a link, the dialling that is under way follows by itself.
-        if let Some(link) = self.link.take() {
-            tracing::info!(coordinator = now.address, "another coordinator leads; joining it");
-            link.close();
-            self.redial = REDIAL_MIN;
-            self.lost(ctx, "another coordinator leads");
-        }
     }
 }
 

@@ -21,6 +21,7 @@ use crate::model::lora::LoraFiles;
 use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::{self, Source};
+use crate::rank::NoSteps;
 
 const BLOCK_SIZE: u32 = 16;
 /// Decode steps that come before anything is measured.
@@ -240,7 +241,7 @@ fn serve<D: Device>(
     let mut outputs = Vec::new();
     for plan in plans {
         outputs.clear();
-        let result = engine.step(&plan, &mut outputs);
+        let result = engine.step(&plan, &mut NoSteps, &mut outputs);
         if rank == 0 || result.is_err() {
             let _ = results.send(result.map(|_| ()).map_err(|error| error.to_string()));
         }
@@ -281,6 +282,6 @@ fn engine<D: Device>(
     let num_blocks = longest.div_ceil(BLOCK_SIZE) * seqs.max(2);
     let mut engine = Engine::new(backend, decoder, sizes);
     device.prepare(&mut engine)?;
-    engine.start(num_blocks)?;
+    engine.start(num_blocks, 0)?;
     Ok((engine, described))
 }

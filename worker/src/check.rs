@@ -5,6 +5,7 @@ use shared::protocol::{Lora, Quantization};
 
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
+use crate::model::draft::DraftFiles;
 use crate::model::experts::ExpertParts;
 use crate::model::lora::LoraFiles;
 use crate::model::modules::{Module, Place};
@@ -96,6 +97,16 @@ pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelErr
     let shard = Shard::new(&config, 0, degree)?;
     let (matrices, _) = LoraFiles::open(lora, &config)?.bytes(&config, &shard, 0)?;
     Ok(matrices)
+}
+
+/// Opens a draft model's folder and holds it against the model's. Returns what its weights take of
+/// the rank that drafts, in bytes; its KV is in that rank's KV cache.
+///
+/// # Errors
+/// [`ModelError`], the sentence that a worker would end with.
+pub fn draft(folder: &Path, draft: &Path) -> Result<u64, ModelError> {
+    DraftFiles::open(draft, &ModelConfig::load(folder)?)?;
+    Ok(model(draft, 1, Quantization::None)?.weight_bytes)
 }
 
 /// Shared memory that `workers` workers of one host take, in groups of `degree`, in bytes: while a

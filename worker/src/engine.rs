@@ -39,11 +39,11 @@ pub use self::draft::Draft;
 use self::layout::StepBuffers;
 use self::masks::Masks;
 pub use self::profile::Warmed;
-use self::report::{merge_output, prompt_logprobs};
+use self::report::{merge_output, prompt_logprobs, sampled_output};
 use self::sequence::Sequence;
 use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
-use crate::rank::{NoSteps, StepSource};
+use crate::rank::StepSource;
 
 /// A plan cannot be run.
 #[derive(Debug, thiserror::Error)]
@@ -201,20 +201,12 @@ impl<B: Backend> Engine<B> {
         self.config = config;
     }
 
-    /// Makes an empty KV cache and nothing to swap to; all sequences are forgotten.
-    ///
-    /// # Errors
-    /// [`KernelError::OutOfMemory`].
-    pub fn start(&mut self, num_blocks: u32) -> Result<(), KernelError> {
-        self.start_with(num_blocks, 0)
-    }
-
     /// Makes an empty KV cache, and `host_blocks` blocks in host memory to swap to; all sequences
     /// are forgotten.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
-    pub fn start_with(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), KernelError> {
+    pub fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), KernelError> {
         self.release();
         let shape = self.decoder.kv_shape(self.config.block_size as usize, num_blocks as usize);
         self.make_host_blocks(host_blocks)?;
@@ -241,24 +233,12 @@ impl<B: Backend> Engine<B> {
     }
 
     /// Runs one step. On rank 0 one output is appended per sequence that samples, reports prompt
-    /// log-probabilities or has its embedding, in the plan's order.
+    /// log-probabilities or has its embedding, in the plan's order. While it waits for the device
+    /// it looks for the next step in `source`, and begins that too if it can be.
     ///
     /// # Errors
     /// [`EngineError`]; the epoch is over then.
     pub fn step(
-        &mut self,
-        plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<StepTimings, EngineError> {
-        self.step_with(plan, &mut NoSteps, outputs)
-    }
-
-    /// As [`Engine::step`]; while it waits for the device it looks for the next step in `source`,
-    /// and begins that too if it can be.
-    ///
-    /// # Errors
-    /// As there.
-    pub fn step_with(
         &mut self,
         plan: &StepPlan,
         source: &mut dyn StepSource,
@@ -453,7 +433,13 @@ impl<B: Backend> Engine<B> {
             if rank == 0
                 && let Some(sampled) = sampled.next()
             {
-                merge_output(outputs, entry, sampled, wants_logprobs);
+                let position = entry.start + entry.count;
+                let output = sampled_output(entry.seq, position, sampled, wants_logprobs);
+                // Looking for what its prompt began would take long in steps of many sequences.
+                match seq.reports_prompt(entry) {
+                    true => merge_output(outputs, output),
+                    false => outputs.push(output),
+                }
             }
         }
         Ok(())

@@ -5,8 +5,9 @@
 mod queue;
 
 use std::convert::Infallible;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -81,6 +82,8 @@ pub struct Executor {
     report_waits: Arc<AtomicBool>,
     /// Ends with the thread, for whoever asks first.
     ended: Option<oneshot::Receiver<Infallible>>,
+    /// The same, for its owner's end.
+    over: mpsc::Receiver<Infallible>,
 }
 
 /// The executor cannot take a command.
@@ -110,18 +113,19 @@ impl Executor {
         let slot = abort.clone();
         let report_waits = Arc::new(AtomicBool::new(false));
         let waits = report_waits.clone();
-        let (lives, ended) = oneshot::channel();
+        let (lives, ended) = oneshot::channel::<Infallible>();
+        let (runs, over) = mpsc::channel::<Infallible>();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
             // Dropped last, also by a panic: whoever learns of the end finds the queue closed. What
             // is captured would be dropped behind all that is declared here.
-            let _lives: oneshot::Sender<Infallible> = lives;
+            let _lives = (lives, runs);
             let receiver = receiver;
             let rank = make_rank();
             Loop { rank, outbox, abort: slot, entered: 0, epoch: None, report_waits: waits }
                 .run(&receiver)
         })?;
         let (commands, thread, ended) = (Some(commands), Some(thread), Some(ended));
-        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits, ended })
+        Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits, ended, over })
     }
 
     /// Resolves, to an error, when the thread has ended; for whoever asks first.
@@ -201,11 +205,7 @@ impl Drop for Executor {
         drop(self.commands.take());
         // A device that hangs or a long load holds it up; the process wants to end nonetheless.
         let Some(thread) = self.thread.take() else { return };
-        let began = Instant::now();
-        while !thread.is_finished() && began.elapsed() < END_PATIENCE {
-            std::thread::sleep(Duration::from_millis(1));
-        }
-        if thread.is_finished() {
+        if self.over.recv_timeout(END_PATIENCE) == Err(RecvTimeoutError::Disconnected) {
             let _ = thread.join();
         }
     }
@@ -389,7 +389,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
         let mut outputs = Vec::with_capacity(plan.sequences.len());
         let term = (self.entered, plan.epoch);
         let mut source = EpochSteps { inbox, term, abort: &self.abort };
-        let stepped = self.rank.step_with(plan, &mut source, &mut outputs);
+        let stepped = self.rank.step(plan, &mut source, &mut outputs);
         self.abort.forget_masks(plan.epoch, plan.step);
         self.outbox.exchanged(self.rank.take_exchanged());
         match stepped {

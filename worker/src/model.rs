@@ -75,6 +75,14 @@ impl ModelError {
     /// Whether another attempt with the same folder and degree is pointless.
     #[must_use]
     pub fn is_permanent(&self) -> bool {
-        !matches!(self, Self::Kernel(error) if !matches!(error, kernels::KernelError::Unsupported(_)))
+        match self {
+            // What a device lacks it lacks for good; all else may have been of the moment.
+            Self::Kernel(error) => matches!(error, kernels::KernelError::Unsupported(_)),
+            Self::File { .. }
+            | Self::Tensor { .. }
+            | Self::Degree { .. }
+            | Self::Fit(_)
+            | Self::Dtype(_) => true,
+        }
     }
 }

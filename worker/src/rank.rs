@@ -36,13 +36,15 @@ pub trait Rank {
     /// One sentence.
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String>;
 
-    /// Runs one step. Appends to `outputs` on rank 0.
+    /// Runs one step. Appends to `outputs` on rank 0. While it waits for its device it may begin
+    /// the next step, which it finds in `source` and which it is then given next.
     ///
     /// # Errors
     /// One sentence; the epoch is over then.
     fn step(
         &mut self,
         plan: &StepPlan,
+        source: &mut dyn StepSource,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String>;
 
@@ -53,21 +55,6 @@ pub trait Rank {
     /// draft for, on rank 0.
     fn drafted(&self) -> Vec<u32> {
         Vec::new()
-    }
-
-    /// As `step`; while it waits for its device it may begin the next step, which it finds in
-    /// `source` and which it is then given next.
-    ///
-    /// # Errors
-    /// As `step`.
-    fn step_with(
-        &mut self,
-        plan: &StepPlan,
-        source: &mut dyn StepSource,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<StepTimings, String> {
-        let _ = source;
-        self.step(plan, outputs)
     }
 
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.

@@ -75,20 +75,10 @@ pub async fn run(
     stop: impl Future<Output = String>,
 ) -> io::Result<WorkerEnd> {
     let mut stop = std::pin::pin!(stop);
-    let listen = match options.collective_listen {
-        Some(address) => address,
-        None => {
-            let address = tokio::select! {
-                address = own_address(&mut options.coordinator) => address,
-                reason = &mut stop => return Ok(WorkerEnd::Shutdown { reason }),
-            };
-            SocketAddr::new(address, 0)
-        }
+    let listener = tokio::select! {
+        listener = listen(&mut options) => listener?,
+        reason = &mut stop => return Ok(WorkerEnd::Shutdown { reason }),
     };
-    let listener = TcpListener::bind(listen).map_err(|error| {
-        let option = options.collective_listen.map_or("", |_| " (--collective-listen)");
-        io::Error::new(error.kind(), format!("cannot listen on {listen}{option}: {error}"))
-    })?;
     let collective_addr = listener.local_addr()?;
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
@@ -97,31 +87,8 @@ pub async fn run(
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
-    let offer = NodeResources {
-        cpus: std::thread::available_parallelism()
-            .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
-        memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
-        ..options.offer
-    };
-    let (device, gpu, offer, threads, executor) = match options.device {
-        DeviceChoice::Cpu(device) => {
-            let threads = device.threads;
-            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
-            (DeviceKind::Cpu, String::new(), offer, threads, executor)
-        }
-        DeviceChoice::Cuda(device) => {
-            let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
-            if offer.labels.len() < RESOURCES_MAX
-                && !offer.labels.contains_key(NVLINK_LABEL)
-                && let Some(island) = nvlink_island(nvml.as_deref(), &device.uuid)
-            {
-                offer.labels.insert(NVLINK_LABEL.to_owned(), island);
-            }
-            let gpu = device.uuid.clone();
-            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
-            (DeviceKind::Cuda, gpu, offer, 1, executor)
-        }
-    };
+    let Started { executor, device, gpu, threads, offer } =
+        start_executor(options.device, listener, outbox, options.offer, nvml.as_deref())?;
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),
@@ -167,6 +134,64 @@ pub async fn run(
         Ok(end) => Ok(end.unwrap_or(failed)),
         // Its thread is held up by what ends with the process.
         Err(_) => Ok(WorkerEnd::Shutdown { reason }),
+    }
+}
+
+/// Binds the address of the collective, as soon as there is one.
+async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
+    let listen = match options.collective_listen {
+        Some(address) => address,
+        None => SocketAddr::new(own_address(&mut options.coordinator).await, 0),
+    };
+    TcpListener::bind(listen).map_err(|error| {
+        let option = options.collective_listen.map_or("", |_| " (--collective-listen)");
+        io::Error::new(error.kind(), format!("cannot listen on {listen}{option}: {error}"))
+    })
+}
+
+/// An executor, and what it computes on.
+struct Started {
+    executor: Executor,
+    device: DeviceKind,
+    /// The GPU's identity; empty on CPUs.
+    gpu: String,
+    threads: usize,
+    /// What the node offers, memory and cores included.
+    offer: NodeResources,
+}
+
+/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener`.
+fn start_executor(
+    device: DeviceChoice,
+    listener: TcpListener,
+    outbox: LinkOutbox,
+    offer: NodeResources,
+    nvml: Option<&Path>,
+) -> io::Result<Started> {
+    let offer = NodeResources {
+        cpus: std::thread::available_parallelism()
+            .map_or(1, |cores| u32::try_from(cores.get()).unwrap_or(u32::MAX)),
+        memory_bytes: available_memory(Path::new("/")).unwrap_or(0),
+        ..offer
+    };
+    match device {
+        DeviceChoice::Cpu(device) => {
+            let threads = device.threads;
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            Ok(Started { executor, device: DeviceKind::Cpu, gpu: String::new(), threads, offer })
+        }
+        DeviceChoice::Cuda(device) => {
+            let mut offer = NodeResources { gpus: 1, memory_bytes: device.memory_free, ..offer };
+            if offer.labels.len() < RESOURCES_MAX
+                && !offer.labels.contains_key(NVLINK_LABEL)
+                && let Some(island) = nvlink_island(nvml, &device.uuid)
+            {
+                offer.labels.insert(NVLINK_LABEL.to_owned(), island);
+            }
+            let gpu = device.uuid.clone();
+            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            Ok(Started { executor, device: DeviceKind::Cuda, gpu, threads: 1, offer })
+        }
     }
 }
 

@@ -28,6 +28,7 @@ use super::etcd::{EtcdArgs, parse_address};
 use super::lora::LoraArgs;
 use super::options::{parse_bytes, parse_quantization, parse_swap_space};
 use super::output::print_line;
+use super::speculative::{self, Speculative};
 use super::work::cores;
 use super::{CliError, api, secret};
 
@@ -85,6 +86,9 @@ pub(crate) struct DoctorArgs {
     pub(crate) quantization: Quantization,
     #[command(flatten)]
     pub(crate) lora: LoraArgs,
+    /// What drafts, as when serving: a draft model takes memory, too
+    #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
+    pub(crate) speculative_config: Option<Speculative>,
     /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,

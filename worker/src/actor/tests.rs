@@ -5,13 +5,13 @@ use actix::Actor as _;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
 use shared::protocol::{
-    DeviceKind, Form, FromWorker, NodeResources, SequenceOutput, StepPlan, StepResult, StepTimings,
-    WorkerStats,
+    DeviceKind, Form, FromWorker, NodeResources, Rejoin, SequenceOutput, StepPlan, StepResult,
+    StepTimings, WorkerStats,
 };
 
 use super::*;
 use crate::executor::Outbox;
-use crate::rank::{AbortSlot, FormError, FormNews, Rank, RankReady};
+use crate::rank::{AbortSlot, FormError, FormNews, Rank, RankReady, StepSource};
 
 /// A rank that cannot even be made.
 struct Defective;
@@ -30,7 +30,12 @@ impl Rank for Defective {
         Ok(())
     }
 
-    fn step(&mut self, _: &StepPlan, _: &mut Vec<SequenceOutput>) -> Result<StepTimings, String> {
+    fn step(
+        &mut self,
+        _: &StepPlan,
+        _: &mut dyn StepSource,
+        _: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
         Ok(StepTimings::default())
     }
 

@@ -12,16 +12,15 @@
 //! and log-probabilities of prompts are fetched in the middle of their step.
 //!
 //! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
-use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
 use kernels::backend::NOT_FED;
 use shared::ids::{SeqId, StepId};
-use shared::protocol::{Drafts, NewSequence, SequenceOutput, SequenceStep, StepPlan};
+use shared::protocol::{NewSequence, SequenceOutput, SequenceStep, StepPlan};
 
 use super::sequence::prompt_targets;
-use super::{Engine, EngineError, masks, merge_output};
+use super::{Engine, EngineError, masks, sampled_output};
 use crate::rank::StepSource;
 
 /// Steps under way at most.
@@ -44,11 +43,37 @@ pub(super) struct Queued {
 
 /// A sequence that gets a token.
 #[derive(Debug)]
-struct Entry {
-    step: SequenceStep,
+pub(super) struct Entry {
+    seq: SeqId,
     /// Where in the sequence its token goes.
     place: usize,
+    /// The position that is reported with it.
+    position: u32,
     wants_logprobs: bool,
+}
+
+/// Finds sequences among those of a step. Most plans name theirs in the order of the one before, so
+/// it looks behind the last one found first.
+#[derive(Debug)]
+struct Walk<'a> {
+    entries: &'a [Entry],
+    next: usize,
+}
+
+impl<'a> Walk<'a> {
+    fn new(queued: Option<&'a Queued>) -> Self {
+        Self { entries: queued.map_or(&[], |queued| &queued.entries), next: 0 }
+    }
+
+    /// The row that is sampled for a sequence, if one is.
+    fn row(&mut self, seq: SeqId) -> Option<usize> {
+        let (before, behind) = self.entries.split_at(self.next);
+        let is_own = |entry: &Entry| entry.seq == seq;
+        let found = behind.iter().position(is_own).map(|at| self.next + at);
+        let found = found.or_else(|| before.iter().position(is_own))?;
+        self.next = found + 1;
+        Some(found)
+    }
 }
 
 impl<B: Backend> Engine<B> {
@@ -88,14 +113,13 @@ impl<B: Backend> Engine<B> {
     /// Hands a prepared step to the device.
     pub(super) fn begin(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         self.compute(plan, &mut Vec::new(), true)?;
-        let mut entries = Vec::with_capacity(self.step.sample_rows.len());
+        let mut entries = self.step.entries.pop().unwrap_or_default();
         for step in plan.sequences.iter().filter(|step| step.sample) {
             let Some(seq) = self.sequences.get_mut(&step.seq) else { continue };
             let (place, wants_logprobs) = (seq.tokens.len(), seq.params.logprobs.is_some());
             seq.tokens.push(0);
-            // Lists are not asked for again.
-            let step = SequenceStep { new_blocks: Vec::new(), drafts: Drafts::none(), ..*step };
-            entries.push(Entry { step, place, wants_logprobs });
+            let position = step.start + step.count;
+            entries.push(Entry { seq: step.seq, place, position, wants_logprobs });
         }
         let awaits_masks = masks::are_in(plan);
         self.queued.push_back(Queued { step: plan.step, awaits_masks, entries });
@@ -110,18 +134,15 @@ impl<B: Backend> Engine<B> {
             return false;
         }
         // A token on its way would come to the new sequence of its name.
-        let is_awaited = |seq: SeqId| last.entries.iter().any(|entry| entry.step.seq == seq);
+        let is_awaited = |seq: SeqId| last.entries.iter().any(|entry| entry.seq == seq);
         if plan.admitted.iter().any(|new| is_awaited(new.seq)) {
             return false;
         }
-        // Most plans name their sequences in the order of the one before.
-        let (count, mut at) = (last.entries.len(), 0);
+        let mut walk = Walk::new(Some(last));
         let is_there = |entry: &SequenceStep| {
-            let found = (at..at + count).find(|at| last.entries[at % count].step.seq == entry.seq);
-            at = found.map_or(at, |index| index % count + 1);
+            let found = walk.row(entry.seq);
             // Of a step that is under way no other tokens than its own are missing.
-            let is_fed =
-                found.is_none_or(|at| last.entries[at % count].place == entry.start as usize);
+            let is_fed = found.is_none_or(|at| last.entries[at].place == entry.start as usize);
             // Few end in one step.
             is_fed && !plan.finished.contains(&entry.seq)
         };
@@ -130,17 +151,17 @@ impl<B: Backend> Engine<B> {
 
     /// Begins the next step behind the one that runs.
     fn begin_ahead(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
-        let last = self.queued.back().map_or(&[][..], |queued| &queued.entries);
-        let rows: HashMap<SeqId, u32> =
-            (0u32..).zip(last).map(|(row, entry)| (entry.step.seq, row)).collect();
         self.admit(plan)?;
         self.check(plan)?;
         self.lay_out(plan);
-        if plan.sequences.iter().any(|entry| rows.contains_key(&entry.seq)) {
-            for entry in &plan.sequences {
-                let row = rows.get(&entry.seq).copied().unwrap_or(NOT_FED);
-                self.step.feed.extend(std::iter::repeat_n(row, entry.count as usize));
-            }
+        let mut walk = Walk::new(self.queued.back());
+        let feed = &mut self.step.feed;
+        for entry in &plan.sequences {
+            let row = walk.row(entry.seq).map_or(NOT_FED, |row| row as u32);
+            feed.extend(std::iter::repeat_n(row, entry.count as usize));
+        }
+        if feed.iter().all(|row| *row == NOT_FED) {
+            feed.clear();
         }
         self.begun_ahead += 1;
         self.begin(plan)
@@ -178,20 +199,40 @@ impl<B: Backend> Engine<B> {
         if samples {
             self.backend.take_sampled(&mut self.step.sampled)?;
         }
-        let Some(queued) = self.queued.pop_front() else { return Ok(()) };
+        let Some(Queued { mut entries, .. }) = self.queued.pop_front() else { return Ok(()) };
         let reports = self.backend.rank() == 0;
-        for (entry, sampled) in queued.entries.iter().zip(self.step.sampled.drain(..)) {
+        for (entry, sampled) in entries.iter().zip(self.step.sampled.drain(..)) {
             // A sequence that the next step forgot is not missed.
-            if let Some(seq) = self.sequences.get_mut(&entry.step.seq)
+            if let Some(seq) = self.sequences.get_mut(&entry.seq)
                 && let Some(token) = seq.tokens.get_mut(entry.place)
             {
                 *token = sampled.token;
             }
-            self.digest = self.digest.with(entry.step.seq, entry.place as u32, sampled.token);
+            self.digest = self.digest.with(entry.seq, entry.place as u32, sampled.token);
             if reports {
-                merge_output(outputs, &entry.step, sampled, entry.wants_logprobs);
+                let Entry { seq, position, wants_logprobs, .. } = *entry;
+                outputs.push(sampled_output(seq, position, sampled, wants_logprobs));
             }
         }
+        entries.clear();
+        self.step.entries.push(entries);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sequences_are_found_in_any_order() {
+        let entry = |seq| Entry { seq: SeqId(seq), place: 0, position: 0, wants_logprobs: false };
+        let entries = [7, 3, 9, 4].map(entry).into();
+        let queued = Queued { step: StepId(1), awaits_masks: false, entries };
+        let mut walk = Walk::new(Some(&queued));
+        let rows = [7, 3, 5, 9, 7, 4, 4, 9].map(|seq| walk.row(SeqId(seq)));
+        let expected = [Some(0), Some(1), None, Some(2), Some(0), Some(3), Some(3), Some(2)];
+        assert_eq!(rows, expected);
+        assert_eq!(Walk::new(None).row(SeqId(7)), None);
     }
 }

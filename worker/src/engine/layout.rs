@@ -4,6 +4,7 @@ use kernels::backend::{NOT_ASSIGNED, SeqRows};
 use kernels::sampling::{SampleRow, Sampled};
 use shared::protocol::StepPlan;
 
+use super::ahead::Entry;
 use super::sequence::Sequence;
 use super::swap::HostBlocks;
 use super::{Engine, EngineError, HELD_PER_RUNNING, masks, verify};
@@ -29,6 +30,8 @@ pub(super) struct StepBuffers {
     /// Empty between steps: kept for its memory.
     pub(super) sampling: Vec<SampleRow<'static>>,
     pub(super) sampled: Vec<Sampled>,
+    /// Empty lists of sequences that get a token, likewise.
+    pub(super) entries: Vec<Vec<Entry>>,
     pub(super) tokens: Vec<u32>,
     /// Rows and next tokens of one chunk of prompt log-probabilities.
     pub(super) prompt_rows: Vec<u32>,

@@ -11,12 +11,17 @@ use super::sequence::Sequence;
 use super::{Engine, EngineError};
 use crate::model::decoder::Decoder;
 
-impl<B: Backend> Engine<B> {
-    /// Whether log-probabilities of prompt tokens are due from this part of a sequence.
+impl Sequence {
+    /// Whether log-probabilities of prompt tokens are due from this part of it.
     pub(super) fn reports_prompt(&self, entry: &SequenceStep) -> bool {
-        self.sequences
-            .get(&entry.seq)
-            .is_some_and(|seq| seq.prompt_logprobs.is_some() && seq.prompt_targets(entry).is_some())
+        self.prompt_logprobs.is_some() && self.prompt_targets(entry).is_some()
+    }
+}
+
+impl<B: Backend> Engine<B> {
+    /// As [`Sequence::reports_prompt`], of the entry's.
+    pub(super) fn reports_prompt(&self, entry: &SequenceStep) -> bool {
+        self.sequences.get(&entry.seq).is_some_and(|seq| seq.reports_prompt(entry))
     }
 }
 
@@ -72,35 +77,36 @@ pub(super) fn prompt_logprobs<B: Backend>(
     Ok(())
 }
 
-/// Adds a sampled token to the output that prompt log-probabilities began, or begins one.
-pub(super) fn merge_output(
-    outputs: &mut Vec<SequenceOutput>,
-    entry: &SequenceStep,
+/// What is reported of a sampled token, which its sequence has at `position`.
+pub(super) fn sampled_output(
+    seq: SeqId,
+    position: u32,
     sampled: Sampled,
     wants_logprobs: bool,
-) {
-    let (token, corrupted) = (sampled.token, sampled.corrupted);
-    let logprobs = wants_logprobs.then(|| token_logprobs(sampled));
-    let position = entry.start + entry.count;
-    if let Some(begun) = outputs.iter_mut().find(|output| output.seq == entry.seq) {
-        begun.token = Some(token);
-        begun.logprobs = logprobs;
-        begun.corrupted |= corrupted;
-        return;
-    }
-    outputs.push(SequenceOutput {
-        seq: entry.seq,
+) -> SequenceOutput {
+    SequenceOutput {
+        seq,
         position,
-        token: Some(token),
-        logprobs,
+        token: Some(sampled.token),
+        corrupted: sampled.corrupted,
+        logprobs: wants_logprobs.then(|| token_logprobs(sampled)),
         prompt_logprobs: Vec::new(),
         prompt_start: 0,
-        corrupted,
         embedding: Vec::new(),
-    });
+    }
 }
 
-pub(super) fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
+/// Adds a sampled token to the output that prompt log-probabilities of its sequence began.
+pub(super) fn merge_output(outputs: &mut Vec<SequenceOutput>, own: SequenceOutput) {
+    let Some(begun) = outputs.iter_mut().find(|output| output.seq == own.seq) else {
+        return outputs.push(own);
+    };
+    begun.token = own.token;
+    begun.logprobs = own.logprobs;
+    begun.corrupted |= own.corrupted;
+}
+
+fn token_logprobs(sampled: Sampled) -> TokenLogprobs {
     TokenLogprobs {
         token: sampled.token,
         logprob: sampled.logprob,

@@ -32,10 +32,12 @@ pub(super) struct Sequence {
     pub(super) pooled: Vec<f64>,
 }
 
-/// As [`Sequence::prompt_targets`], of a prompt of so many tokens.
+/// As [`Sequence::prompt_targets`], of a prompt of so many tokens. The entry may be of a plan that
+/// was not checked yet.
 pub(super) fn prompt_targets(entry: &SequenceStep, num_prompt: u32) -> Option<Range<u32>> {
-    let end = (entry.start + entry.count + 1).min(num_prompt);
-    (entry.start + 1 < end).then_some(entry.start + 1..end)
+    let first = entry.start.saturating_add(1);
+    let end = first.saturating_add(entry.count).min(num_prompt);
+    (first < end).then_some(first..end)
 }
 
 impl Sequence {
@@ -138,5 +140,30 @@ impl Sequence {
     ) -> SampleRow<'a> {
         let (prompt, output) = self.tokens[..known].split_at(self.num_prompt as usize);
         SampleRow { params: &self.params, prompt, output, allowed }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::SeqId;
+    use shared::protocol::Drafts;
+
+    use super::*;
+
+    #[test]
+    fn a_part_tells_about_the_prompts_tokens_behind_its_own() {
+        let targets = |start, count, num_prompt| {
+            let (seq, drafts) = (SeqId(1), Drafts::none());
+            let (sample, masked, new_blocks) = (false, false, Vec::new());
+            let entry = SequenceStep { seq, start, count, new_blocks, sample, masked, drafts };
+            prompt_targets(&entry, num_prompt)
+        };
+        assert_eq!(targets(0, 3, 10), Some(1..4));
+        assert_eq!(targets(8, 2, 10), Some(9..10), "the last tells about the output");
+        assert_eq!(targets(9, 1, 10), None);
+        // A plan that is looked at ahead may say anything.
+        assert_eq!(targets(3, u32::MAX, 10), Some(4..10));
+        assert_eq!(targets(u32::MAX, u32::MAX, 10), None);
+        assert_eq!(targets(u32::MAX, 1, u32::MAX), None);
     }
 }

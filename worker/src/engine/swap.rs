@@ -80,7 +80,8 @@ impl<B: Backend> Engine<B> {
         let fault = |message: String| EngineError::Plan { step: plan.step.0, message };
         let mut pairs = Vec::new();
         for swap in &plan.swap_out {
-            self.leave(swap, &mut pairs).map_err(|why| fault(format!("{} {why}", swap.seq)))?;
+            self.swap_one_out(swap, &mut pairs)
+                .map_err(|why| fault(format!("{} {why}", swap.seq)))?;
         }
         let none = || fault("swaps, and there is no host memory for it".to_owned());
         let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
@@ -89,7 +90,7 @@ impl<B: Backend> Engine<B> {
         self.backend.swap_out(cache, &mut host.kv, &pairs)?;
         pairs.clear();
         for swap in &plan.swap_in {
-            self.come_back(plan, swap, &mut pairs)
+            self.swap_one_in(plan, swap, &mut pairs)
                 .map_err(|why| fault(format!("{} {why}", swap.seq)))?;
         }
         let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
@@ -103,7 +104,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    fn leave(&mut self, swap: &Swap, pairs: &mut Vec<(u32, u32)>) -> Result<(), String> {
+    fn swap_one_out(&mut self, swap: &Swap, pairs: &mut Vec<(u32, u32)>) -> Result<(), String> {
         let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
         let host = self.host.as_mut().ok_or("is swapped, and there is no host memory for it")?;
         if seq.host.is_some() {
@@ -127,7 +128,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    fn come_back(
+    fn swap_one_in(
         &mut self,
         plan: &StepPlan,
         swap: &Swap,

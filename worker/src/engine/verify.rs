@@ -8,7 +8,7 @@ use kernels::sampling::Sampled;
 use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, TokenDigest};
 
 use super::layout::StepBuffers;
-use super::report::token_logprobs;
+use super::report::sampled_output;
 use super::sequence::Sequence;
 
 /// Checks a share with drafts; the rest of its checks are those of any share.
@@ -93,15 +93,6 @@ pub(super) fn report(
     outputs: &mut Vec<SequenceOutput>,
 ) {
     for (position, sampled) in (entry.start + 1..).zip(sampled) {
-        outputs.push(SequenceOutput {
-            seq: entry.seq,
-            position,
-            token: Some(sampled.token),
-            corrupted: sampled.corrupted,
-            logprobs: wants_logprobs.then(|| token_logprobs(sampled)),
-            prompt_logprobs: Vec::new(),
-            prompt_start: 0,
-            embedding: Vec::new(),
-        });
+        outputs.push(sampled_output(entry.seq, position, sampled, wants_logprobs));
     }
 }

@@ -35,6 +35,45 @@ struct ScriptedRank {
     sign: Arc<AtomicBool>,
 }
 
+impl ScriptedRank {
+    /// Steps that look at nothing else.
+    fn run(
+        &mut self,
+        plan: &StepPlan,
+        outputs: &mut Vec<SequenceOutput>,
+    ) -> Result<StepTimings, String> {
+        if plan.step == StepId(13) {
+            self.sign.store(true, Ordering::Relaxed);
+            let mut aborted = self.flag.0.lock().unwrap();
+            while !*aborted {
+                aborted = self.flag.1.wait(aborted).unwrap();
+            }
+            return Err("the collective was aborted".into());
+        }
+        if plan.step == StepId(17) {
+            self.sign.store(true, Ordering::Relaxed);
+            std::thread::sleep(Duration::from_millis(300));
+            return Err("the collective was aborted".into());
+        }
+        let numbers = match plan.step {
+            StepId(24) => 4_100_000,
+            StepId(25) => 4_200_000,
+            _ => return Ok(StepTimings::default()),
+        };
+        outputs.push(SequenceOutput {
+            seq: SeqId(1),
+            position: 1,
+            token: None,
+            logprobs: None,
+            prompt_logprobs: Vec::new(),
+            prompt_start: 0,
+            corrupted: false,
+            embedding: vec![0.5; numbers],
+        });
+        Ok(StepTimings::default())
+    }
+}
+
 impl Rank for ScriptedRank {
     fn form(
         &mut self,
@@ -75,46 +114,6 @@ impl Rank for ScriptedRank {
     fn step(
         &mut self,
         plan: &StepPlan,
-        outputs: &mut Vec<SequenceOutput>,
-    ) -> Result<StepTimings, String> {
-        if plan.step == StepId(13) {
-            self.sign.store(true, Ordering::Relaxed);
-            let mut aborted = self.flag.0.lock().unwrap();
-            while !*aborted {
-                aborted = self.flag.1.wait(aborted).unwrap();
-            }
-            return Err("the collective was aborted".into());
-        }
-        if plan.step == StepId(17) {
-            self.sign.store(true, Ordering::Relaxed);
-            std::thread::sleep(Duration::from_millis(300));
-            return Err("the collective was aborted".into());
-        }
-        let numbers = match plan.step {
-            StepId(24) => 4_100_000,
-            StepId(25) => 4_200_000,
-            _ => return Ok(StepTimings::default()),
-        };
-        outputs.push(SequenceOutput {
-            seq: SeqId(1),
-            position: 1,
-            token: None,
-            logprobs: None,
-            prompt_logprobs: Vec::new(),
-            prompt_start: 0,
-            corrupted: false,
-            embedding: vec![0.5; numbers],
-        });
-        Ok(StepTimings::default())
-    }
-
-    fn digest(&self) -> u32 {
-        0
-    }
-
-    fn step_with(
-        &mut self,
-        plan: &StepPlan,
         source: &mut dyn StepSource,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String> {
@@ -126,7 +125,7 @@ impl Rank for ScriptedRank {
             return Ok(StepTimings { sample_us, ..StepTimings::default() });
         }
         if plan.step != StepId(21) {
-            return self.step(plan, outputs);
+            return self.run(plan, outputs);
         }
         let began = Instant::now();
         while began.elapsed() < Duration::from_millis(300) {
@@ -136,6 +135,10 @@ impl Rank for ScriptedRank {
             std::thread::sleep(Duration::from_millis(1));
         }
         Ok(StepTimings::default())
+    }
+
+    fn digest(&self) -> u32 {
+        0
     }
 
     fn release(&mut self) {

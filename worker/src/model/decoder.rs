@@ -1,17 +1,22 @@
 //! The forward pass of one rank, written once over `kernels::Backend`.
 //!
 //! Activations live in buffers made once for the largest step; a step allocates nothing.
-use kernels::backend::{AttentionAt, AttentionShape, Batch, KvShape, QkvInput, Routing};
+//!
+//! - `pass`: a batch on its way through the layers
+use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
 use kernels::{Backend, KernelError};
 
+use self::pass::{Pass, Pending};
 use super::config::ModelConfig;
-use super::lora::{Adapters, Site};
+use super::lora::Adapters;
 use super::shard::Shard;
-use super::weights::{Mlp, Weights};
+use super::weights::BackendWeights;
+
+mod pass;
 
 /// One rank's model on its backend.
 pub struct Decoder<B: Backend> {
-    weights: Weights<B::Matrix, B::Stack, B::Vector>,
+    weights: BackendWeights<B>,
     config: ModelConfig,
     shard: Shard,
     /// Of every layer, but for its window.
@@ -84,7 +89,7 @@ impl<B: Backend> Decoder<B> {
         backend: &mut B,
         config: ModelConfig,
         shard: Shard,
-        weights: Weights<B::Matrix, B::Stack, B::Vector>,
+        weights: BackendWeights<B>,
         tokens_max: usize,
         rows_max: usize,
     ) -> Result<Self, KernelError> {
@@ -204,72 +209,24 @@ impl<B: Backend> Decoder<B> {
         if let Some(adapters) = &mut adapters {
             adapters.begin(backend, rows)?;
         }
-        let norms = Norms { eps: config.norm_eps, sharded: shard.degree > 1 };
         let first_id = u32::try_from(shard.vocab.start).unwrap_or(u32::MAX);
         let scale = weights.embedding_scale;
         backend.embed(&weights.embedding, ids, first_id, scale, &mut buffers.residual)?;
-        if norms.sharded {
+        if shard.degree > 1 {
             backend.all_reduce(&mut buffers.residual)?;
         }
+        let mut pass = Pass { backend, cache, batch, config, shard, buffers, adapters };
         let mut pending = Pending::Nothing;
         for (index, layer) in weights.layers.iter().enumerate() {
             let sliding_window = config.sliding_windows[index];
-            let attention = &AttentionShape { sliding_window, ..*attention };
-            norms.add(backend, buffers, pending, &layer.input_norm)?;
-            let addend = match &mut adapters {
-                Some(adapters) => {
-                    adapters.addend(backend, (index, Site::Qkv), (0, 0), &buffers.normed)?
-                }
-                None => None,
-            };
-            let (x, rope) = (&buffers.normed, &weights.ropes[layer.rope]);
-            let qkv = QkvInput { x, weights: &layer.qkv, addend, rope };
-            let at = AttentionAt { shape: attention, batch, layer: index };
-            backend.qkv_rope_write(qkv, at, cache, &mut buffers.q)?;
-            let (sinks, attended) = (layer.sinks.as_ref(), &mut buffers.attended);
-            backend.paged_attention(&buffers.q, sinks, at, cache, attended)?;
-            let bias = layer.output_bias.as_ref();
-            let (at, deltas) = ((index, Site::Output), &mut buffers.deltas);
-            let weight = (&layer.output[..], bias);
-            row_parallel(backend, &buffers.attended, weight, deltas, &mut adapters, at)?;
-            let attended = Pending::of(layer.output_norm.as_ref());
-            norms.add(backend, buffers, attended, &layer.post_norm)?;
-            match &layer.mlp {
-                Mlp::Dense { gate_up, gate_up_bias, down, down_bias } => {
-                    let inner = room(&mut buffers.inner)?;
-                    let bias = gate_up_bias.as_ref();
-                    let addend = match &mut adapters {
-                        Some(adapters) => adapters.addend(
-                            backend,
-                            (index, Site::GateUp),
-                            (0, 0),
-                            &buffers.normed,
-                        )?,
-                        None => None,
-                    };
-                    let activation = config.activation;
-                    backend.gate_up(&buffers.normed, gate_up, bias, addend, activation, inner)?;
-                    let (at, deltas) = ((index, Site::Down), &mut buffers.deltas);
-                    let weight = (&down[..], down_bias.as_ref());
-                    row_parallel(backend, inner, weight, deltas, &mut adapters, at)?;
-                }
-                Mlp::Experts { router, router_bias, gate_up, gate_up_bias, down, down_bias } => {
-                    let ExpertBuffers { routes, inner } = room(&mut buffers.experts)?;
-                    let (x, bias) = (&buffers.normed, router_bias.as_ref());
-                    backend.route(x, router, bias, routes)?;
-                    let bias = gate_up_bias.as_ref();
-                    let activation = config.expert_activation();
-                    backend.experts_gate_up(x, gate_up, bias, activation, routes, inner)?;
-                    let width = shard.expert.len() / shard.parts;
-                    sum_parts(backend, down, &mut buffers.deltas, |backend, i, part, delta| {
-                        let bias = down_bias.as_ref().filter(|_| i == 0);
-                        backend.experts_down(inner, i * width, part, bias, routes, delta)
-                    })?;
-                }
-            }
+            let shape = AttentionShape { sliding_window, ..*attention };
+            pass.norm(pending, &layer.input_norm)?;
+            pass.attention(index, layer, &weights.ropes[layer.rope], &shape)?;
+            pass.norm(Pending::of(layer.output_norm.as_ref()), &layer.post_norm)?;
+            pass.mlp(index, &layer.mlp)?;
             pending = Pending::of(layer.down_norm.as_ref());
         }
-        norms.add(backend, buffers, pending, &weights.final_norm)
+        pass.norm(pending, &weights.final_norm)
     }
 
     /// What the last norm gave for some of the last batch's rows, one range behind the other,
@@ -283,7 +240,13 @@ impl<B: Backend> Decoder<B> {
         rows: &[std::ops::Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
-        backend.read_rows(&self.buffers.normed, rows, out)
+        backend.read_rows(&self.buffers.normed, rows, out)?;
+        // Its weight is divided by that for the logits' sake.
+        let scaling = self.config.logits_scaling;
+        if scaling != 1.0 {
+            out.iter_mut().for_each(|value| *value *= scaling);
+        }
+        Ok(())
     }
 
     /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
@@ -314,118 +277,4 @@ impl<B: Backend> Decoder<B> {
     pub fn last_logits(&self) -> &B::Buffer {
         if self.gathered { &self.buffers.logits } else { &self.buffers.logits_local }
     }
-}
-
-/// What the next norm has to add to the residual stream.
-enum Pending<'a, V> {
-    Nothing,
-    /// `deltas[0]`.
-    Delta,
-    /// Its norm, of this weight.
-    Normed(&'a V),
-}
-
-impl<'a, V> Pending<'a, V> {
-    fn of(norm: Option<&'a V>) -> Self {
-        norm.map_or(Self::Delta, Self::Normed)
-    }
-}
-
-/// What all norms of the residual stream have in common.
-struct Norms {
-    eps: f32,
-    /// `deltas[0]` is this rank's part of a sum.
-    sharded: bool,
-}
-
-impl Norms {
-    /// Adds what is `pending`, of all ranks, to the residual stream; `normed` = its norm.
-    fn add<B: Backend>(
-        &self,
-        backend: &mut B,
-        buffers: &mut Buffers<B>,
-        pending: Pending<'_, B::Vector>,
-        weight: &B::Vector,
-    ) -> Result<(), KernelError> {
-        let Self { eps, sharded } = *self;
-        let Buffers { residual, normed, deltas, .. } = buffers;
-        let [delta, ..] = &mut deltas[..] else { return Err(missing()) };
-        match pending {
-            Pending::Nothing => backend.add_rmsnorm(residual, None, weight, eps, normed),
-            Pending::Delta if sharded => {
-                backend.all_reduce_add_rmsnorm(delta, residual, weight, eps, normed)
-            }
-            Pending::Delta => backend.add_rmsnorm(residual, Some(delta), weight, eps, normed),
-            Pending::Normed(own) => {
-                if sharded {
-                    backend.all_reduce(delta)?;
-                }
-                backend.add_normed_rmsnorm(residual, delta, own, weight, eps, normed)
-            }
-        }
-    }
-}
-
-/// What a layer of this kind needs.
-fn room<T>(made: &mut Option<T>) -> Result<&mut T, KernelError> {
-    made.as_mut().ok_or_else(missing)
-}
-
-fn missing() -> KernelError {
-    let message = "the configuration has no layer of this kind".to_owned();
-    KernelError::Shape { op: "forward", message }
-}
-
-/// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that
-/// all ranks' are still to be added up; and what adapters add to it there, part by part.
-fn row_parallel<B: Backend>(
-    backend: &mut B,
-    x: &B::Buffer,
-    (parts, bias): (&[B::Matrix], Option<&B::Vector>),
-    deltas: &mut [B::Buffer],
-    adapters: &mut Option<&mut Adapters<B>>,
-    at: (usize, Site),
-) -> Result<(), KernelError> {
-    let mut adapt = |backend: &mut B, part: (usize, usize), delta: &mut B::Buffer| {
-        let Some(adapters) = adapters.as_mut() else { return Ok(()) };
-        match adapters.addend(backend, at, part, x)? {
-            Some(addend) => backend.add(delta, addend),
-            None => Ok(()),
-        }
-    };
-    if let ([whole], [delta, ..]) = (parts, &mut *deltas) {
-        backend.linear(x, whole, bias, delta)?;
-        return adapt(backend, (0, 0), delta);
-    }
-    let mut first = 0;
-    sum_parts(backend, parts, deltas, |backend, index, part, delta| {
-        backend.linear_columns(x, first, part, bias.filter(|_| index == 0), delta)?;
-        adapt(backend, (index, first), delta)?;
-        first += backend.columns(part);
-        Ok(())
-    })
-}
-
-/// `deltas[0]` = the sum of what `make` makes of all parts, added up as a binary tree, as ranks
-/// are: with the parts of several ranks in one, the sum has the same bits as theirs.
-fn sum_parts<B: Backend, P>(
-    backend: &mut B,
-    parts: &[P],
-    deltas: &mut [B::Buffer],
-    mut make: impl FnMut(&mut B, usize, &P, &mut B::Buffer) -> Result<(), KernelError>,
-) -> Result<(), KernelError> {
-    let mut len = 0;
-    for (index, part) in parts.iter().enumerate() {
-        make(backend, index, part, &mut deltas[len])?;
-        len += 1;
-        // As in counting: a subtree is whole when the bits of the number so far say so.
-        let mut bits = index;
-        while bits & 1 == 1 {
-            let (sums, last) = deltas.split_at_mut(len - 1);
-            backend.add(&mut sums[len - 2], &last[0])?;
-            len -= 1;
-            bits >>= 1;
-        }
-    }
-    Ok(())
 }

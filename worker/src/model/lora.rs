@@ -46,6 +46,27 @@ pub(super) enum Site {
     Down,
 }
 
+/// A site of a layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Place {
+    pub(super) layer: usize,
+    pub(super) site: Site,
+}
+
+/// A part of the inputs of a product.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    /// Its number among the parts of the sum.
+    pub(super) index: usize,
+    /// The column of the product's input at which it begins.
+    pub(super) first: usize,
+}
+
+impl Part {
+    /// The only part.
+    pub(super) const WHOLE: Self = Self { index: 0, first: 0 };
+}
+
 impl Site {
     const ALL: [Self; 4] = [Self::Qkv, Self::Output, Self::GateUp, Self::Down];
 
@@ -356,13 +377,12 @@ impl<B: Backend> Adapters<B> {
         backend.assign(rows, &mut self.routes)
     }
 
-    /// What to add at a site of a layer, for part `part` of its inputs, which begins at column
-    /// `first` of `x`.
+    /// What to add at a place, for a part of its inputs.
     pub(super) fn addend(
         &mut self,
         backend: &mut B,
-        (layer, site): (usize, Site),
-        (part, first): (usize, usize),
+        Place { layer, site }: Place,
+        Part { index, first }: Part,
         x: &B::Buffer,
     ) -> Result<Option<&B::Buffer>, KernelError> {
         let Self { layers, routes, rooms, .. } = self;
@@ -371,7 +391,7 @@ impl<B: Backend> Adapters<B> {
         else {
             return Ok(None);
         };
-        backend.experts_down(x, first, &downs[part], None, routes, &mut room.ranks)?;
+        backend.experts_down(x, first, &downs[index], None, routes, &mut room.ranks)?;
         backend.experts_down(&room.ranks, 0, up, None, routes, &mut room.out)?;
         Ok(Some(&room.out))
     }

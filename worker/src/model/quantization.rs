@@ -4,6 +4,9 @@
 //! FP8 and int8 weights are read as numbers, each multiplied by its scale; integers of 4 or 8 bits
 //! are read from words (`packed`). Activations stay in the type of `--dtype`, whatever the
 //! checkpoint was made for: `input_scale` and the scales of KV caches are ignored.
+//!
+//! - `compressed`: the configuration of compressed-tensors
+//! - `packed`: integers in words
 use std::path::Path;
 
 use kernels::backend::{BlockScales, DType, Scales};
@@ -12,6 +15,7 @@ use serde_json::Value;
 use super::ModelError;
 use super::safetensors::{TensorView, WeightFiles};
 
+mod compressed;
 mod packed;
 
 pub(crate) use packed::PACKED;
@@ -60,7 +64,7 @@ pub(crate) fn check(raw: &Value) -> Result<Quantised, String> {
             let named = |what| unsupported(&format!("quant_method \"{method}\", {what}"));
             Ok(Quantised { packed: Some(found.map_err(named)?), ..Quantised::PLAIN })
         }
-        Some("compressed-tensors") => compressed_tensors(raw),
+        Some("compressed-tensors") => compressed::read(raw),
         Some("mxfp4") => Ok(Quantised { packed: Some(packed::MXFP4), ..Quantised::PLAIN }),
         method => {
             let is_set = |key: &str| raw[key] == Value::Bool(true);
@@ -104,93 +108,6 @@ fn block(sizes: &Value) -> Result<(usize, usize), String> {
 /// A string as it is; other values as JSON.
 fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
-}
-
-fn compressed_tensors(raw: &Value) -> Result<Quantised, String> {
-    let refuse =
-        |what: String| Err(unsupported(&format!("quant_method \"compressed-tensors\", {what}")));
-    let is_packed = |format: &Value| format.as_str() == Some("pack-quantized");
-    let is_readable = |format: &Value| {
-        let readable = ["float-quantized", "int-quantized", "naive-quantized", "dense"];
-        is_packed(format) || format.as_str().is_some_and(|format| readable.contains(&format))
-    };
-    let empty = serde_json::Map::new();
-    let groups = match &raw["config_groups"] {
-        Value::Null => &empty,
-        Value::Object(groups) => groups,
-        _ => return refuse("config_groups that are no table".to_owned()),
-    };
-    let format = &raw["format"];
-    // With mixed precision, each group states its own format.
-    let is_mixed = format.as_str() == Some("mixed-precision");
-    if !is_mixed && !format.is_null() && !is_readable(format) {
-        return refuse(format!("format \"{}\"", text(format)));
-    }
-    for (name, group) in groups {
-        let own = &group["format"];
-        if is_mixed && own.is_null() && !group["weights"].is_null() {
-            return refuse(format!("format \"mixed-precision\", of {name} none"));
-        }
-        if !own.is_null() && !is_readable(own) {
-            return refuse(format!("format \"{}\"", text(own)));
-        }
-    }
-    let sparsity = &raw["sparsity_config"]["format"];
-    if !sparsity.is_null() && sparsity.as_str() != Some("dense") {
-        return refuse(format!("sparsity \"{}\"", text(sparsity)));
-    }
-    let transforms = &raw["transform_config"]["config_groups"];
-    if !transforms.is_null() && transforms.as_object().is_none_or(|groups| !groups.is_empty()) {
-        return refuse("with transforms".to_owned());
-    }
-    let mut found = Quantised::PLAIN;
-    for (name, group) in groups {
-        let weights = &group["weights"];
-        if weights.is_null() {
-            continue;
-        }
-        let own = &group["format"];
-        if is_packed(if own.is_null() { format } else { own }) {
-            let named = |what| format!("format \"pack-quantized\", {what}");
-            let form = match packed::compressed(weights) {
-                Ok(form) => form,
-                Err(what) => return refuse(named(format!("{name}: {what}"))),
-            };
-            if found.packed.is_some_and(|other| other != form) {
-                return refuse(named("several kinds of groups".to_owned()));
-            }
-            found.packed = Some(form);
-            continue;
-        }
-        let or = |key: &str, otherwise: &str| match &weights[key] {
-            Value::Null => otherwise.to_owned(),
-            value => text(value),
-        };
-        let (kind, strategy) = (or("type", "int"), or("strategy", "tensor"));
-        let is_symmetric = matches!(weights["symmetric"], Value::Null | Value::Bool(true));
-        let is_good = weights["num_bits"].as_u64() == Some(8)
-            && is_symmetric
-            && matches!(
-                (kind.as_str(), strategy.as_str()),
-                ("int" | "float", "tensor" | "channel") | ("float", "block")
-            );
-        if !is_good {
-            let (bits, form) =
-                (or("num_bits", "?"), if is_symmetric { "" } else { ", asymmetric" });
-            return refuse(format!("{name}: {bits} bits, {kind}, by {strategy}{form}"));
-        }
-        if strategy == "block" {
-            let own = block(&weights["block_structure"])?;
-            if found.block.is_some_and(|other| other != own) {
-                return refuse("with blocks of several sizes".to_owned());
-            }
-            found.block = Some(own);
-        }
-    }
-    if is_packed(format) && found.packed.is_none() {
-        return refuse("format \"pack-quantized\" without config_groups".to_owned());
-    }
-    Ok(found)
 }
 
 /// A model's tensors; quantised ones come with their scales.

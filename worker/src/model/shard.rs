@@ -117,41 +117,18 @@ fn part(size: usize, rank: usize, n: usize) -> Range<usize> {
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::{Activation, ExpertActivation, Routing};
+    use kernels::backend::{ExpertActivation, Routing};
+    use serde_json::json;
 
     use super::super::experts::ExpertsConfig;
-    use super::super::rope::{RopeConfig, RopeScaling};
     use super::*;
 
     fn config(num_heads: usize, num_kv_heads: usize, vocab_size: usize) -> ModelConfig {
-        ModelConfig {
-            hidden_size: 64,
-            intermediate_size: 128,
-            experts: None,
-            sinks: false,
-            num_layers: 1,
-            num_heads,
-            num_kv_heads,
-            head_dim: 16,
-            vocab_size,
-            max_positions: 32,
-            norm_eps: 1e-5,
-            ropes: vec![RopeConfig { dim: 16, theta: 1e4, scaling: RopeScaling::None }],
-            sliding_windows: vec![None],
-            tied: false,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            is_fused: false,
-            qk_norm: false,
-            query_scale: 1.0,
-            embedding_scale: 1.0,
-            norm_offset: 0.0,
-            delta_norms: false,
-            activation: Activation::Silu,
-            quantised: None,
-            is_bf16: true,
-        }
+        let config = json!({"architectures": ["LlamaForCausalLM"], "hidden_size": 64,
+            "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads, "head_dim": 16, "vocab_size": vocab_size,
+            "max_position_embeddings": 32, "rms_norm_eps": 1e-5});
+        ModelConfig::from_value(config).unwrap()
     }
 
     #[test]

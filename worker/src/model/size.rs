@@ -121,44 +121,21 @@ pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig)
 
 #[cfg(test)]
 mod tests {
-    use kernels::backend::{Activation, ExpertActivation, Routing};
+    use kernels::backend::{ExpertActivation, Routing};
     use kernels::weights::Packing;
+    use serde_json::json;
 
     use super::super::experts::ExpertsConfig;
     use super::super::quantization::{PackedForm, Quantised};
-    use super::super::rope::{RopeConfig, RopeScaling};
     use super::*;
 
     /// Llama 3.1 8B.
     fn config() -> ModelConfig {
-        ModelConfig {
-            hidden_size: 4096,
-            intermediate_size: 14336,
-            experts: None,
-            sinks: false,
-            num_layers: 32,
-            num_heads: 32,
-            num_kv_heads: 8,
-            head_dim: 128,
-            vocab_size: 128_256,
-            max_positions: 131_072,
-            norm_eps: 1e-5,
-            ropes: vec![RopeConfig { dim: 128, theta: 5e5, scaling: RopeScaling::None }; 32],
-            sliding_windows: vec![None; 32],
-            tied: false,
-            qkv_bias: false,
-            output_bias: false,
-            mlp_bias: false,
-            is_fused: false,
-            qk_norm: false,
-            query_scale: 1.0,
-            embedding_scale: 1.0,
-            norm_offset: 0.0,
-            delta_norms: false,
-            activation: Activation::Silu,
-            quantised: None,
-            is_bf16: true,
-        }
+        let config = json!({"architectures": ["LlamaForCausalLM"], "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128_256,
+            "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 5e5});
+        ModelConfig::from_value(config).unwrap()
     }
 
     fn plain_bytes(config: &ModelConfig, shard: &Shard, quantization: Quantization) -> u64 {

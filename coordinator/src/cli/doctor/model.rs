@@ -11,6 +11,7 @@ use super::{DoctorArgs, Finding};
 
 const MODEL: &str = "model";
 const ADAPTERS: &str = "adapters";
+const DRAFT: &str = "draft model";
 const TOKENIZER: &str = "tokenizer";
 const MEMORY: &str = "memory";
 /// What a worker takes besides weights and cache: threads, buffers of a step.
@@ -36,20 +37,16 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
                     args.tensor_parallel
                 ),
             ));
-            let adapters = match adapters(&folder, args) {
-                None => 0,
-                Some(Ok((bytes, finding))) => {
-                    findings.push(finding);
-                    bytes
-                }
-                Some(Err(finding)) => {
-                    findings.push(finding);
-                    0
-                }
+            let mut taken = |beside: Option<Beside>| {
+                let (bytes, finding) = beside?;
+                findings.push(finding);
+                Some(bytes)
             };
+            let adapters = taken(adapters(&folder, args)).unwrap_or(0);
+            let draft = taken(draft(&folder, args)).unwrap_or(0);
             let available = available_memory(Path::new("/"));
-            let weights = needs.weight_bytes / u64::from(args.tensor_parallel);
-            findings.push(memory(weights + adapters, args, workers, available));
+            let weights = needs.weight_bytes / u64::from(args.tensor_parallel) + adapters;
+            findings.push(memory(Weights { weights, draft }, args, workers, available));
         }
         Err(error) => findings.push(Finding::fail(MODEL, error.to_string(), remedy(&error))),
     }
@@ -99,8 +96,11 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     }
 }
 
-/// The adapters of `--lora-modules`, where there are any, and what they take of each worker.
-fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Result<(u64, Finding), Finding>> {
+/// What is beside the model: the bytes that it takes of a worker, and what was found of it.
+type Beside = (u64, Finding);
+
+/// The adapters of `--lora-modules`, where there are any, on each worker.
+fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let count = args.lora.adapters().count();
     if count == 0 {
         return None;
@@ -112,29 +112,60 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Result<(u64, Finding), F
     Some(match found {
         Ok(bytes) => {
             let text = format!("{count} adapter(s), {} on each worker", mib(bytes));
-            Ok((bytes, Finding::ok(ADAPTERS, text)))
+            (bytes, Finding::ok(ADAPTERS, text))
         }
-        Err(error) => Err(Finding::fail(
-            ADAPTERS,
-            error,
-            "save the adapter as the message says, or leave it out of --lora-modules",
-        )),
+        Err(error) => {
+            let fix = "save the adapter as the message says, or leave it out of --lora-modules";
+            (0, Finding::fail(ADAPTERS, error, fix))
+        }
     })
 }
 
+/// The draft model of `--speculative-config`, where there is one, on the worker that drafts.
+fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
+    let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
+    Some(match worker::check::draft(folder, draft) {
+        Ok(bytes) => {
+            let text = format!("{}: {} of weights on rank 0", draft.display(), mib(bytes));
+            (bytes, Finding::ok(DRAFT, text))
+        }
+        Err(error) => {
+            let fix =
+                "name another folder in --speculative-config, of a model with the same tokens";
+            (0, Finding::fail(DRAFT, error.to_string(), fix))
+        }
+    })
+}
+
+/// Bytes of weights.
+#[derive(Clone, Copy, Debug)]
+struct Weights {
+    /// Of each worker, adapters included.
+    weights: u64,
+    /// Of the draft model, on one worker of each replica; its KV is in that one's cache.
+    draft: u64,
+}
+
 /// A worker's weights, cache and the rest against what the host can give.
-fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
-    let per_worker = weights
+fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
+    let drafting = u64::from(workers.div_ceil(args.tensor_parallel));
+    let drafts = taken.draft.saturating_mul(drafting);
+    let per_worker = taken
+        .weights
         .saturating_add(args.kv_cache_memory)
         .saturating_add(args.swap_space)
         .saturating_add(OTHER);
-    let needed = per_worker.saturating_mul(u64::from(workers));
+    let needed = per_worker.saturating_mul(u64::from(workers)).saturating_add(drafts);
     let Some(available) = available else {
         let found = format!("about {} needed; the system does not say what it has", mib(needed));
         return Finding::warn(MEMORY, found, "look for yourself");
     };
+    let beside = match drafts {
+        0 => String::new(),
+        _ => format!(" and {drafting} draft model(s) of {}", mib(taken.draft)),
+    };
     let found = format!(
-        "{} available, {workers} worker(s) of about {} need {}",
+        "{} available, {workers} worker(s) of about {}{beside} need {}",
         mib(available),
         mib(per_worker),
         mib(needed)
@@ -146,8 +177,8 @@ fn memory(weights: u64, args: &DoctorArgs, workers: u32, available: Option<u64>)
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
     };
-    // The cache's pages are taken as sequences fill them: what is there may do for a while. A
-    // worker looks for its swap space when it is formed.
+    // What all sequences together can fill may be less than the cache's bound, and a worker looks
+    // for that when it is formed.
     if needed.saturating_sub(args.kv_cache_memory.saturating_mul(u64::from(workers))) <= available {
         return Finding::warn(MEMORY, found, fix);
     }
@@ -174,21 +205,62 @@ mod tests {
     fn memory_is_compared_with_weights_and_cache() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
         // Of weights, cache and the rest 2 + 1 + 0.25 GiB each.
+        let plain = |weights| Weights { weights, draft: 0 };
         let judged = |gib: f64, workers| {
-            memory(2 << 30, &args, workers, Some((gib * (1u64 << 30) as f64) as u64)).level
+            let available = Some((gib * (1u64 << 30) as f64) as u64);
+            memory(plain(2 << 30), &args, workers, available).level
         };
         assert_eq!(judged(6.5, 2), Level::Ok);
         assert_eq!(judged(6.4, 2), Level::Warn);
         assert_eq!(judged(4.4, 2), Level::Fail);
         assert_eq!(judged(4.4, 1), Level::Ok);
-        assert_eq!(memory(1, &args, 1, None).level, Level::Warn);
+        assert_eq!(memory(plain(1), &args, 1, None).level, Level::Warn);
         // Half a GiB more for each.
         let swapping =
             Line::parse_from(["doctor", "--tensor-parallel", "2", "--swap-space", "0.5"]);
-        let found = |mib: u64| memory(2 << 30, &swapping.args, 2, Some(mib << 20));
+        let found = |mib: u64| memory(plain(2 << 30), &swapping.args, 2, Some(mib << 20));
         assert_eq!(found((2048 + 512 + 512 + 256) * 2).level, Level::Ok);
         assert_eq!(found((2048 + 512 + 256) * 2 - 1).level, Level::Fail);
         assert!(found(0).fix.unwrap_or_default().contains("--swap-space"));
+    }
+
+    #[test]
+    fn a_draft_model_takes_memory_of_one_worker_of_each_replica() {
+        let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
+        let judged = |mib: u64, workers| {
+            let taken = Weights { weights: 2 << 30, draft: 512 << 20 };
+            memory(taken, &args, workers, Some(mib << 20))
+        };
+        let each = 2048 + 1024 + 256;
+        for (workers, drafting) in [(1, 1), (2, 1), (3, 2), (4, 2)] {
+            let needed = u64::from(workers) * each + drafting * 512;
+            assert_eq!(judged(needed, workers).level, Level::Ok);
+            assert_eq!(judged(needed - 1, workers).level, Level::Warn);
+        }
+        let found = judged(1 << 20, 4).found;
+        assert!(found.contains("2 draft model(s) of 512"), "{found}");
+    }
+
+    /// The model of the tests that is its own draft model, and one with other tokens.
+    #[test]
+    fn a_draft_model_is_held_against_the_model() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let model = root.join("tests/models/llama-gqa");
+        let looked = |folder: &Path| {
+            let folder = folder.to_str().unwrap();
+            let json = format!(r#"{{"model":"{folder}","num_speculative_tokens":3}}"#);
+            draft(&model, &args(&["--speculative-config", &json])).unwrap()
+        };
+        let (bytes, finding) = looked(&model);
+        assert_eq!(finding.level, Level::Ok);
+        let own = std::fs::metadata(model.join("model.safetensors")).unwrap().len();
+        assert!((own * 9 / 10..=own).contains(&bytes), "{bytes} of {own}");
+        let (bytes, finding) = looked(&root.join("models/demo"));
+        assert_eq!((bytes, finding.level), (0, Level::Fail));
+        assert!(finding.found.contains("both must have the same tokens"), "{}", finding.found);
+        assert_eq!(draft(&model, &args(&[])), None);
+        let drafts = r#"{"method":"ngram","num_speculative_tokens":3}"#;
+        assert_eq!(draft(&model, &args(&["--speculative-config", drafts])), None);
     }
 
     #[test]

@@ -1,10 +1,11 @@
-//! Gemma 3's part of `config.json`: which layers slide, the rotary embeddings of sliding and other
-//! layers, and what is not supported.
+//! Gemma 3's part of `config.json`: the rotary embeddings of sliding and other layers, a scale of
+//! q, and what is not supported.
 use serde::Deserialize;
 use serde_json::{Value, json};
-pub(super) use shared::model_config::GEMMA3 as ARCHITECTURE;
 
+use super::architecture::Architecture;
 use super::rope::rope;
+use super::windows::{self, Usual};
 use crate::model::rope::RopeConfig;
 
 /// The only activation of its models.
@@ -12,84 +13,53 @@ const ACTIVATION: &str = "gelu_pytorch_tanh";
 
 /// The keys that only this architecture has.
 #[derive(Deserialize)]
-struct Raw {
+struct Own {
     hidden_activation: Option<String>,
     hidden_act: Option<String>,
     query_pre_attn_scalar: Option<f64>,
     attn_logit_softcapping: Option<f64>,
     final_logit_softcapping: Option<f64>,
     use_bidirectional_attention: Option<bool>,
-    layer_types: Option<Vec<String>>,
-    #[serde(alias = "_sliding_window_pattern")]
-    sliding_window_pattern: Option<usize>,
 }
 
-/// What differs from Llama.
-pub(super) struct Gemma3 {
-    /// See [`super::ModelConfig`].
-    pub(super) ropes: Vec<RopeConfig>,
-    /// See [`super::ModelConfig`].
-    pub(super) sliding_windows: Vec<Option<u32>>,
-    /// See [`super::ModelConfig`].
-    pub(super) query_scale: f32,
-}
-
-impl Gemma3 {
-    /// Reads and checks the keys. `window` is `sliding_window`.
-    ///
-    /// # Errors
-    /// The key, its value's problem and the bound.
-    pub(super) fn check(
-        config: &Value,
-        window: Option<u32>,
-        head_dim: usize,
-        num_layers: usize,
-    ) -> Result<Self, String> {
-        let raw: Raw = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
-        let acts = [("hidden_activation", &raw.hidden_activation), ("hidden_act", &raw.hidden_act)];
-        for (key, act) in acts {
-            if let Some(act) = act.as_deref().filter(|act| *act != ACTIVATION) {
-                return Err(format!("{key} is \"{act}\", only \"{ACTIVATION}\" is supported"));
-            }
+/// Reads and checks the keys: the rotary embedding of each layer, and the factor of q besides that
+/// of other architectures.
+///
+/// # Errors
+/// The key, its value's problem and the bound.
+pub(super) fn check(
+    config: &Value,
+    raw: &super::Raw,
+    head_dim: usize,
+    told: &[bool],
+) -> Result<(Vec<RopeConfig>, f32), String> {
+    let own: Own = serde_json::from_value(config.clone()).map_err(|error| error.to_string())?;
+    let acts = [("hidden_activation", &own.hidden_activation), ("hidden_act", &own.hidden_act)];
+    for (key, act) in acts {
+        if let Some(act) = act.as_deref().filter(|act| *act != ACTIVATION) {
+            return Err(format!("{key} is \"{act}\", only \"{ACTIVATION}\" is supported"));
         }
-        let caps = [
-            ("attn_logit_softcapping", raw.attn_logit_softcapping),
-            ("final_logit_softcapping", raw.final_logit_softcapping),
-        ];
-        if let Some((key, Some(cap))) = caps.into_iter().find(|(_, cap)| cap.is_some()) {
-            return Err(format!("{key} is {cap}, only null is supported: logits are not capped"));
-        }
-        if raw.use_bidirectional_attention == Some(true) {
-            return Err("use_bidirectional_attention is true, only false is supported".to_owned());
-        }
-        let scalar = raw.query_pre_attn_scalar.unwrap_or(head_dim as f64);
-        if !(scalar.is_finite() && scalar > 0.0) {
-            return Err(format!(
-                "query_pre_attn_scalar is {scalar}, it must be finite and above 0"
-            ));
-        }
-        let (slides, window) = (slides(&raw, num_layers)?, super::window(window)?);
-        let [full, sliding] = ropes(config).map(|config| rope(&config, ARCHITECTURE, head_dim));
-        let (full, sliding) = (full?, sliding?);
-        let of = |slides: &bool| if *slides { sliding.clone() } else { full.clone() };
-        Ok(Self {
-            ropes: slides.iter().map(of).collect(),
-            sliding_windows: slides.iter().map(|slides| window.filter(|_| *slides)).collect(),
-            query_scale: (head_dim as f64 / scalar).sqrt() as f32,
-        })
     }
-}
-
-/// Which layers slide. Without `layer_types`, each `sliding_window_pattern`th layer (by default the
-/// 6th) has full attention, and the others slide.
-fn slides(raw: &Raw, num_layers: usize) -> Result<Vec<bool>, String> {
-    let Some(types) = &raw.layer_types else {
-        return match raw.sliding_window_pattern.unwrap_or(6) {
-            0 => Err("sliding_window_pattern is 0, it must be at least 1".to_owned()),
-            step => Ok((1..=num_layers).map(|layer| !layer.is_multiple_of(step)).collect()),
-        };
-    };
-    super::slides(types, num_layers)
+    let caps = [
+        ("attn_logit_softcapping", own.attn_logit_softcapping),
+        ("final_logit_softcapping", own.final_logit_softcapping),
+    ];
+    if let Some((key, Some(cap))) = caps.into_iter().find(|(_, cap)| cap.is_some()) {
+        return Err(format!("{key} is {cap}, only null is supported: logits are not capped"));
+    }
+    if own.use_bidirectional_attention == Some(true) {
+        return Err("use_bidirectional_attention is true, only false is supported".to_owned());
+    }
+    let scalar = own.query_pre_attn_scalar.unwrap_or(head_dim as f64);
+    if !(scalar.is_finite() && scalar > 0.0) {
+        return Err(format!("query_pre_attn_scalar is {scalar}, it must be finite and above 0"));
+    }
+    // Those that would slide have a rotary embedding of their own, also without a window.
+    let slides = windows::slides(raw, Usual::ButEachPatternth, told)?;
+    let [full, sliding] = ropes(config).map(|config| rope(&config, Architecture::Gemma3, head_dim));
+    let (full, sliding) = (full?, sliding?);
+    let of = |slides: &bool| if *slides { sliding.clone() } else { full.clone() };
+    Ok((slides.iter().map(of).collect(), (head_dim as f64 / scalar).sqrt() as f32))
 }
 
 /// The rotary embeddings of full and of sliding layers, each as the configuration of a model with

@@ -4,7 +4,7 @@ use serde_json::Value;
 use shared::model_config;
 
 use super::super::rope::{RopeConfig, RopeScaling};
-use super::gpt_oss;
+use super::architecture::Architecture;
 
 /// The RoPE table, and the keys of the same names that older files have beside it.
 #[derive(Default, Deserialize)]
@@ -31,20 +31,19 @@ struct RawLayers {
     no_rope_layer_interval: Option<usize>,
 }
 
-/// The rotary embedding of each layer.
+/// The rotary embedding of each layer, of those that have one ([`told`]).
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
 pub(super) fn ropes(
     config: &Value,
-    architecture: &str,
+    architecture: Architecture,
     head_dim: usize,
-    num_layers: usize,
+    told: &[bool],
 ) -> Result<Vec<RopeConfig>, String> {
     let rope = rope(config, architecture, head_dim)?;
-    let told = told(config, architecture, num_layers)?;
-    let of = |told| if told { rope.clone() } else { RopeConfig::none() };
-    Ok(told.into_iter().map(of).collect())
+    let of = |told: &bool| if *told { rope.clone() } else { RopeConfig::none() };
+    Ok(told.iter().map(of).collect())
 }
 
 /// For each layer, whether it has a rotary embedding.
@@ -53,10 +52,10 @@ pub(super) fn ropes(
 /// As [`ropes`].
 pub(super) fn told(
     config: &Value,
-    architecture: &str,
+    architecture: Architecture,
     num_layers: usize,
 ) -> Result<Vec<bool>, String> {
-    if architecture != "SmolLM3ForCausalLM" {
+    if !architecture.has_layers_without_rope() {
         return Ok(vec![true; num_layers]);
     }
     let raw: RawLayers = serde_json::from_value(config.clone())
@@ -83,7 +82,7 @@ pub(super) fn told(
 /// As [`ropes`].
 pub(super) fn rope(
     config: &Value,
-    architecture: &str,
+    architecture: Architecture,
     head_dim: usize,
 ) -> Result<RopeConfig, String> {
     let read = |table: &Value| {
@@ -91,27 +90,22 @@ pub(super) fn rope(
             .map_err(|error| format!("rope_parameters, rope_scaling or rope_theta: {error}"))
     };
     let (raw, kind) = match model_config::rope_scaling(config) {
-        // The default of transformers is that of one particular model.
-        None if architecture == gpt_oss::ARCHITECTURE => {
+        None if architecture.needs_rope_scaling() => {
             return Err("key rope_scaling (or rope_parameters) is missing".to_owned());
         }
         None => (Raw::default(), "default"),
         Some((table, kind)) => (read(table)?, kind),
     };
     let beside = ["rope_theta", "partial_rotary_factor"].map(|key| config[key].as_f64());
-    let usual = match architecture {
-        "SmolLM3ForCausalLM" => 2e6,
-        gpt_oss::ARCHITECTURE => 150_000.0,
-        _ => 1e4,
-    };
-    let theta = raw.rope_theta.or(beside[0]).unwrap_or(usual);
+    let theta = raw.rope_theta.or(beside[0]).unwrap_or(architecture.usual_theta());
     if !(theta.is_finite() && theta > 1.0) {
         return Err(format!("rope_theta is {theta}, it must be finite and above 1"));
     }
     let part = raw.partial_rotary_factor.or(beside[1]).unwrap_or(1.0);
-    if part != 1.0 && architecture != "Phi3ForCausalLM" {
+    if part != 1.0 && !architecture.rotates_parts() {
+        let name = architecture.name();
         return Err(format!(
-            "partial_rotary_factor is {part}, only 1 is supported of {architecture}; others are of \
+            "partial_rotary_factor is {part}, only 1 is supported of {name}; others are of \
              Phi3ForCausalLM"
         ));
     }
@@ -233,11 +227,10 @@ fn longrope(raw: Raw, config: &Value, dim: usize) -> Result<RopeScaling, String>
 mod tests {
     use serde_json::json;
 
+    use super::Architecture::{Llama, Phi3, Qwen3, SmolLm3};
     use super::*;
 
-    const PHI: &str = "Phi3ForCausalLM";
-
-    fn of(architecture: &str, scaling: Value) -> Result<RopeConfig, String> {
+    fn of(architecture: Architecture, scaling: Value) -> Result<RopeConfig, String> {
         let config = json!({"max_position_embeddings": 512, "rope_scaling": scaling,
             "rope_theta": 10000.0});
         rope(&config, architecture, 16)
@@ -250,7 +243,7 @@ mod tests {
             for (key, value) in more.as_object().unwrap() {
                 table[key] = value.clone();
             }
-            of("Qwen3ForCausalLM", table).unwrap().scaling
+            of(Qwen3, table).unwrap().scaling
         };
         let usual = RopeScaling::Yarn {
             factor: 4.0,
@@ -275,26 +268,25 @@ mod tests {
         assert_eq!(factor(json!({"factor": 0.5})), 1.0);
         // The ratio of the two lengths gives the factor.
         let table = json!({"rope_type": "yarn", "original_max_position_embeddings": 128});
-        let RopeScaling::Yarn { factor, .. } = of("Qwen3ForCausalLM", table).unwrap().scaling
-        else {
+        let RopeScaling::Yarn { factor, .. } = of(Qwen3, table).unwrap().scaling else {
             panic!("no YaRN");
         };
         assert_eq!(factor, 4.0);
         // It has no effect up to the original length.
         let dynamic = json!({"type": "dynamic", "factor": 2.0});
-        assert_eq!(of("LlamaForCausalLM", dynamic).unwrap().scaling, RopeScaling::None);
+        assert_eq!(of(Llama, dynamic).unwrap().scaling, RopeScaling::None);
     }
 
     #[test]
     fn layers_without_positions_are_where_the_model_has_them() {
-        let told = |more: Value| told(&more, "SmolLM3ForCausalLM", 5);
+        let told = |more: Value| told(&more, SmolLm3, 5);
         assert_eq!(told(json!({})).unwrap(), [true, true, true, false, true]);
         let step = json!({"no_rope_layer_interval": 2});
         assert_eq!(told(step).unwrap(), [true, false, true, false, true]);
         let listed = json!({"no_rope_layers": [0, 1, 1, 1, 0], "no_rope_layer_interval": 2});
         assert_eq!(told(listed.clone()).unwrap(), [false, true, true, true, false]);
-        assert_eq!(super::told(&listed, "LlamaForCausalLM", 5).unwrap(), [true; 5]);
-        let ropes = ropes(&listed, "SmolLM3ForCausalLM", 16, 5).unwrap();
+        assert_eq!(super::told(&listed, Llama, 5).unwrap(), [true; 5]);
+        let ropes = ropes(&listed, SmolLm3, 16, &told(listed.clone()).unwrap()).unwrap();
         assert_eq!((ropes[0].dim, ropes[1].dim, ropes[1].theta), (0, 16, 2e6));
         for (more, expected) in [
             (json!({"no_rope_layers": [1]}), "no_rope_layers has 1 entries"),
@@ -309,21 +301,21 @@ mod tests {
 
     #[test]
     fn a_part_of_a_head_may_be_rotated() {
-        let dim = |part: f64, architecture: &str| {
+        let dim = |part: f64, architecture: Architecture| {
             of(architecture, json!({"rope_type": "default", "partial_rotary_factor": part}))
                 .map(|rope| rope.dim)
         };
-        assert_eq!(dim(0.75, PHI), Ok(12));
-        assert_eq!(dim(0.8, PHI), Ok(12), "rounded down");
-        assert_eq!(dim(1.0, "LlamaForCausalLM"), Ok(16));
+        assert_eq!(dim(0.75, Phi3), Ok(12));
+        assert_eq!(dim(0.8, Phi3), Ok(12), "rounded down");
+        assert_eq!(dim(1.0, Llama), Ok(16));
         let beside = json!({"max_position_embeddings": 512, "partial_rotary_factor": 0.5});
-        assert_eq!(rope(&beside, PHI, 16).unwrap().dim, 8);
+        assert_eq!(rope(&beside, Phi3, 16).unwrap().dim, 8);
         for (part, architecture, expected) in [
-            (0.5, "LlamaForCausalLM", "partial_rotary_factor is 0.5, only 1 is supported of Llama"),
-            (0.7, PHI, "which is 11 of a head's 16 elements"),
-            (0.0, PHI, "which is 0 of"),
-            (1.5, PHI, "which is 24 of"),
-            (-1.0, PHI, "which is 0 of"),
+            (0.5, Llama, "partial_rotary_factor is 0.5, only 1 is supported of Llama"),
+            (0.7, Phi3, "which is 11 of a head's 16 elements"),
+            (0.0, Phi3, "which is 0 of"),
+            (1.5, Phi3, "which is 24 of"),
+            (-1.0, Phi3, "which is 0 of"),
         ] {
             let error = dim(part, architecture).unwrap_err();
             assert!(error.contains(expected), "{error}");
@@ -362,7 +354,7 @@ mod tests {
                 "long_factor is 0, it must be finite",
             ),
         ] {
-            let error = of(PHI, scaling).unwrap_err();
+            let error = of(Phi3, scaling).unwrap_err();
             assert!(error.contains(expected), "{error}");
         }
     }

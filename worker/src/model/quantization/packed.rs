@@ -178,91 +178,29 @@ impl PackedForm {
         name: &str,
         &[rows, cols]: &[usize; 2],
     ) -> Result<TensorView<'a>, ModelError> {
-        let Self { packing, bits, group, is_listed, has_zeros } = *self;
         let stem = name.strip_suffix("weight").unwrap_or(name);
-        let at = |part: &str| format!("{stem}{part}");
-        let per_word = (32 / bits) as usize;
-        let groups = group.map_or(1, |size| cols.div_ceil(size));
-        let (words_in, words_out) = (cols.div_ceil(per_word), rows.div_ceil(per_word));
-        let is_compressed = packing == Packing::Compressed;
-        if !is_compressed {
-            // Partly filled words are not supported.
-            let (what, size) = match packing {
-                Packing::Gptq { .. } if !cols.is_multiple_of(per_word) => ("inputs", cols),
-                _ => ("outputs", rows),
-            };
-            if !size.is_multiple_of(per_word) {
-                let message = format!("has {size} {what}, no multiple of {per_word}");
-                return Err(wrong(files.folder(), &at("qweight"), message));
-            }
-        }
-        let [integers, zeros, scales, list] = match packing {
-            Packing::Compressed => {
-                ["weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"]
-            }
-            _ => ["qweight", "qzeros", "scales", "g_idx"],
-        }
-        .map(at);
-        let (words_shape, zeros_shape, scales_shape) = match packing {
-            Packing::Gptq { .. } => ([words_in, rows], [groups, words_out], [groups, rows]),
-            Packing::Awq => ([cols, words_out], [groups, words_out], [groups, rows]),
-            Packing::Compressed | Packing::Mxfp4 { .. } => {
-                ([rows, words_in], [words_out, groups], [rows, groups])
-            }
-        };
+        let matrix = Matrix { form: *self, files, stem, rows, cols };
+        matrix.check_filled()?;
+        let [words_shape, zeros_shape, scales_shape] = matrix.shapes();
+        let [integers, zeros, scales, list] = matrix.names();
         let words = of_shape(files, &integers, &words_shape)?;
-        if is_compressed {
-            let shape = at("weight_shape");
-            let found = files.integers(&shape)?;
-            let numbers = found.data.chunks(found.size).map(|bytes| {
-                bytes.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte))
-            });
-            let numbers: Vec<u64> = numbers.collect();
-            if numbers != [rows as u64, cols as u64] {
-                let message = format!("is {numbers:?}, config.json asks for {:?}", [rows, cols]);
-                return Err(wrong(found.file, &shape, message));
-            }
-        }
-        let zeros = match has_zeros {
+        matrix.check_shape()?;
+        let zeros = match self.has_zeros {
             false => None,
             true => Some(of_shape(files, &zeros, &zeros_shape)?.data),
         };
         let found = files.tensor(&scales, &scales_shape)?;
-        let is_listed = is_listed && groups > 1 && (!is_compressed || files.has(&list));
-        let even = Groups::Even(group.unwrap_or(cols).max(1));
-        let groups_of = match is_listed {
-            false => even,
-            true => {
-                let all = of_shape(files, &list, &[cols])?;
-                let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
-                let numbers = all.data.as_chunks::<4>().0;
-                // compressed-tensors writes -1 when there is no order.
-                let is_unset = is_compressed && numbers.contains(&[0xff; 4]);
-                let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
-                let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
-                if let Some(bytes) = unknown {
-                    let message =
-                        format!("has {}, there are {groups} groups", i32::from_le_bytes(*bytes));
-                    return Err(wrong(all.file, &list, message));
-                }
-                // The usual case: groups in order.
-                let size = group.unwrap_or(cols).max(1);
-                let is_even =
-                    numbers.iter().enumerate().all(|(i, n)| number(n).is_ok_and(|n| n == i / size));
-                if is_unset || is_even { even } else { Groups::Listed(all.data) }
-            }
-        };
         let packed = Packed {
-            packing,
-            bits,
+            packing: self.packing,
+            bits: self.bits,
             rows,
             cols,
             words: words.data,
             zeros,
             scales: found.data,
             scale_type: found.dtype,
-            num_groups: groups,
-            groups: groups_of,
+            num_groups: matrix.num_groups(),
+            groups: matrix.groups(&list)?,
             first_row: 0,
         };
         Ok(TensorView {
@@ -272,6 +210,118 @@ impl PackedForm {
             scales: Some(Scales::Packed(packed)),
             file: words.file,
         })
+    }
+}
+
+/// A packed matrix that is looked for.
+struct Matrix<'a, 'n> {
+    form: PackedForm,
+    files: &'a WeightFiles,
+    /// What the names of all its tensors begin with.
+    stem: &'n str,
+    rows: usize,
+    cols: usize,
+}
+
+impl<'a> Matrix<'a, '_> {
+    fn at(&self, part: &str) -> String {
+        format!("{}{part}", self.stem)
+    }
+
+    fn is_compressed(&self) -> bool {
+        self.form.packing == Packing::Compressed
+    }
+
+    fn per_word(&self) -> usize {
+        (32 / self.form.bits) as usize
+    }
+
+    fn num_groups(&self) -> usize {
+        self.form.group.map_or(1, |size| self.cols.div_ceil(size))
+    }
+
+    /// The names of the integers, the zeros, the scales and the list of groups.
+    fn names(&self) -> [String; 4] {
+        match self.form.packing {
+            Packing::Compressed => {
+                ["weight_packed", "weight_zero_point", "weight_scale", "weight_g_idx"]
+            }
+            _ => ["qweight", "qzeros", "scales", "g_idx"],
+        }
+        .map(|part| self.at(part))
+    }
+
+    /// The shapes of the integers, the zeros and the scales.
+    fn shapes(&self) -> [[usize; 2]; 3] {
+        let (rows, cols, groups) = (self.rows, self.cols, self.num_groups());
+        let (words_in, words_out) =
+            (cols.div_ceil(self.per_word()), rows.div_ceil(self.per_word()));
+        match self.form.packing {
+            Packing::Gptq { .. } => [[words_in, rows], [groups, words_out], [groups, rows]],
+            Packing::Awq => [[cols, words_out], [groups, words_out], [groups, rows]],
+            Packing::Compressed | Packing::Mxfp4 { .. } => {
+                [[rows, words_in], [words_out, groups], [rows, groups]]
+            }
+        }
+    }
+
+    /// Partly filled words are not supported, except of compressed-tensors.
+    fn check_filled(&self) -> Result<(), ModelError> {
+        let per_word = self.per_word();
+        let (what, size) = match self.form.packing {
+            Packing::Compressed => return Ok(()),
+            Packing::Gptq { .. } if !self.cols.is_multiple_of(per_word) => ("inputs", self.cols),
+            _ => ("outputs", self.rows),
+        };
+        if size.is_multiple_of(per_word) {
+            return Ok(());
+        }
+        let message = format!("has {size} {what}, no multiple of {per_word}");
+        Err(wrong(self.files.folder(), &self.at("qweight"), message))
+    }
+
+    /// Checks the shape that compressed-tensors states in a tensor.
+    fn check_shape(&self) -> Result<(), ModelError> {
+        if !self.is_compressed() {
+            return Ok(());
+        }
+        let name = self.at("weight_shape");
+        let found = self.files.integers(&name)?;
+        let numbers = found.data.chunks(found.size).map(|bytes| {
+            bytes.iter().rev().fold(0u64, |number, byte| number << 8 | u64::from(*byte))
+        });
+        let (numbers, shape): (Vec<u64>, _) = (numbers.collect(), [self.rows, self.cols]);
+        if numbers == shape.map(|size| size as u64) {
+            return Ok(());
+        }
+        let message = format!("is {numbers:?}, config.json asks for {shape:?}");
+        Err(wrong(found.file, &name, message))
+    }
+
+    /// Which inputs are in which group.
+    fn groups(&self, list: &str) -> Result<Groups<'a>, ModelError> {
+        let groups = self.num_groups();
+        let size = self.form.group.unwrap_or(self.cols).max(1);
+        let even = Groups::Even(size);
+        let may_be_missing = self.is_compressed();
+        if !self.form.is_listed || groups <= 1 || (may_be_missing && !self.files.has(list)) {
+            return Ok(even);
+        }
+        let all = of_shape(self.files, list, &[self.cols])?;
+        let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
+        let numbers = all.data.as_chunks::<4>().0;
+        // compressed-tensors writes -1 when there is no order.
+        let is_unset = self.is_compressed() && numbers.contains(&[0xff; 4]);
+        let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
+        let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
+        if let Some(bytes) = unknown {
+            let number = i32::from_le_bytes(*bytes);
+            return Err(wrong(all.file, list, format!("has {number}, there are {groups} groups")));
+        }
+        // The usual case: groups in order.
+        let is_even =
+            numbers.iter().enumerate().all(|(i, n)| number(n).is_ok_and(|n| n == i / size));
+        Ok(if is_unset || is_even { even } else { Groups::Listed(all.data) })
     }
 }
 

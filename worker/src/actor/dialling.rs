@@ -1,0 +1,170 @@
+//! How the worker actor finds its coordinator: it dials for ever, and follows whichever leads.
+use std::time::Duration;
+
+use actix::{AsyncContext as _, Context, Handler, Message};
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, join};
+use shared::actor::link::{Connection, LinkEvent};
+use shared::actor::peer::PeerAddr;
+use shared::clock::jittered;
+use shared::membership::Destination;
+use shared::protocol::{Rejoin, Welcome};
+use shared::wire::frame::FrameKind;
+
+use super::{FromLink, WorkerActor, WorkerEnd};
+
+/// A model folder's path that is longer is not told to a new coordinator.
+const SHARD_MODEL_MAX: usize = 1792;
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Dialled {
+    to: Destination,
+    outcome: Result<(Connection, Welcome), JoinError>,
+}
+
+/// This coordinator leads now.
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Leads(Destination);
+
+impl WorkerActor {
+    /// Dials the coordinator after a while, one that was not dialled before at once.
+    pub(super) fn dial(&self, ctx: &mut Context<Self>, after: Duration) {
+        let config = self.config.clone();
+        let mut hello = config.hello.clone();
+        // It has to fit into a hello.
+        let shard = self.uplink.held().filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
+        hello.rejoin = Rejoin { slot: self.slot, shard };
+        let (mut address, last) = (config.coordinator.clone(), self.dialled.clone());
+        let addr = ctx.address();
+        actix::spawn(async move {
+            let to = tokio::select! {
+                // Where nobody leads, whoever led last may still be there.
+                () = tokio::time::sleep(after) => address.current().or_else(|| last.clone()),
+                other = address.other(last.as_ref()) => Some(other),
+            };
+            let to = match to {
+                Some(to) => to,
+                None => address.other(None).await,
+            };
+            let outcome = tokio::select! {
+                outcome = join(&to.address, config.secret.as_ref(), FrameKind::Hello, &hello) => outcome,
+                _ = address.other(Some(&to)) => {
+                    Err(JoinError::Retry("another coordinator leads".to_owned()))
+                }
+            };
+            addr.do_send(Dialled { to, outcome });
+        });
+    }
+
+    /// Tells the actor whenever another coordinator leads.
+    pub(super) fn follow(&self, ctx: &mut Context<Self>) {
+        let mut address = self.config.coordinator.clone();
+        let addr = ctx.address();
+        actix::spawn(async move {
+            let mut known = None;
+            loop {
+                let now = address.other(known.as_ref()).await;
+                if addr.send(Leads(now.clone())).await.is_err() {
+                    return;
+                }
+                known = Some(now);
+            }
+        });
+    }
+
+    /// How long to wait before the next attempt to dial: others have lost their link, too.
+    pub(super) fn pause(&mut self) -> Duration {
+        self.dials += 1;
+        jittered(self.redial, self.config.hello.incarnation.0, self.dials)
+    }
+
+    /// The coordinator took this worker: its link begins.
+    fn joined(&mut self, ctx: &mut Context<Self>, connection: Connection, welcome: &Welcome) {
+        let (node, slot) = (self.config.hello.node.as_str(), welcome.worker.0);
+        tracing::info!(worker = node, slot, coordinator = %connection.peer(), "joined");
+        self.redial = REDIAL_MIN;
+        self.unreached.reached();
+        self.generation += 1;
+        self.uplink.joined(welcome.worker);
+        self.slot = Some(welcome.worker);
+        let measures = welcome.stats_interval_ms > 0;
+        self.uplink.set_measures(measures);
+        if measures {
+            let interval = Duration::from_millis(welcome.stats_interval_ms.max(100));
+            self.report_every(ctx, interval);
+        }
+        let number = self.executor.new_link();
+        self.logged = 0;
+        let (addr, generation) = (ctx.address(), self.generation);
+        let actors = self.config.actors.clone();
+        let (liveness, clock) = (self.config.liveness, self.config.clock.clone());
+        let link = connection.start_with(liveness, clock, |link| {
+            let peer = actors.peer_up("the coordinator", link.clone());
+            self.peer = Some(peer);
+            move |event| match event {
+                // At once: what actors say to each other takes no room from steps.
+                LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
+                    actors.frame(peer, &frame.body)
+                }
+                event @ LinkEvent::Closed { .. } => {
+                    addr.do_send(FromLink { generation, event });
+                    true
+                }
+                event => addr.try_send(FromLink { generation, event }).is_ok(),
+            }
+        });
+        self.uplink.set(Some((number, PeerAddr::new(link.clone()))));
+        self.link = Some(link);
+        // What led to this is known from the first moment on.
+        self.send_log();
+    }
+}
+
+impl Handler<Dialled> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Dialled { to, outcome }: Dialled, ctx: &mut Self::Context) {
+        let coordinator = to.address.clone();
+        let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
+        if self.dialled.replace(to.clone()) != Some(to) {
+            // One that has just begun to lead may not listen yet, but will in a moment.
+            self.redial = REDIAL_MIN;
+        }
+        match outcome {
+            Ok(_) if superseded => self.dial(ctx, Duration::ZERO),
+            Ok((connection, welcome)) => self.joined(ctx, connection, &welcome),
+            Err(JoinError::Retry(reason)) => {
+                match self.unreached.failed(self.config.clock.now()) {
+                    Some(seconds) => {
+                        tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
+                    }
+                    None => tracing::debug!(%reason, "cannot join yet"),
+                }
+                self.redial = (self.redial * 2).min(REDIAL_MAX);
+                let pause = self.pause();
+                self.dial(ctx, pause);
+            }
+            Err(JoinError::Refused(reason)) => {
+                self.finish(ctx, WorkerEnd::Refused { reason });
+            }
+        }
+    }
+}
+
+impl Handler<Leads> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Leads(now): Leads, ctx: &mut Self::Context) {
+        if self.dialled.as_ref() == Some(&now) {
+            return;
+        }
+        // Without a link, the dialling that is under way follows by itself.
+        if let Some(link) = self.link.take() {
+            tracing::info!(coordinator = now.address, "another coordinator leads; joining it");
+            link.close();
+            self.redial = REDIAL_MIN;
+            self.lost(ctx, "another coordinator leads");
+        }
+    }
+}

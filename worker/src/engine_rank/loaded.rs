@@ -1,0 +1,142 @@
+//! What a rank has loaded, and how it is loaded.
+use std::path::Path;
+
+use kernels::collective::single_rank;
+use kernels::{Collective, KernelError};
+use shared::model_identity::ModelIdentity;
+use shared::protocol::{Dtype, Form, Lora, Quantization};
+
+use super::joining::{Joining, join};
+use crate::device::{Beside, Device, bytes_text};
+use crate::engine::Engine;
+use crate::model::ModelError;
+use crate::model::config::ModelConfig;
+use crate::model::decoder::Decoder;
+use crate::model::draft::DraftFiles;
+use crate::model::lora::LoraFiles;
+use crate::model::safetensors::WeightFiles;
+use crate::model::shard::Shard;
+use crate::model::weights::{self, Source};
+
+/// What was loaded. Whatever is asked for next under an equal key needs no loading.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct LoadedKey {
+    model: String,
+    lora: Lora,
+    /// The draft model of rank 0, and what its folder had in it.
+    draft: Option<(String, Option<ModelIdentity>)>,
+    /// What the folders had in them.
+    pub(super) identity: ModelIdentity,
+    dtype: Dtype,
+    quantization: Quantization,
+    rank: u32,
+    world_size: u32,
+    reduction_ranks: u32,
+    max_model_len: u32,
+    max_num_batched_tokens: u32,
+    max_num_seqs: u32,
+}
+
+impl LoadedKey {
+    pub(super) fn new(form: &Form, identity: ModelIdentity) -> Self {
+        let sizes = &form.engine;
+        Self {
+            model: form.model.clone(),
+            lora: form.lora.clone(),
+            draft: draft_model(form).map(|folder| {
+                let identity = ModelIdentity::read(Path::new(folder), &Lora::default());
+                (folder.to_owned(), identity.ok())
+            }),
+            identity,
+            dtype: form.dtype,
+            quantization: form.quantization,
+            rank: form.rank,
+            world_size: form.world_size,
+            reduction_ranks: form.reduction_ranks,
+            max_model_len: sizes.max_model_len,
+            max_num_batched_tokens: sizes.max_num_batched_tokens,
+            max_num_seqs: sizes.max_num_seqs,
+        }
+    }
+}
+
+/// A shard that is loaded.
+pub(super) struct Loaded<D: Device> {
+    pub(super) engine: Engine<D::Backend>,
+    pub(super) key: LoadedKey,
+    /// It has not served yet.
+    pub(super) is_new: bool,
+}
+
+/// Loads what `joining` asks for, and joins the other ranks on the way.
+///
+/// # Errors
+/// [`ModelError`].
+pub(super) fn load<D: Device>(
+    device: &D,
+    collective: Box<dyn Collective>,
+    joining: &mut Joining<'_>,
+) -> Result<Engine<D::Backend>, ModelError> {
+    let form = joining.form;
+    let folder = Path::new(&form.model);
+    let config = ModelConfig::load(folder)?;
+    let shard = Shard::new(&config, form.rank, form.world_size)?
+        .with_reduction(&config, form.reduction_ranks)?;
+    let files = WeightFiles::open(folder)?;
+    let adapters = LoraFiles::open(&form.lora, &config)?;
+    let draft = draft_model(form).map(|folder| DraftFiles::open(Path::new(folder), &config));
+    let draft = draft.transpose()?;
+    let precision = device.precision(form.dtype, &config)?;
+    let mut backend = device.backend(precision, collective)?;
+    // Now, for those that have loaded wait for this one. What becomes of them while it loads,
+    // it finds when it first needs them: what it has loaded is good for the next epoch.
+    join::<D>(&mut backend, joining)?;
+    D::set_alone(&mut backend, true);
+    let positions = form.engine.max_model_len as usize;
+    if positions > config.max_positions {
+        let message = format!(
+            "max_position_embeddings is {}, below the max_model_len asked for ({positions})",
+            config.max_positions
+        );
+        return Err(ModelError::file(&folder.join("config.json"), message));
+    }
+    let (quantization, adapting) = (form.quantization, &adapters);
+    let beside = Beside { quantization, adapters: adapting, draft: draft.as_ref() };
+    device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
+    let source = Source { files: &files, config: &config, shard: &shard };
+    let mut progress = |done, total| joining.news.progress(done, total);
+    let weights =
+        weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
+    let tokens_max = form.engine.max_num_batched_tokens as usize;
+    let rows_max = form.engine.max_num_seqs as usize;
+    let adapters = adapters.load(&mut backend, &config, &shard, tokens_max)?;
+    if let Some(loaded) = &adapters {
+        let bytes = bytes_text(loaded.bytes());
+        tracing::info!(count = loaded.count(), bytes, "LoRA adapters loaded");
+    }
+    let decoder = Decoder::new(&mut backend, config, shard, weights, tokens_max, rows_max)?
+        .with_adapters(adapters);
+    let draft = match draft {
+        Some(files) => {
+            let own = device.draft_backend()?;
+            Some(files.load(own, &mut backend, &form.engine)?)
+        }
+        None => None,
+    };
+    let mut engine = Engine::new(backend, decoder, form.engine.clone()).with_draft(draft);
+    device.prepare(&mut engine)?;
+    D::set_alone(engine.backend(), false);
+    Ok(engine)
+}
+
+/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch:
+/// its cache is another in the next.
+pub(super) fn rest_draft<D: Device>(engine: &mut Engine<D::Backend>) -> Result<(), KernelError> {
+    let own = engine.draft_backend();
+    own.map_or(Ok(()), |own| D::set_collective(own, single_rank()))
+}
+
+/// The draft model of a rank that is to have it.
+fn draft_model(form: &Form) -> Option<&str> {
+    form.draft_model.as_deref().filter(|_| form.rank == 0)
+}

@@ -1,0 +1,124 @@
+//! A rank's share of the weights on its way to the backend: packed, counted.
+use kernels::backend::{Backend, HostMatrix, QkvWeights};
+use kernels::error::KernelError;
+use kernels::weights::{Int4Groups, int4_groups};
+use shared::protocol::Quantization;
+
+use super::part::{LayerPart, MlpPart};
+use super::{BackendLayer, BackendMlp, LayerWeights, Mlp};
+use crate::model::experts::ExpertParts;
+
+/// Packs matrices and reports progress.
+pub(super) struct Loader<'a, 'p, B> {
+    pub(super) backend: &'a mut B,
+    pub(super) quantization: Quantization,
+    pub(super) progress: &'p mut dyn FnMut(u64, u64),
+    /// Bytes of matrices as stored: loaded so far, and all.
+    pub(super) done: u64,
+    pub(super) total: u64,
+    /// Bytes kept so far.
+    pub(super) held: u64,
+}
+
+impl<B: Backend> Loader<'_, '_, B> {
+    pub(super) fn layer(&mut self, part: &LayerPart<'_>) -> Result<BackendLayer<B>, KernelError> {
+        Ok(LayerWeights {
+            input_norm: self.vector(&part.input_norm)?,
+            rope: part.rope,
+            qkv: QkvWeights {
+                weight: self.matrix(&part.qkv)?,
+                bias: self.optional(part.qkv_bias.as_deref())?,
+                q_norm: self.optional(part.q_norm.as_deref())?,
+                k_norm: self.optional(part.k_norm.as_deref())?,
+            },
+            sinks: self.optional(part.sinks.as_deref())?,
+            output: self.parts(&part.output)?,
+            output_bias: self.optional(part.output_bias.as_deref())?,
+            output_norm: self.optional(part.output_norm.as_deref())?,
+            post_norm: self.vector(&part.post_norm)?,
+            mlp: self.mlp(&part.mlp)?,
+            down_norm: self.optional(part.down_norm.as_deref())?,
+        })
+    }
+
+    fn mlp(&mut self, part: &MlpPart<'_>) -> Result<BackendMlp<B>, KernelError> {
+        Ok(match part {
+            MlpPart::Dense { gate_up, gate_up_bias, down, down_bias } => Mlp::Dense {
+                gate_up: self.matrix(gate_up)?,
+                gate_up_bias: self.optional(gate_up_bias.as_deref())?,
+                down: self.parts(down)?,
+                down_bias: self.optional(down_bias.as_deref())?,
+            },
+            MlpPart::Experts(ExpertParts { router, gate_up, down, biases }) => Mlp::Experts {
+                router: self.small(std::slice::from_ref(router))?,
+                router_bias: self.optional(biases.router.as_deref())?,
+                gate_up: self.stack(gate_up)?,
+                gate_up_bias: self.optional(biases.gate_up.as_deref())?,
+                down: down.iter().map(|part| self.stack(part)).collect::<Result<_, _>>()?,
+                down_bias: self.optional(biases.down.as_deref())?,
+            },
+        })
+    }
+
+    fn stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<B::Stack, KernelError> {
+        let stack = match self.quantization {
+            Quantization::None => self.backend.load_stack(matrices),
+            Quantization::Int8 => self.backend.load_int8_stack(matrices),
+        }?;
+        self.advance(matrices, self.quantization, true);
+        Ok(stack)
+    }
+
+    /// Packs a matrix that is quantised where `quantization` says so.
+    pub(super) fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
+        let matrix = match self.quantization {
+            Quantization::None => self.backend.load_matrix(parts),
+            Quantization::Int8 => self.backend.load_int8_matrix(parts),
+        }?;
+        self.advance(parts, self.quantization, false);
+        Ok(matrix)
+    }
+
+    /// Packs a matrix that is never quantised: an embedding, a router.
+    pub(super) fn small(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
+        let matrix = self.backend.load_matrix(parts)?;
+        self.advance(parts, Quantization::None, false);
+        Ok(matrix)
+    }
+
+    fn advance(&mut self, loaded: &[HostMatrix<'_>], kept: Quantization, is_stack: bool) {
+        self.done += loaded.iter().map(bytes).sum::<u64>();
+        let int4 = int4_groups(loaded).filter(|groups| self.backend.keeps_int4(groups, is_stack));
+        self.held += loaded.iter().map(|matrix| held(matrix, kept, int4.as_ref())).sum::<u64>();
+        (self.progress)(self.done, self.total);
+    }
+
+    /// Packs each matrix separately.
+    fn parts(&mut self, parts: &[HostMatrix<'_>]) -> Result<Vec<B::Matrix>, KernelError> {
+        parts.iter().map(|part| self.matrix(std::slice::from_ref(part))).collect()
+    }
+
+    pub(super) fn vector(&mut self, values: &[f32]) -> Result<B::Vector, KernelError> {
+        self.backend.load_vector(values)
+    }
+
+    fn optional(&mut self, values: Option<&[f32]>) -> Result<Option<B::Vector>, KernelError> {
+        values.map(|values| self.backend.load_vector(values)).transpose()
+    }
+}
+
+/// Bytes of a matrix as stored.
+pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
+    (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
+}
+
+/// Bytes of a matrix as kept; `int4` holds the groups of a matrix that stays in 4 bits.
+fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
+    let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
+    match (kept, int4) {
+        (Quantization::Int8, _) => rows * (cols + 4),
+        (Quantization::None, Some(groups)) => groups.bytes(rows, cols),
+        (Quantization::None, None) if matrix.scales.is_some() => rows * cols * 2,
+        (Quantization::None, None) => bytes(matrix),
+    }
+}

@@ -1,0 +1,283 @@
+//! One rank's share of the tensors: which rectangle of each it takes, checked and not read yet.
+use std::ops::Range;
+
+use kernels::backend::{HostMatrix, Scales};
+
+use super::{Source, kinds};
+use crate::model::ModelError;
+use crate::model::experts::ExpertParts;
+use crate::model::modules::Module;
+use crate::model::quantization::Tensors;
+use crate::model::safetensors::TensorView;
+
+/// One rank's share of one layer: checked, not read yet.
+pub(super) struct LayerPart<'a> {
+    pub(super) input_norm: Vec<f32>,
+    pub(super) rope: usize,
+    pub(super) qkv: Vec<HostMatrix<'a>>,
+    pub(super) qkv_bias: Option<Vec<f32>>,
+    pub(super) q_norm: Option<Vec<f32>>,
+    pub(super) k_norm: Option<Vec<f32>>,
+    pub(super) sinks: Option<Vec<f32>>,
+    pub(super) output: Vec<HostMatrix<'a>>,
+    pub(super) output_bias: Option<Vec<f32>>,
+    pub(super) output_norm: Option<Vec<f32>>,
+    pub(super) post_norm: Vec<f32>,
+    pub(super) mlp: MlpPart<'a>,
+    pub(super) down_norm: Option<Vec<f32>>,
+}
+
+pub(super) enum MlpPart<'a> {
+    Dense {
+        gate_up: Vec<HostMatrix<'a>>,
+        gate_up_bias: Option<Vec<f32>>,
+        down: Vec<HostMatrix<'a>>,
+        down_bias: Option<Vec<f32>>,
+    },
+    Experts(ExpertParts<'a>),
+}
+
+impl<'a> MlpPart<'a> {
+    /// Its matrices.
+    fn matrices(&self) -> Box<dyn Iterator<Item = &HostMatrix<'a>> + '_> {
+        match self {
+            Self::Dense { gate_up, down, .. } => Box::new(gate_up.iter().chain(down)),
+            Self::Experts(parts) => Box::new(parts.matrices()),
+        }
+    }
+}
+
+impl<'a> LayerPart<'a> {
+    /// All matrices.
+    pub(super) fn matrices(&self) -> impl Iterator<Item = &HostMatrix<'a>> {
+        self.qkv.iter().chain(&self.output).chain(self.mlp.matrices())
+    }
+}
+
+/// Some outputs of a module.
+struct Outputs {
+    module: Module,
+    /// In the order in which they are taken.
+    ranges: Vec<Range<usize>>,
+}
+
+impl Outputs {
+    fn of(module: Module, ranges: Vec<Range<usize>>) -> Self {
+        Self { module, ranges }
+    }
+}
+
+/// Finds tensors and cuts out this rank's share.
+#[derive(Clone, Copy)]
+pub(super) struct Part<'a>(pub(super) Source<'a>);
+
+impl<'a> Part<'a> {
+    pub(super) fn layer(self, index: usize) -> Result<LayerPart<'a>, ModelError> {
+        Layer { part: self, index }.read()
+    }
+
+    /// This rank's rows of a `[vocab, hidden]` tensor, padded with zero rows to `vocab_width`.
+    pub(super) fn vocabulary<'b>(
+        &self,
+        name: &str,
+        padding: &'b [u8],
+    ) -> Result<Vec<HostMatrix<'b>>, ModelError>
+    where
+        'a: 'b,
+    {
+        let Source { config, shard, .. } = self.0;
+        let tensor = self.weight(name, [config.vocab_size, config.hidden_size])?;
+        let own = rows_of(&tensor, &shard.vocab);
+        let rows = shard.vocab_width - shard.vocab.len();
+        let behind = match own.scales {
+            // Rows after the last one of a packed matrix read as zeros.
+            Some(Scales::Packed(_)) => {
+                tensor.cut(config.vocab_size..config.vocab_size + rows, 0..own.cols)
+            }
+            _ => HostMatrix { data: padding, rows, scales: None, ..own },
+        };
+        let mut parts = vec![own, behind];
+        parts.retain(|part| part.rows > 0);
+        Ok(parts)
+    }
+
+    fn vector(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        self.0.files.numbers(name, &[len])
+    }
+
+    /// The weight of an RMSNorm, with `norm_offset` added.
+    pub(super) fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        let mut values = self.vector(name, len)?;
+        values.iter_mut().for_each(|weight| *weight += self.0.config.norm_offset);
+        Ok(values)
+    }
+
+    fn weight(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'a>, ModelError> {
+        self.tensors().weight(name, &shape)
+    }
+
+    fn tensors(&self) -> Tensors<'a> {
+        Tensors { files: self.0.files, quantised: self.0.config.quantised }
+    }
+}
+
+/// Finds the tensors of one layer.
+struct Layer<'a> {
+    part: Part<'a>,
+    index: usize,
+}
+
+impl<'a> Layer<'a> {
+    fn read(&self) -> Result<LayerPart<'a>, ModelError> {
+        let Source { config, shard, .. } = self.part.0;
+        let rope = &config.ropes[self.index];
+        // Features of q and k in the order in which backends rotate them.
+        let qkv = [
+            Outputs::of(Module::Q, rope.rows(config.head_dim, shard.heads.clone())),
+            Outputs::of(Module::K, rope.rows(config.head_dim, shard.kv_heads.clone())),
+            Outputs::of(Module::V, vec![self.features(&shard.kv_heads)]),
+        ];
+        // In models with `delta_norms`, `post_attention_layernorm` normalises the attention's
+        // output.
+        let (output_norm, post_norm, down_norm) = match config.delta_norms {
+            false => (None, "post_attention_layernorm", None),
+            true => (
+                Some("post_attention_layernorm"),
+                "pre_feedforward_layernorm",
+                Some("post_feedforward_layernorm"),
+            ),
+        };
+        let ropes = kinds(&config.ropes);
+        Ok(LayerPart {
+            input_norm: self.norm("input_layernorm")?,
+            rope: ropes.iter().position(|kind| *kind == rope).unwrap_or(0),
+            qkv: self.rows(&qkv)?,
+            qkv_bias: self.biases(config.qkv_bias, &qkv)?,
+            q_norm: self.head_norm("self_attn.q_norm")?.map(|mut norm| {
+                norm.iter_mut().for_each(|weight| *weight *= config.query_scale);
+                norm
+            }),
+            k_norm: self.head_norm("self_attn.k_norm")?,
+            sinks: self.sinks()?,
+            output: self.cols(Module::O, &self.features(&shard.heads))?,
+            output_bias: self.row_parallel_bias(config.output_bias, Module::O)?,
+            output_norm: output_norm.map(|norm| self.norm(norm)).transpose()?,
+            post_norm: self.norm(post_norm)?,
+            mlp: self.mlp()?,
+            down_norm: down_norm.map(|norm| self.norm(norm)).transpose()?,
+        })
+    }
+
+    fn mlp(&self) -> Result<MlpPart<'a>, ModelError> {
+        let Source { config, shard, .. } = self.part.0;
+        if let Some(experts) = config.experts.as_ref().filter(|it| it.layers[self.index]) {
+            let (tensors, layer) = (self.part.tensors(), format!("model.layers.{}", self.index));
+            let found = ExpertParts::find(tensors, experts, &layer, config.hidden_size, shard);
+            return Ok(MlpPart::Experts(found?));
+        }
+        let inner = &shard.intermediate;
+        let gate_up =
+            [Module::Gate, Module::Up].map(|module| Outputs::of(module, vec![inner.clone()]));
+        Ok(MlpPart::Dense {
+            gate_up: self.rows(&gate_up)?,
+            gate_up_bias: self.biases(config.mlp_bias, &gate_up)?,
+            down: self.cols(Module::Down, inner)?,
+            down_bias: self.row_parallel_bias(config.mlp_bias, Module::Down)?,
+        })
+    }
+
+    fn name(&self, suffix: &str) -> String {
+        format!("model.layers.{}.{suffix}", self.index)
+    }
+
+    /// The features of these heads.
+    fn features(&self, heads: &Range<usize>) -> Range<usize> {
+        let head_dim = self.part.0.config.head_dim;
+        heads.start * head_dim..heads.end * head_dim
+    }
+
+    /// The matrix of the checkpoint that holds a module.
+    fn matrix(&self, module: Module) -> Result<TensorView<'a>, ModelError> {
+        let place = module.place(self.part.0.config);
+        self.part.weight(&self.name(&format!("{}.weight", place.name)), place.shape)
+    }
+
+    /// These outputs of column-parallel modules.
+    fn rows(&self, wanted: &[Outputs]) -> Result<Vec<HostMatrix<'a>>, ModelError> {
+        let mut parts = Vec::new();
+        for Outputs { module, ranges } in wanted {
+            let tensor = self.matrix(*module)?;
+            let rows = ranges.iter().map(|own| module.rows(self.part.0.config, own));
+            parts.extend(rows.map(|rows| rows_of(&tensor, &rows)));
+        }
+        Ok(parts)
+    }
+
+    /// A matrix of a row-parallel module for each part of its sum, from these inputs.
+    fn cols(&self, module: Module, own: &Range<usize>) -> Result<Vec<HostMatrix<'a>>, ModelError> {
+        let tensor = self.matrix(module)?;
+        let parts = self.part.0.shard.parts;
+        let width = own.len() / parts;
+        let part = |i: usize| own.start + i * width..own.start + (i + 1) * width;
+        Ok((0..parts).map(|i| cols_of(&tensor, &part(i))).collect())
+    }
+
+    /// The biases of these outputs, if the model has them.
+    fn biases(&self, has: bool, wanted: &[Outputs]) -> Result<Option<Vec<f32>>, ModelError> {
+        if !has {
+            return Ok(None);
+        }
+        let config = self.part.0.config;
+        let mut joined = Vec::new();
+        for Outputs { module, ranges } in wanted {
+            let place = module.place(config);
+            let name = self.name(&format!("{}.bias", place.name));
+            let all = self.part.vector(&name, place.shape[0])?;
+            ranges.iter().for_each(|own| joined.extend(&all[module.rows(config, own)]));
+        }
+        Ok(Some(joined))
+    }
+
+    /// The bias of a row-parallel module: checked on every rank, kept on rank 0.
+    fn row_parallel_bias(&self, has: bool, module: Module) -> Result<Option<Vec<f32>>, ModelError> {
+        let Source { config, shard, .. } = self.part.0;
+        let all = 0..config.hidden_size;
+        let bias = self.biases(has, &[Outputs::of(module, vec![all])])?;
+        Ok(bias.filter(|_| shard.rank == 0))
+    }
+
+    /// An RMSNorm of the residual stream, or of what is added to it.
+    fn norm(&self, name: &str) -> Result<Vec<f32>, ModelError> {
+        let hidden = self.part.0.config.hidden_size;
+        self.part.norm(&self.name(&format!("{name}.weight")), hidden)
+    }
+
+    /// The RMSNorm of each head of q or k, in the order of its features, if the model has it.
+    fn head_norm(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
+        let config = self.part.0.config;
+        let (rope, head_dim) = (&config.ropes[self.index], config.head_dim);
+        if !config.qk_norm {
+            return Ok(None);
+        }
+        let all = self.part.norm(&self.name(&format!("{name}.weight")), head_dim)?;
+        Ok(Some((0..head_dim).map(|i| all[rope.source(head_dim, i)]).collect()))
+    }
+
+    /// The sinks of this rank's heads, if the model has some.
+    fn sinks(&self) -> Result<Option<Vec<f32>>, ModelError> {
+        let Source { config, shard, .. } = self.part.0;
+        if !config.sinks {
+            return Ok(None);
+        }
+        let all = self.part.vector(&self.name("self_attn.sinks"), config.num_heads)?;
+        Ok(Some(all[shard.heads.clone()].to_vec()))
+    }
+}
+
+fn rows_of<'a>(tensor: &TensorView<'a>, rows: &Range<usize>) -> HostMatrix<'a> {
+    tensor.cut(rows.clone(), 0..tensor.size().1)
+}
+
+fn cols_of<'a>(tensor: &TensorView<'a>, cols: &Range<usize>) -> HostMatrix<'a> {
+    tensor.cut(0..tensor.size().0, cols.clone())
+}
