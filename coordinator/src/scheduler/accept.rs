@@ -158,8 +158,16 @@ impl Scheduler {
             return false;
         }
         if !seq.prompt_logprobs_done {
+            // The prompt's first token has none. One that is missing would shift all behind it.
+            let due = seq.prompt_logprobs.len() + 1;
+            let fits = output.prompt_logprobs.is_empty() || output.prompt_start as usize == due;
             seq.prompt_logprobs.append(&mut output.prompt_logprobs);
-            if seq.prompt_logprobs.len() + 1 >= seq.num_prompt as usize {
+            let (have, all) = (seq.prompt_logprobs.len() + 1, seq.num_prompt as usize);
+            if !fits || have > all || samples && have < all {
+                self.end_request(request, Some(EngineError::Corrupted), effects);
+                return false;
+            }
+            if have == all {
                 seq.prompt_logprobs_done = true;
                 seq.sampling.prompt_logprobs = None;
                 let logprobs = std::mem::take(&mut seq.prompt_logprobs);
