@@ -67,7 +67,11 @@ pub(crate) fn operation_of(
     limits: DriverLimits,
     load: Arc<ReplicaLoad>,
 ) -> Operation {
-    let config = SchedulerConfig {
+    operation_with(config(), observer, limits, load)
+}
+
+pub(crate) fn config() -> SchedulerConfig {
+    SchedulerConfig {
         block_size: 16,
         max_model_len: 64,
         max_num_seqs: 4,
@@ -77,7 +81,16 @@ pub(crate) fn operation_of(
         prefix_caching: true,
         hidden_size: 2,
         speculation: None,
-    };
+    }
+}
+
+/// One whose scheduler has these bounds.
+pub(crate) fn operation_with(
+    config: SchedulerConfig,
+    observer: &Observer,
+    limits: DriverLimits,
+    load: Arc<ReplicaLoad>,
+) -> Operation {
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);
     let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);

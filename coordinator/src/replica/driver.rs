@@ -4,7 +4,7 @@
 //! No socket and no clock here; the shell passes the time in and sends the plans.
 mod leaving;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -211,8 +211,15 @@ impl ReplicaDriver {
         self.completions.retry_after_s(now, waiting, id)
     }
 
-    /// Frees everything a request holds. Unknown requests are ignored.
+    /// Frees everything a request holds: at once where it has run, at the next tick where it waits
+    /// for its first step. Unknown requests are ignored.
     pub fn cancel(&mut self, now: Duration, id: RequestId) {
+        let Some(live) = self.live.get(&id) else { return };
+        if live.unscheduled_since.is_some() {
+            // Each takes a pass over the queue, or all of them one together.
+            self.gone.push(id);
+            return;
+        }
         self.scheduler.cancel(id, &mut self.effects);
         self.deliver(now);
     }
@@ -285,8 +292,14 @@ impl ReplicaDriver {
     /// What the scheduler gave up, with all that hangs off it.
     fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
         let mut moved = Vec::with_capacity(handed.len());
+        let gone: HashSet<RequestId> = self.gone.iter().copied().collect();
         for handed in handed {
             let Some(live) = self.live.remove(&handed.id()) else { continue };
+            if gone.contains(&handed.id()) {
+                handed.sequences().for_each(|seq| drop(self.stop_checks.remove(&seq)));
+                dropped(&mut self.observer.record(), live, None);
+                continue;
+            }
             let stop_checks = handed
                 .sequences()
                 .filter_map(|seq| Some((seq, self.stop_checks.remove(&seq)?)))
