@@ -25,7 +25,7 @@ impl Default for Completions {
 }
 
 impl Completions {
-    /// A request has ended.
+    /// A request has ended that had begun to run.
     pub fn ended(&mut self, now: Duration) {
         let second = now.as_secs();
         let bucket = &mut self.seconds[(second % WINDOW_S) as usize];

@@ -510,7 +510,10 @@ impl ReplicaDriver {
                         self.stop_checks.remove(&seq);
                     }
                     if let Some(live) = self.live.remove(&request) {
-                        self.completions.ended(now);
+                        // What leaves the queue says nothing of the pace at which it is served.
+                        if live.unscheduled_since.is_none() {
+                            self.completions.ended(now);
+                        }
                         dropped(&mut recording, live, error);
                     }
                 }
