@@ -125,7 +125,7 @@ pub struct ClusterActor {
     supervised: BTreeMap<String, u32>,
     /// How often each worker came back as another process.
     restarts: BTreeMap<WorkerId, u32>,
-    /// How often each replica broke while it served.
+    /// How often each replica broke while it served, pauses that were planned not counted.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
     /// Workers that have not been heard for a while; their links are not given up yet.
@@ -215,7 +215,9 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
-                    *self.broken.entry(replica).or_default() += 1;
+                    if end == EpochEnd::Failed {
+                        *self.broken.entry(replica).or_default() += 1;
+                    }
                     if self.stopping || end == EpochEnd::Planned {
                         tracing::info!(%replica, %epoch, %reason, "the replica pauses");
                     } else {
