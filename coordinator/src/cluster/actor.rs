@@ -75,12 +75,13 @@ struct RunningReplica {
 }
 
 impl RunningReplica {
-    fn home(&self, replica: ReplicaId) -> Home {
+    fn home(&self, replica: ReplicaId, doubtful: bool) -> Home {
         Home {
             replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
             room: self.room.unwrap_or(u32::MAX),
+            doubtful,
         }
     }
 

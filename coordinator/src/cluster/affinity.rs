@@ -88,10 +88,9 @@ mod tests {
 
     fn homes(loads: &[u32]) -> Vec<Home> {
         let home = |(id, load): (usize, &u32)| Home {
-            replica: ReplicaId(id as u32),
             serving: *load < 1000,
             load: *load,
-            room: u32::MAX,
+            ..Home::unknown(ReplicaId(id as u32))
         };
         loads.iter().enumerate().map(home).collect()
     }
