@@ -82,7 +82,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let _share = share;
         encode(text, inputs, special, keep, max)
     };
-    let encoded = state.with_text(bytes, encode).await?;
+    // It is watched for all inputs together, and so counts once.
+    let deadline = common.deadline.take();
+    let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     let tokens: usize = encoded.iter().map(Vec::len).sum();
     if tokens > limits.prompt_tokens {
         let max = limits.prompt_tokens;
@@ -94,7 +96,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let vectors = stream::iter(encoded.into_iter().enumerate())
         .map(|(index, tokens)| shared.vector(index, tokens))
         .buffered(AT_A_TIME)
-        .try_collect::<Vec<_>>()
+        .try_collect::<Vec<_>>();
+    let vectors = state
+        .in_time(deadline, vectors)
         .await
         // It counts once, however often it was asked and for however many inputs.
         .map_err(|error| match error.is_queue_full() {
@@ -320,28 +324,15 @@ impl Serialize for Vector {
 
 #[cfg(test)]
 mod tests {
-    use std::path::Path;
-
-    use shared::clock::SystemClock;
-    use shared::ids::Incarnation;
-
     use super::super::access::Tally;
-    use super::super::state::Readiness;
+    use super::super::state::tests::state_of;
     use super::*;
     use crate::engine::{EngineCommand, EngineError, EngineEvent, EngineHandle, FinishReason};
-    use crate::metrics::Hub;
 
     #[actix_rt::test]
     async fn the_tokens_of_an_input_that_is_asked_for_again_are_counted_once() {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
-        let text = Arc::new(TextModel::load(&folder).unwrap());
         let (engine, mut commands) = EngineHandle::channel();
-        let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
-        let clock = Arc::new(SystemClock::start());
-        let ready = Arc::new(|| Readiness { ready: true, message: String::new() });
-        let limits = Limits::new(text.max_positions);
-        let stats = hub.frontend().clone();
-        let state = AppState::new(text, engine, limits, clock, stats, ready, 7);
+        let (state, _hub) = state_of(engine);
         // Of what comes behind the first inputs, every second request finds the queue full.
         let asked = actix_rt::spawn(async move {
             let mut asked = 0;

@@ -218,7 +218,7 @@ async fn answer(
     let visit = enter(state)?;
     let turn = keys::enter(state, request)?;
     let answer = match terms(state, request) {
-        Ok(terms) => match read(state, request, body).await {
+        Ok(terms) => match state.in_time(terms.deadline, read(state, request, body)).await {
             Ok(fields) => respond(state, fields.on_terms(terms)).await,
             Err(error) => Err(error),
         },
