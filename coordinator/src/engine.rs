@@ -10,13 +10,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use shared::ids::RequestId;
+use shared::mix::mix;
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
 use shared::protocol::{GuideSpec, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
 use crate::frontends::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
-use crate::scheduler::mix;
 
 /// Decides whether a sequence ends for a reason that only text can tell (a stop string).
 ///

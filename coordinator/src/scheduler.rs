@@ -55,7 +55,6 @@ mod tokens;
 mod weight;
 
 pub use accept::{ApplyError, Stopped};
-pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};

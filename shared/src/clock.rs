@@ -4,6 +4,8 @@ use std::fmt::Debug;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use crate::mix::split_mix;
+
 /// A monotonic clock that starts near zero when the process starts.
 pub trait Clock: Send + Sync + Debug {
     /// Returns the time since this clock was made. Never goes back.
@@ -15,12 +17,7 @@ pub trait Clock: Send + Sync + Debug {
 /// moment.
 #[must_use]
 pub fn jittered(most: Duration, seed: u64, attempt: u64) -> Duration {
-    // SplitMix64.
-    let mut bits = seed.wrapping_add(attempt.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^= bits >> 31;
-    most.mul_f64((bits >> 11) as f64 / (1u64 << 53) as f64)
+    most.mul_f64((split_mix(seed, attempt) >> 11) as f64 / (1u64 << 53) as f64)
 }
 
 /// The operating system's monotonic clock.

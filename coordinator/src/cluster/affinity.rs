@@ -6,9 +6,9 @@
 use std::collections::{HashMap, VecDeque};
 
 use shared::ids::ReplicaId;
+use shared::mix::mix;
 
 use super::orphanage::Home;
-use crate::scheduler::mix;
 
 /// Tokens between two points at which a prompt's beginning is remembered.
 const CHUNK: usize = 64;

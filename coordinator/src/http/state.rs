@@ -7,6 +7,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use shared::clock::Clock;
 use shared::ids::RequestId;
 use shared::metrics::labels::ExpiryReason;
+use shared::mix::split_mix;
 use shared::wire::auth::Secret;
 use tokio::time::Instant;
 
@@ -232,11 +233,8 @@ impl AppState {
     /// A random number, for requests that name no seed.
     #[must_use]
     pub fn draw_seed(&self, request: RequestId) -> u64 {
-        // splitmix64 of a random start, which no client is told: different for every request.
-        let mut z = self.seeds.wrapping_add(request.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        // Of a random start, which no client is told: different for every request.
+        split_mix(self.seeds, request.0)
     }
 
     /// Makes a grammar of what a request's output must be.

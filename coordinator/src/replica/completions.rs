@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use shared::ids::RequestId;
-
-use crate::scheduler::mix;
+use shared::mix::mix;
 
 /// Seconds that are looked back.
 const WINDOW_S: u64 = 30;
