@@ -64,10 +64,11 @@ use queue::Load;
 pub use sequence::HandedOver;
 use sequence::{Request, Sequence, Urgency};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
+use shared::mix::{IdMap, IdSet};
 use shared::protocol::{Drafts, Swap};
 pub use speculate::{Drafter, Lookup};
 pub use speculation::{Method, Speculation};
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::Waker;
 use swap::HostPool;
@@ -124,7 +125,7 @@ pub struct Scheduler {
     /// Slots of sequences; `None` is free.
     sequences: Vec<Option<Sequence>>,
     free_slots: Vec<usize>,
-    requests: HashMap<RequestId, Request>,
+    requests: IdMap<RequestId, Request>,
     /// Slots waiting for admission: by priority, of equals the oldest request first.
     waiting: VecDeque<usize>,
     /// Slots admitted: by priority, of equals in order of admission.
@@ -192,7 +193,7 @@ impl Scheduler {
             last_step: StepId(0),
             sequences: Vec::new(),
             free_slots: Vec::new(),
-            requests: HashMap::new(),
+            requests: IdMap::default(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             in_flight: VecDeque::new(),
@@ -279,7 +280,7 @@ impl Scheduler {
             }
         }
         self.end_outgrown(effects);
-        let too_large: HashSet<RequestId> = self
+        let too_large: IdSet<RequestId> = self
             .waiting
             .iter()
             .filter_map(|slot| self.sequences[*slot].as_ref())
@@ -362,10 +363,10 @@ impl Scheduler {
     }
 
     /// Of what waits.
-    fn hand_over_those(&mut self, requests: &HashSet<RequestId>) -> Vec<HandedOver> {
+    fn hand_over_those(&mut self, requests: &IdSet<RequestId>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
         // Where each request is among them: looking for it there takes minutes for a long queue.
-        let mut places: HashMap<RequestId, usize> = HashMap::new();
+        let mut places: IdMap<RequestId, usize> = IdMap::default();
         let leaves = |slot: &usize| {
             self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
         };

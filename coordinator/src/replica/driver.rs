@@ -4,12 +4,13 @@
 //! No socket and no clock here; the shell passes the time in and sends the plans.
 mod leaving;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::mix::{IdMap, IdSet};
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
@@ -81,15 +82,15 @@ pub struct ReplicaDriver {
     scheduler: Scheduler,
     observer: Observer,
     limits: DriverLimits,
-    live: HashMap<RequestId, Live>,
+    live: IdMap<RequestId, Live>,
     /// Stop checks of the sequences whose request has stop strings.
-    stop_checks: HashMap<SeqId, Box<dyn StopCheck>>,
+    stop_checks: IdMap<SeqId, Box<dyn StopCheck>>,
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
     /// For how long masks have been waited for that are not there, and when that was last looked
     /// at.
-    masks_late: HashMap<AwaitedMask, Duration>,
+    masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
@@ -114,11 +115,11 @@ impl ReplicaDriver {
             scheduler,
             observer,
             limits,
-            live: HashMap::new(),
-            stop_checks: HashMap::new(),
+            live: IdMap::default(),
+            stop_checks: IdMap::default(),
             effects: Vec::new(),
             gone: Vec::new(),
-            masks_late: HashMap::new(),
+            masks_late: IdMap::default(),
             looked_for_masks: now,
             in_flight: VecDeque::new(),
             epoch: None,
@@ -292,7 +293,7 @@ impl ReplicaDriver {
     /// What the scheduler gave up, with all that hangs off it.
     fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
         let mut moved = Vec::with_capacity(handed.len());
-        let gone: HashSet<RequestId> = self.gone.iter().copied().collect();
+        let gone: IdSet<RequestId> = self.gone.iter().copied().collect();
         for handed in handed {
             let Some(live) = self.live.remove(&handed.id()) else { continue };
             if gone.contains(&handed.id()) {
