@@ -26,6 +26,7 @@ use shared::protocol::{EngineConfig, ToWorker};
 use tokio::sync::watch;
 
 pub use self::names::Supervised;
+use self::names::Touched;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, NotJoined, Refusal};
@@ -206,9 +207,14 @@ impl ClusterActor {
         self
     }
 
-    /// Carries out the core's effects, then publishes the view.
+    /// Carries out the core's effects, then publishes the view: the next tick does, where there are
+    /// none.
     fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
-        let changed = !effects.is_empty();
+        if effects.is_empty() {
+            self.unpublished = true;
+            return;
+        }
+        let touched = Touched::by(&effects);
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -282,9 +288,7 @@ impl ClusterActor {
                 }
             }
         }
-        if changed {
-            self.name_actors();
-        }
+        self.name_touched(&touched);
         self.publish();
     }
 
@@ -443,7 +447,8 @@ impl Actor for ClusterActor {
             actor.core.tick(now, &mut effects);
             if !effects.is_empty() {
                 actor.carry_out(ctx, effects);
-            } else if actor.unpublished {
+            }
+            if actor.unpublished {
                 actor.publish();
             }
         });

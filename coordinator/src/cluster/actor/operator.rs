@@ -130,6 +130,7 @@ impl Handler<Scale> for ClusterActor {
         let mut effects = Vec::new();
         self.core.scale(self.clock.now(), replicas, &mut effects);
         self.carry_out(ctx, effects);
+        self.name_actors();
         self.core.desired().generation
     }
 }
@@ -145,6 +146,7 @@ impl Handler<Drain> for ClusterActor {
         let mut effects = Vec::new();
         let result = self.core.drain(self.clock.now(), *worker, &mut effects);
         self.carry_out(ctx, effects);
+        self.name_actors();
         result.map(|()| self.core.desired().generation)
     }
 }

@@ -394,8 +394,8 @@ impl Handler<Joined> for ClusterActor {
         }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
+        self.name_member(&member);
         self.core.worker_joined(self.clock.now(), member, &mut effects);
-        self.name_actors();
         self.carry_out(ctx, effects);
     }
 }
