@@ -2,7 +2,7 @@
 //! [`Clock`]. Times of two processes are never compared.
 use std::fmt::Debug;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use crate::mix::split_mix;
 
@@ -10,6 +10,12 @@ use crate::mix::split_mix;
 pub trait Clock: Send + Sync + Debug {
     /// Returns the time since this clock was made. Never goes back.
     fn now(&self) -> Duration;
+}
+
+/// The time since 1970 by the wall clock: for people and for what outlives a process.
+#[must_use]
+pub fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
 /// A random wait of at most `most` before attempt number `attempt`; `seed` is the process's own

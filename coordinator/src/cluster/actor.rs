@@ -13,7 +13,7 @@ mod workers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
 use shared::actor::ActorRuntime;
@@ -515,11 +515,6 @@ impl Handler<Stop> for ClusterActor {
             }
         }
     }
-}
-
-/// Seconds since 1970.
-fn since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 #[cfg(test)]

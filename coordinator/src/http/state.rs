@@ -2,9 +2,8 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use shared::clock::Clock;
+use shared::clock::{Clock, since_1970};
 use shared::ids::RequestId;
 use shared::metrics::labels::ExpiryReason;
 use shared::mix::split_mix;
@@ -137,7 +136,7 @@ impl AppState {
             metrics: None,
             readiness,
             gate: Gate::default(),
-            created: since_1970(),
+            created: since_1970().as_secs(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
             seeds: RandomState::new().hash_one(run),
@@ -282,12 +281,6 @@ impl AppState {
         let text = self.text.clone();
         self.texts.run(bytes, move || work(&text)).await
     }
-}
-
-/// Seconds since 1970.
-#[must_use]
-pub fn since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::task::Waker;
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
-use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::metrics::labels::FinishedReason;
 use shared::mix::{IdMap, IdSet};
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
@@ -199,7 +199,7 @@ impl ReplicaDriver {
                 if let EngineError::QueueFull { retry_after_s, .. } = &mut error {
                     *retry_after_s = self.retry_after_s(now, id);
                 }
-                count_refusal(&self.observer, &error);
+                self.observer.refused(&error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }
@@ -593,14 +593,5 @@ fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>
             recording.failed(live.track, live.summary);
             let _ = live.events.send(EngineEvent::Failed(error));
         }
-    }
-}
-
-/// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and what
-/// counts is what clients are told in the end. Front ends count it.
-pub fn count_refusal(observer: &Observer, error: &EngineError) {
-    let reason = RejectReason::from(error);
-    if reason != RejectReason::QueueFull {
-        observer.record().rejected(reason);
     }
 }

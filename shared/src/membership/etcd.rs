@@ -7,7 +7,7 @@
 //! fails, the next one begins with a new list, under the old lease if that still lives. It goes on
 //! for ever: no failure of etcd ends the process. Only one thing does: another process under the
 //! same name.
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use etcd_client::{
     Client, Compare, CompareOp, Error, EventType, GetOptions, GetResponse, KeyValue,
@@ -24,7 +24,7 @@ use super::keeper::{
 use super::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
 use super::{Desired, EtcdOptions, FatalError, Record, View};
 use crate::actor::link::join::Unreached;
-use crate::clock::jittered;
+use crate::clock::{jittered, since_1970};
 
 /// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
 /// notice when the lease ends.
@@ -244,8 +244,7 @@ impl Member {
 
     /// etcd has just said that this is how things are.
     fn confirm(&mut self) {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        self.confirmed = now.as_secs();
+        self.confirmed = since_1970().as_secs();
         self.publish();
     }
 

@@ -7,7 +7,7 @@ use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
-use crate::replica::driver::{Moved, count_refusal};
+use crate::replica::driver::Moved;
 
 /// Of a request that was accepted where there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
@@ -102,7 +102,7 @@ impl ClusterActor {
                 } else {
                     EngineError::Unavailable { message: self.not_ready() }
                 };
-                count_refusal(self.hub.observer(), &error);
+                self.hub.observer().refused(&error);
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
