@@ -334,8 +334,7 @@ impl EngineHandle {
 
 /// The request's events ended without a word: a replica that shuts down says so before.
 fn deserted() -> EngineError {
-    let message =
-        "the replica that ran this request crashed and is restarting; try again";
+    let message = "the replica that ran this request crashed and is restarting; try again";
     EngineError::Unavailable { message: message.to_owned() }
 }
 

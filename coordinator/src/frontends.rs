@@ -34,8 +34,8 @@ use shared::protocol::{
 };
 use tokio::sync::mpsc;
 
-use self::events::{LinkRequests, Open};
 pub use self::events::RemoteEvents;
+use self::events::{LinkRequests, Open};
 use self::link::Receiver;
 use self::slots::{Admitted, Before, Slots};
 use crate::cluster::actor::Refusal;

@@ -2,10 +2,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use coordinator::cluster::orphanage::Surplus;
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
 use coordinator::metrics::Hub;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::cluster::orphanage::Surplus;
 use coordinator::replica::operation::{Operation, TICK};
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, RequestId};

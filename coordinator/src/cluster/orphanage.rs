@@ -192,8 +192,12 @@ mod tests {
 
     #[test]
     fn the_longest_queue_is_shared_with_the_shortest() {
-        let home =
-            |id: u32, serving, load| Home { serving, load, room: 9, ..Home::unknown(ReplicaId(id)) };
+        let home = |id: u32, serving, load| Home {
+            serving,
+            load,
+            room: 9,
+            ..Home::unknown(ReplicaId(id))
+        };
         let homes = [home(0, true, 8), home(1, true, 3), home(2, false, 0), home(3, true, 5)];
         let of = |id, most| Some((ReplicaId(id), Surplus { most, room: 9 }));
         assert_eq!(surplus(&homes), of(0, 2));
