@@ -33,7 +33,7 @@ const WRONG: u32 = u32::MAX;
 /// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right
 /// are the tokens that were sampled in their places, which all but the last stand for; of the
 /// others there is but the number. None where no number was told.
-pub(super) fn told(
+pub(super) fn drafts_of(
     drafted: Option<u32>,
     seq: SeqId,
     outputs: &[SequenceOutput],
