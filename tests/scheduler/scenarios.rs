@@ -355,8 +355,9 @@ fn a_request_for_no_tokens_ends_with_its_prompt() {
 
 #[test]
 fn log_probabilities_of_a_prompt_that_are_not_of_its_next_tokens_fail_it() {
+    type Change = fn(&mut SequenceOutput);
     // Three steps of 32, 32 and 6 tokens; which of their answers is changed, and how.
-    let changes: [(usize, fn(&mut SequenceOutput)); 5] = [
+    let changes: [(usize, Change); 5] = [
         (0, |output| output.prompt_start = 0),
         (1, |output| output.prompt_start += 1),
         (1, |output| drop(output.prompt_logprobs.pop())),
