@@ -9,8 +9,9 @@ pub mod published;
 
 use std::sync::Arc;
 use std::sync::mpsc::{self, RecvTimeoutError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
+use shared::clock::since_1970;
 use shared::membership::ledger::{Ledger, LedgerError};
 use shared::membership::{EtcdOptions, View};
 use shared::metrics::catalogue::{TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL};
@@ -224,10 +225,9 @@ impl Writer {
 
 /// Publishes that etcd has the totals as of now.
 fn noted(hub: &Hub) {
-    let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     hub.membership().with(|stats| {
         let written = stats.gauge(TOTALS_CHECKPOINT, []);
-        stats.set(written, since_1970.as_secs_f64());
+        stats.set(written, since_1970().as_secs_f64());
     });
 }
 

@@ -11,12 +11,12 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use actix::{Actor as _, Addr};
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
-use shared::clock::{Clock, SystemClock};
+use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{Desires, Role, View};
@@ -124,7 +124,7 @@ impl Coordinator {
         let tls = options.api.tls.clone();
         let max_model_len = engine.max_model_len;
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_1970 = since_1970();
         let clock_start = since_1970.saturating_sub(clock.now());
         hub.observer().record().started(env!("CARGO_PKG_VERSION"), since_1970);
         let adapters = options.lora.adapters.iter().map(|adapter| adapter.name.as_str());

@@ -10,13 +10,13 @@ use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use shared::ids::RequestId;
+use shared::mix::mix;
 pub use shared::protocol::{EngineError, EngineEvent, FinishReason};
 use shared::protocol::{GuideSpec, TokenMask};
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::frontends::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
-use crate::scheduler::mix;
+use crate::frontends::RemoteEvents;
 
 /// Decides whether a sequence ends for a reason that only text can tell (a stop string).
 ///
@@ -282,6 +282,9 @@ pub struct Generation {
     choices_left: usize,
 }
 
+/// Tokens per piece in which log-probabilities of a prompt come from another process.
+pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
+
 /// Most events of a request that wait for its reader. Who is so far behind has stopped reading.
 const UNTAKEN_MAX: usize = 1 << 16;
 
@@ -329,9 +332,9 @@ impl EngineHandle {
     }
 }
 
-/// Whoever had the request is gone without a word: one that shuts down says so before.
+/// The request's events ended without a word: a replica that shuts down says so before.
 fn deserted() -> EngineError {
-    let message = "the one that computed this request has ended by a defect, and begins anew";
+    let message = "the replica that ran this request crashed and is restarting; try again";
     EngineError::Unavailable { message: message.to_owned() }
 }
 
@@ -407,7 +410,7 @@ mod tests {
         else {
             panic!("not unavailable")
         };
-        assert!(message.contains("defect"), "{message}");
+        assert!(message.contains("crashed"), "{message}");
         assert!(generation.next().await.is_none());
     }
 

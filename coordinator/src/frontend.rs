@@ -13,13 +13,13 @@ mod uplink;
 use std::net::{SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::actor::link::Connection;
 use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
-use shared::clock::{Clock, SystemClock, jittered};
+use shared::clock::{Clock, SystemClock, jittered, since_1970};
 use shared::ids::Incarnation;
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
@@ -153,10 +153,9 @@ impl Frontend {
         let uplink =
             Uplink::new(options, hello, serving.clone(), clock.clone(), stats.clone(), commands)
                 .behind(gate.clone());
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let page_options = PageOptions {
             model_name: serving.served_model_name.clone(),
-            clock_start: since_1970.saturating_sub(clock.now()),
+            clock_start: since_1970().saturating_sub(clock.now()),
             ..PageOptions::default()
         };
         let page = MetricsPage::frontend(stats.clone(), clock.clone(), page_options);

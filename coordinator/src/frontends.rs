@@ -19,7 +19,7 @@ mod slots;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use shared::actor::ActorRuntime;
 use shared::actor::link::{Connection, LinkHandle};
@@ -34,8 +34,8 @@ use shared::protocol::{
 };
 use tokio::sync::mpsc;
 
+pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, Open};
-pub use self::events::{PROMPT_LOGPROBS_PIECE, RemoteEvents};
 use self::link::Receiver;
 use self::slots::{Admitted, Before, Slots};
 use crate::cluster::actor::Refusal;
@@ -253,12 +253,8 @@ impl Frontends {
     }
 
     fn report(&self, id: FrontendId, incarnation: Incarnation, stats: &WorkerStats) {
-        match self.hub.report(Source::Frontend(id), incarnation, stats) {
-            Ok(_) => {
-                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                self.hub.observer().record().frontend_reported(id, since_1970);
-            }
-            Err(refused) => tracing::warn!(frontend = %id, %refused, "stats report"),
+        if let Err(refused) = self.hub.take(Source::Frontend(id), incarnation, stats) {
+            tracing::warn!(frontend = %id, %refused, "stats report");
         }
     }
 
@@ -276,7 +272,7 @@ impl Frontends {
 
     /// Tells a front end that its request is rejected, and counts that.
     fn refuse(&self, events: &EventSender, error: EngineError) {
-        crate::replica::driver::count_refusal(self.hub.observer(), &error);
+        self.hub.observer().refused(&error);
         let _ = events.send(EngineEvent::Failed(error));
     }
 }

@@ -14,6 +14,7 @@
 //! - [`message`], [`tools`]: a choice's message; tools, and calls of them
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
+//! - `again`: asking again where there was no room
 //! - [`logprobs`]: log-probabilities in OpenAI's two shapes
 //! - [`metrics`]: the cluster's metrics, in the format asked for
 //! - [`access`]: every request has an id
@@ -32,6 +33,7 @@
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
 pub mod admin;
+mod again;
 mod body;
 pub mod chat;
 pub mod completions;

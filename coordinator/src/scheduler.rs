@@ -32,7 +32,9 @@
 //!   which gives the same token (law 7); that of a swapped one counts.
 //!
 //! Modules:
-//! - `queue`, `sequence`, `tokens`: requests that wait, sequences, their tokens
+//! - `queue`, `order`: how much may wait, and how requests leave; who is before whom
+//! - `sequence`, `tokens`: sequences and requests, their tokens
+//! - `epochs`, `moving`: the replica's ranks come and go; requests go to another replica and come
 //! - `blocks`: KV blocks, and which of them are found again
 //! - `plan`, `accept`: a step planned; its answer accepted
 //! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
@@ -43,7 +45,10 @@ mod blocks;
 mod config;
 mod drafts;
 mod effect;
+mod epochs;
 mod masks;
+mod moving;
+mod order;
 mod pace;
 mod plan;
 mod queue;
@@ -55,42 +60,24 @@ mod tokens;
 mod weight;
 
 pub use accept::{ApplyError, Stopped};
-pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};
-use pace::Pace;
+pub use epochs::{EpochEnd, SUSPICION_MAX};
+pub use moving::{HandedOver, Refused};
 use plan::InFlight;
 use queue::Load;
-pub use sequence::HandedOver;
-use sequence::{Request, Sequence, Urgency};
+use sequence::{Request, Sequence};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
-use shared::protocol::{Drafts, Swap};
+use shared::mix::IdMap;
+use shared::protocol::Swap;
 pub use speculate::{Drafter, Lookup};
 pub use speculation::{Method, Speculation};
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::Arc;
+use std::collections::VecDeque;
 use std::task::Waker;
 use swap::HostPool;
-use tokens::Tokens;
 
-use crate::engine::{EngineError, FinishReason, GenerateRequest};
-
-/// A request is given up when so many epochs in a row ended before a step with it was answered; all
-/// but the first of them it had for itself.
-pub const SUSPICION_MAX: u32 = 3;
-
-/// A request that does not fit where it was to go on, and why.
-pub type Refused = Box<(HandedOver, EngineError)>;
-
-/// Why an epoch is over.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum EpochEnd {
-    /// Something broke, maybe because of what was computed.
-    Failed,
-    /// The cluster wanted it so: a drain, another degree, fewer replicas.
-    Planned,
-}
+use crate::engine::FinishReason;
 
 /// A mask that a step waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -125,7 +112,7 @@ pub struct Scheduler {
     /// Slots of sequences; `None` is free.
     sequences: Vec<Option<Sequence>>,
     free_slots: Vec<usize>,
-    requests: HashMap<RequestId, Request>,
+    requests: IdMap<RequestId, Request>,
     /// Slots waiting for admission: by priority, of equals the oldest request first.
     waiting: VecDeque<usize>,
     /// Slots admitted: by priority, of equals in order of admission.
@@ -193,7 +180,7 @@ impl Scheduler {
             last_step: StepId(0),
             sequences: Vec::new(),
             free_slots: Vec::new(),
-            requests: HashMap::new(),
+            requests: IdMap::default(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             in_flight: VecDeque::new(),
@@ -255,284 +242,6 @@ impl Scheduler {
         self.last_step
     }
 
-    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know
-    /// no sequence. Open-ended requests that have outgrown the new cache, where that is smaller,
-    /// end. Returns those that it could never hold: another replica may have room.
-    pub fn replica_ready(
-        &mut self,
-        epoch: Epoch,
-        num_blocks: u32,
-        host_blocks: u32,
-        effects: &mut Vec<Effect>,
-    ) -> Vec<HandedOver> {
-        if self.epoch.is_some() {
-            self.replica_lost(EpochEnd::Planned, effects);
-        }
-        self.epoch = Some(epoch);
-        self.last_step = StepId(0);
-        self.blocks = BlockPool::new(num_blocks, self.config.block_size);
-        self.waits_for = None;
-        self.host = HostPool::new(host_blocks);
-        let room = self.room();
-        for slot in &self.waiting {
-            if let Some(sequence) = &mut self.sequences[*slot] {
-                sequence.fit(room);
-            }
-        }
-        self.end_outgrown(effects);
-        let too_large: HashSet<RequestId> = self
-            .waiting
-            .iter()
-            .filter_map(|slot| self.sequences[*slot].as_ref())
-            .filter(|seq| self.blocks_needed(seq.tokens_needed()) > num_blocks)
-            .map(|seq| seq.request)
-            .collect();
-        if too_large.is_empty() { Vec::new() } else { self.hand_over_those(&too_large) }
-    }
-
-    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
-    /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
-    /// is what ends them: it fails, so that the others can go on.
-    pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
-        self.epoch = None;
-        // What the steps in flight computed is counted by nobody: computing it again is no
-        // recomputation. Newest first, back to what was before the oldest.
-        while let Some(step) = self.in_flight.pop_back() {
-            for entry in step.entries.iter().rev() {
-                if let Some(seq) = &mut self.sequences[entry.slot]
-                    && seq.id == entry.seq
-                {
-                    seq.computed_max = entry.computed_max;
-                    seq.looked_up &= !entry.looks_up;
-                }
-            }
-            self.spare.push(step);
-        }
-        let mut guilty: Vec<(RequestId, u32)> = Vec::new();
-        while let Some(slot) = self.running.last().copied() {
-            if end == EpochEnd::Failed
-                && let Some(seq) = &mut self.sequences[slot]
-            {
-                seq.suspicion += u32::from(!seq.progressed);
-                if seq.suspicion >= SUSPICION_MAX {
-                    guilty.push((seq.request, seq.suspicion));
-                }
-            }
-            self.unadmit(slot);
-        }
-        self.lose_swapped();
-        for (request, epochs) in guilty {
-            self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
-        }
-        // Workers that come back know nothing, and bring a cache of their own.
-        self.forget.clear();
-        self.masks_awaited.clear();
-        self.blocks = BlockPool::default();
-    }
-
-    /// Gives up all requests, oldest first, for another replica to go on with. Only between two
-    /// epochs, when nothing of them is anywhere else.
-    pub fn hand_over(&mut self) -> Vec<HandedOver> {
-        if self.epoch.is_some() {
-            return Vec::new();
-        }
-        let sequences = self.sequences.iter().flatten();
-        let all = sequences.map(|sequence| sequence.request).collect();
-        self.hand_over_those(&all)
-    }
-
-    /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
-    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that
-    /// those that stay and those that go are both served in the order in which they came.
-    pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
-        let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
-        let mut fresh: Vec<RequestId> = Vec::new();
-        for slot in &self.waiting {
-            let Some(sequence) = &self.sequences[*slot] else { continue };
-            let id = sequence.request;
-            let fits = sequence.tokens_needed() <= room;
-            if fits && fresh.last() != Some(&id) && !has_run(id) {
-                fresh.push(id);
-            }
-        }
-        let (all, most) = (fresh.len(), (most as usize).min(fresh.len()));
-        let goes = (0..most).map(|i| fresh[(i * all) / most]).collect();
-        let mut handed = self.hand_over_those(&goes);
-        handed.iter_mut().for_each(|request| request.shared = true);
-        handed
-    }
-
-    /// Of what waits.
-    fn hand_over_those(&mut self, requests: &HashSet<RequestId>) -> Vec<HandedOver> {
-        let mut handed: Vec<HandedOver> = Vec::new();
-        // Where each request is among them: looking for it there takes minutes for a long queue.
-        let mut places: HashMap<RequestId, usize> = HashMap::new();
-        let leaves = |slot: &usize| {
-            self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
-        };
-        let (leaving, staying): (VecDeque<usize>, _) =
-            self.waiting.iter().copied().partition(leaves);
-        self.waiting = staying;
-        for slot in leaving {
-            let Some(sequence) = self.sequences[slot].take() else { continue };
-            self.free_slots.push(slot);
-            let id = sequence.request;
-            match places.get(&id).and_then(|place| handed.get_mut(*place)) {
-                Some(held) => held.sequences.push(sequence),
-                None => {
-                    let Some(owner) = self.forget_request(id) else { continue };
-                    places.insert(id, handed.len());
-                    let sequences = vec![sequence];
-                    handed.push(HandedOver { id, owner, sequences, shared: false });
-                }
-            }
-        }
-        handed
-    }
-
-    /// Ends what was to end where its KV cache does, and is longer than the one it came to.
-    pub fn end_outgrown(&mut self, effects: &mut Vec<Effect>) {
-        if self.epoch.is_none() {
-            return;
-        }
-        let room = self.room();
-        let outgrown = |slot: &usize| {
-            self.sequences[*slot].as_ref().is_some_and(|sequence| sequence.has_outgrown(room))
-        };
-        let slots: Vec<usize> = self.waiting.iter().copied().filter(outgrown).collect();
-        for slot in slots {
-            self.finish(slot, FinishReason::Length, effects);
-        }
-    }
-
-    /// Goes on with another replica's requests, before all equals that wait here: they are older.
-    /// Those that were shared queue behind, as new ones do: others may wait here for longer.
-    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
-    ///
-    /// # Errors
-    /// The request, when it does not fit here.
-    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
-        let room = self.room();
-        let goes_on = handed.sequences.iter().filter(|sequence| !sequence.has_outgrown(room));
-        let needed = goes_on.map(Sequence::tokens_needed).max().unwrap_or(0);
-        let needed = self.blocks_needed(needed);
-        if self.epoch.is_some() && needed > self.blocks.total() {
-            let available = self.blocks.total();
-            return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
-        }
-        let HandedOver { id, mut owner, mut sequences, shared } = handed;
-        if self.epoch.is_some() {
-            sequences.iter_mut().for_each(|sequence| sequence.fit(room));
-        }
-        owner.live.clear();
-        let mut names = Vec::with_capacity(sequences.len());
-        // What is put in front is put there last to first.
-        if !shared {
-            sequences.reverse();
-        }
-        for mut sequence in sequences {
-            let here = SeqId(self.next_seq);
-            self.next_seq += 1;
-            names.push((sequence.id, here));
-            sequence.id = here;
-            let slot = self.store(sequence);
-            if shared {
-                self.wait_last(slot);
-            } else {
-                self.wait_first(slot);
-            }
-            owner.live.push(slot);
-        }
-        self.own(id, owner);
-        Ok(names)
-    }
-
-    /// Takes a request. Returns its sequences, one per choice.
-    ///
-    /// # Errors
-    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
-    /// request of the same number runs; nothing has changed then.
-    pub fn submit(&mut self, request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
-        if self.requests.contains_key(&request.id) {
-            let message = format!("request number {} runs already", request.id.0);
-            return Err(EngineError::Unavailable { message });
-        }
-        let queued = Load::of(request.prompt.len(), request.sampling.len());
-        self.queued.check(queued, self.config.max_queued_requests)?;
-        let num_prompt = request.prompt.len() as u32;
-        let needed = self.blocks_needed(request.tokens_needed());
-        let available = match self.epoch {
-            Some(_) => self.blocks.total(),
-            None => self.config.blocks_for(self.config.max_model_len),
-        };
-        let too_long = num_prompt + request.max_tokens.min(1) > self.config.max_model_len;
-        if too_long || needed > available {
-            return Err(EngineError::TooLarge { needed, available });
-        }
-        let prompt: Arc<[u32]> = request.prompt.into();
-        let mut guides = request.guides.into_iter();
-        let mut live = Vec::with_capacity(request.sampling.len());
-        let mut ids = Vec::with_capacity(request.sampling.len());
-        for mut sampling in request.sampling {
-            let wants_prompt = sampling.prompt_logprobs.is_some() && sampling.choice == 0;
-            if !wants_prompt {
-                sampling.prompt_logprobs = None;
-            }
-            let id = SeqId(self.next_seq);
-            self.next_seq += 1;
-            let tokens = Tokens::new(prompt.clone(), request.max_tokens as usize);
-            let mut sequence = Sequence {
-                id,
-                request: request.id,
-                priority: request.priority,
-                sampling,
-                tokens,
-                num_prompt,
-                max_tokens: request.max_tokens,
-                open_ended: request.open_ended,
-                guide: guides.next(),
-                blocks: Vec::new(),
-                told: 0,
-                known: false,
-                swapped: None,
-                kept: 0,
-                prefix: Prefix::Start { salt: request.cache_salt, adapter: request.adapter },
-                cache_salt: request.cache_salt,
-                adapter: request.adapter,
-                looked_up: false,
-                cached: 0,
-                computed: 0,
-                computed_max: 0,
-                progressed: false,
-                suspicion: 0,
-                pending: 0,
-                admission: None,
-                prompt_logprobs: Vec::new(),
-                prompt_logprobs_done: !wants_prompt,
-                drafter: None,
-                pace: Pace::default(),
-                wants_draft: false,
-                drafts: Drafts::none(),
-            };
-            if self.epoch.is_some() {
-                sequence.fit(self.room());
-            }
-            let slot = self.store(sequence);
-            self.wait_last(slot);
-            live.push(slot);
-            ids.push(id);
-        }
-        let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false, queued };
-        self.own(request.id, owner);
-        Ok(ids)
-    }
-
-    /// Ends a request whose client is gone. Unknown requests are ignored.
-    pub fn cancel(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
-        self.end_request(request, None, effects);
-    }
-
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
         let place = |scheduler: &Self, request| {
             scheduler.requests.get(&request).map_or(Place::Waiting, Request::place)
@@ -551,101 +260,6 @@ impl Scheduler {
         effects.push(Effect::Finished { request, seq: seq.id, choice, reason, cached, last });
         if !last && now != before {
             effects.push(Effect::Rests { request, place: now });
-        }
-    }
-
-    /// Takes a sequence, which may be gone, off the list.
-    fn no_longer_running(&mut self, slot: usize, urgency: Urgency) {
-        let before = |running: &usize| {
-            let other = self.sequences[*running].as_ref().map(Sequence::urgency);
-            *running != slot && other < Some(urgency)
-        };
-        let at = self.running.partition_point(before);
-        if self.running.get(at) == Some(&slot) {
-            self.running.remove(at);
-        }
-    }
-
-    /// Puts an admitted sequence on the list.
-    fn run(&mut self, slot: usize) {
-        let urgency = |slot: &usize| self.sequences[*slot].as_ref().map(Sequence::urgency);
-        let own = urgency(&slot);
-        let at = self.running.partition_point(|running| urgency(running) <= own);
-        self.running.insert(at, slot);
-    }
-
-    /// Queues a sequence behind its equals.
-    fn wait_last(&mut self, slot: usize) {
-        let priority = self.priority(slot);
-        let at = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
-        self.waiting.insert(at, slot);
-    }
-
-    /// Queues a sequence before its equals.
-    fn wait_first(&mut self, slot: usize) {
-        let priority = self.priority(slot);
-        let at = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
-        self.waiting.insert(at, slot);
-    }
-
-    fn priority(&self, slot: usize) -> i32 {
-        self.sequences[slot].as_ref().map_or(0, |seq| seq.priority)
-    }
-
-    /// Sends an admitted sequence back into the queue, before its equals.
-    fn unadmit(&mut self, slot: usize) {
-        if let Some(seq) = &self.sequences[slot] {
-            self.no_longer_running(slot, seq.urgency());
-        }
-        let Some(seq) = &mut self.sequences[slot] else { return };
-        let request = seq.request;
-        self.blocks.give_back(&mut seq.blocks);
-        if seq.known {
-            self.forget.push(seq.id);
-        }
-        seq.reset();
-        self.wait_first(slot);
-        self.count(request, |owner| owner.admitted -= 1);
-    }
-
-    /// Changes how many of a request's sequences are where, and keeps count of where requests are.
-    fn count(&mut self, request: RequestId, change: impl FnOnce(&mut Request)) {
-        let Some(owner) = self.requests.get_mut(&request) else { return };
-        let before = owner.place();
-        change(owner);
-        let now = owner.place();
-        for (place, count) in [
-            (Place::Running, &mut self.num_running_requests),
-            (Place::Swapped, &mut self.num_swapped_requests),
-        ] {
-            *count = *count + u32::from(now == place) - u32::from(before == place);
-        }
-    }
-
-    /// Tells that a request runs, once the first of its sequences is admitted.
-    fn resumed(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
-        if let Some(owner) = self.requests.get_mut(&request)
-            && owner.admitted == 1
-        {
-            if std::mem::replace(&mut owner.scheduled, true) {
-                effects.push(Effect::Resumed { request });
-            } else {
-                self.queued.subtract(owner.queued);
-                effects.push(Effect::FirstScheduled { request });
-            }
-        }
-    }
-
-    fn store(&mut self, sequence: Sequence) -> usize {
-        match self.free_slots.pop() {
-            Some(slot) => {
-                self.sequences[slot] = Some(sequence);
-                slot
-            }
-            None => {
-                self.sequences.push(Some(sequence));
-                self.sequences.len() - 1
-            }
         }
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use actix_web::dev::{Server, ServerHandle};
 use actix_web::web::{self, Data};
-use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
+use actix_web::{HttpRequest, HttpResponse};
 use serde_json::json;
 use shared::membership::View;
 use tokio::sync::watch;
@@ -18,13 +18,10 @@ use tokio::task::JoinHandle;
 
 use crate::coordinator::{Bound, Prepared, StartError};
 use crate::http::error::ApiError;
-use crate::http::server::{get, get_version};
-use crate::http::tls::{self, Tls};
+use crate::http::server::{self, get, get_version};
+use crate::http::tls::Tls;
 use crate::metrics::exposition::Format;
 use crate::metrics::membership;
-
-/// Connections at a time.
-const CONNECTIONS_MAX: usize = 1024;
 
 /// A running standby.
 #[derive(Debug)]
@@ -103,8 +100,8 @@ fn serve(
     view: watch::Receiver<View>,
     tls: Option<&Tls>,
 ) -> io::Result<Server> {
-    let server = HttpServer::new(move || {
-        App::new()
+    server::small_server(listener, tls, move |config| {
+        config
             .app_data(Data::new(view.clone()))
             .route("/live", get().to(HttpResponse::Ok))
             .route("/health", get().to(HttpResponse::Ok))
@@ -113,21 +110,8 @@ fn serve(
             .route("/version", get().to(get_version))
             .route("/ready", get().to(ready))
             .route("/metrics", get().to(metrics))
-            .default_service(web::to(refuse))
-    });
-    let server = server
-        .workers(1)
-        .max_connections(CONNECTIONS_MAX)
-        .max_connection_rate(CONNECTIONS_MAX)
-        .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
-        .client_request_timeout(Duration::from_secs(5))
-        .shutdown_timeout(1)
-        .disable_signals();
-    Ok(match tls {
-        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
-        None => server.listen(listener)?,
-    }
-    .run())
+            .default_service(web::to(refuse));
+    })
 }
 
 async fn ready(view: Data<watch::Receiver<View>>) -> HttpResponse {

@@ -2,7 +2,9 @@
 //! [`Clock`]. Times of two processes are never compared.
 use std::fmt::Debug;
 use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use crate::mix::split_mix;
 
 /// A monotonic clock that starts near zero when the process starts.
 pub trait Clock: Send + Sync + Debug {
@@ -10,17 +12,18 @@ pub trait Clock: Send + Sync + Debug {
     fn now(&self) -> Duration;
 }
 
+/// The time since 1970 by the wall clock: for people and for what outlives a process.
+#[must_use]
+pub fn since_1970() -> Duration {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
 /// A random wait of at most `most` before attempt number `attempt`; `seed` is the process's own
 /// random number. It keeps processes that wait for the same thing from coming back at the same
 /// moment.
 #[must_use]
 pub fn jittered(most: Duration, seed: u64, attempt: u64) -> Duration {
-    // SplitMix64.
-    let mut bits = seed.wrapping_add(attempt.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-    bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    bits ^= bits >> 31;
-    most.mul_f64((bits >> 11) as f64 / (1u64 << 53) as f64)
+    most.mul_f64((split_mix(seed, attempt) >> 11) as f64 / (1u64 << 53) as f64)
 }
 
 /// The operating system's monotonic clock.

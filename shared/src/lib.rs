@@ -4,6 +4,7 @@
 //! Map:
 //! - [`ids`]: newtypes for everything identified across processes
 //! - [`clock`]: time as a value, so that pure cores can be simulated
+//! - [`mix`]: numbers spread over all their bits: hashes, maps by ids
 //! - [`sampling`]: the sampling parameters of one sequence
 //! - [`protocol`]: the messages between the coordinator and its workers and front ends
 //! - [`wire`]: how those messages become bytes: codec, frames, authentication
@@ -25,6 +26,7 @@ pub mod ids;
 pub mod log;
 pub mod membership;
 pub mod metrics;
+pub mod mix;
 pub mod model_config;
 pub mod model_identity;
 pub mod protocol;

@@ -117,6 +117,22 @@ async fn a_request_ends_when_the_time_that_its_client_gives_is_over() {
 }
 
 #[tokio::test]
+async fn the_time_of_a_request_is_over_even_if_its_body_has_not_come() {
+    let rig = Rig::new(Script::default());
+    let mut stream = TcpStream::connect(rig.address).unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n\
+                Content-Length: 20\r\nX-Request-Timeout: 0.2\r\n\r\n{";
+    stream.write_all(head.as_bytes()).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 504");
+    let over = [("reason", "deadline")];
+    assert_eq!(counted(&rig, "tutti_requests_expired_total", &over).await, 1.0);
+    assert!(rig.seen.lock().unwrap().requests.is_empty());
+}
+
+#[tokio::test]
 async fn keys_share_no_cached_prompts_unless_they_are_to() {
     for share in [false, true] {
         let api = ApiOptions { share_prefix_cache: share, ..limited(None, None) };

@@ -64,6 +64,10 @@ async fn every_way_to_say_it_reaches_the_engine() {
         (json!({"guided_choice": ["a", "b"]}), Some(choice)),
         (json!({"guided_grammar": "start: \"a\""}), Some(lark)),
         (json!({"allowed_token_ids": [9, 7]}), Some(GuideSpec::Tokens(vec![9, 7]))),
+        (
+            json!({"allowed_token_ids": [9, 7], "stop_token_ids": [7], "min_tokens": 2}),
+            Some(GuideSpec::Tokens(vec![9, 7])),
+        ),
     ];
     for path in PATHS {
         for (more, wanted) in &ways {
@@ -167,6 +171,11 @@ async fn what_cannot_be_is_refused_with_the_field_and_the_reason() {
         (json!({"allowed_token_ids": [1 << 20]}), "allowed_token_ids", "from 0 to 2047"),
         (both(json!({"guided_regex": "a"})), "guided_regex", "one at a time"),
         (both(json!({"min_tokens": 3})), "min_tokens", "response_format"),
+        (
+            json!({"allowed_token_ids": [7, 9], "stop_token_ids": [9, 7], "min_tokens": 1}),
+            "min_tokens",
+            "end tokens alone",
+        ),
         (both(json!({"ignore_eos": true})), "ignore_eos", "response_format"),
     ];
     for path in PATHS {

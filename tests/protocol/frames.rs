@@ -94,6 +94,26 @@ fn a_lying_length_reserves_nothing() {
 }
 
 #[test]
+fn a_large_frame_leaves_no_large_buffer() {
+    let mut encoder = FrameEncoder::default();
+    let mut bytes = Vec::new();
+    let body = vec![7; BODY_MAX as usize];
+    encoder.encode(FrameKind::Step, 0, &body, &mut bytes).unwrap();
+    encoder.encode(FrameKind::Step, 0, b"next", &mut bytes).unwrap();
+    let mut decoder = FrameDecoder::default();
+    let (first, rest) = bytes.split_at(bytes.len() - 2);
+    for chunk in first.chunks(64 << 10) {
+        decoder.feed(chunk);
+    }
+    assert_eq!(decoder.next_frame().unwrap().unwrap().body, body);
+    assert_eq!(decoder.next_frame(), Ok(None), "the second is not whole yet");
+    decoder.feed(rest);
+    assert_eq!(decoder.next_frame().unwrap().unwrap().body, b"next");
+    assert_eq!(decoder.next_frame(), Ok(None));
+    assert!(decoder.capacity() <= 256 << 10, "{}", decoder.capacity());
+}
+
+#[test]
 fn every_kind_has_its_bound_on_both_sides() {
     let bounds = [
         (FrameKind::Hello, HANDSHAKE_MAX),

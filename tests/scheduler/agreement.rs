@@ -69,12 +69,25 @@ pub(crate) fn operation_of(
     limits: DriverLimits,
     load: Arc<ReplicaLoad>,
 ) -> Operation {
-    let config = SchedulerConfig {
+    operation_with(config(), observer, limits, load)
+}
+
+pub(crate) fn config() -> SchedulerConfig {
+    SchedulerConfig {
         max_model_len: 64,
         max_num_batched_tokens: 64,
         max_queued_requests: 4,
         ..sizes()
-    };
+    }
+}
+
+/// One whose scheduler has these bounds.
+pub(crate) fn operation_with(
+    config: SchedulerConfig,
+    observer: &Observer,
+    limits: DriverLimits,
+    load: Arc<ReplicaLoad>,
+) -> Operation {
     let scheduler = Scheduler::new(config).unwrap();
     let id = ReplicaId(0);
     let driver = ReplicaDriver::new(Duration::ZERO, id, scheduler, observer.clone(), limits);

@@ -2,10 +2,11 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use coordinator::cluster::orphanage::Surplus;
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
 use coordinator::metrics::Hub;
 use coordinator::replica::driver::DriverLimits;
-use coordinator::replica::operation::Operation;
+use coordinator::replica::operation::{Operation, TICK};
 use coordinator::scheduler::{Effect, Scheduler, SchedulerConfig};
 use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::metrics::catalogue::{REQUEST_SUCCESS, REQUESTS_EXPIRED};
@@ -14,7 +15,9 @@ use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{self, Sent, WORKERS, operation, operation_of, request, result};
+use crate::agreement::{
+    self, Sent, WORKERS, operation, operation_of, operation_with, request, result,
+};
 use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
@@ -97,6 +100,38 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     assert!((TAKEN_WITHIN..TAKEN_WITHIN + ms(10_000)).contains(&cancelled), "{cancelled:?}");
     assert!(stopped_events.is_closed());
     assert!(!slow_events.is_closed() && sent.ends.is_empty(), "{:?}", sent.ends);
+}
+
+/// A pass over the queue for each of them takes minutes.
+#[test]
+fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
+    const WAITING: u64 = 40_000;
+    let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+    let config = SchedulerConfig { max_queued_requests: 1 << 16, ..agreement::config() };
+    let limits = agreement::limits();
+    let mut operation = operation_with(config, hub.observer(), limits, Arc::default());
+    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    let mut events = Vec::new();
+    for id in 0..WAITING {
+        let (sender, taken) = mpsc::channel(64);
+        events.push(taken);
+        let request = GenerateRequest { id: RequestId(id), ..request() };
+        operation.submit(secs(1), request, EventSender::Local(sender), &mut sent);
+    }
+    operation.ready(secs(1), Epoch(1), 64, 0, WORKERS.to_vec(), &mut sent);
+    let aborted = || hub.merged().counter_sum_of(REQUEST_SUCCESS, FinishedReason::Abort);
+    let began = Instant::now();
+    (0..WAITING).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
+    assert!(aborted() >= 4, "what runs is cancelled at once");
+    // Another replica does not go on with those that are about to be dropped.
+    let moved = operation.share(secs(2), Surplus { most: 100, room: 1000 }, &mut sent);
+    assert!(moved.is_empty(), "{}", moved.len());
+    for at in 1..=20 {
+        operation.tick(secs(2) + at * TICK, &mut sent);
+    }
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}");
+    assert_eq!(aborted(), WAITING, "each once");
 }
 
 /// Looking for each among those handed over before takes minutes.
@@ -189,8 +224,14 @@ fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
     assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
     let apart: std::collections::BTreeSet<_> = full.iter().collect();
     assert!(apart.len() > 4, "they do not come again together: {full:?}");
-    // Those that waited leave, all in one second: so would four others.
+    // Those that waited leave: still nobody gets done with anything.
     (0..4).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
+    operation.tick(secs(2), &mut sent);
     let full = told(&mut operation, &mut sent, 2, 40..80);
-    assert!(full.len() == 36 && full.iter().all(|wait| (1..=2).contains(wait)), "{full:?}");
+    assert!(full.len() == 36 && full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
+    // The next four run, and end in one second: so would four others.
+    operation.ready(secs(3), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
+    (40..44).for_each(|id| operation.cancel(secs(3), RequestId(id), &mut sent));
+    let full = told(&mut operation, &mut sent, 3, 80..120);
+    assert!(full.len() >= 32 && full.iter().all(|wait| (1..=2).contains(wait)), "{full:?}");
 }

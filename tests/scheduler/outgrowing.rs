@@ -44,7 +44,7 @@ fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
 }
 
 fn home(id: u32, serving: bool, room: u32) -> Home {
-    Home { replica: ReplicaId(id), serving, load: 0, room }
+    Home { serving, room, ..Home::unknown(ReplicaId(id)) }
 }
 
 #[test]
@@ -82,6 +82,12 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     };
     let here = home(0, true, BLOCKS * 8);
     let (placed, _) = place(&[here, home(1, true, 8), home(2, false, BLOCKS * 16)]);
+    assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
+    // A rank of the only one with room is silent: most silences end, and others have room later.
+    let doubtful = |id, room| Home { doubtful: true, ..home(id, true, room) };
+    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, false, BLOCKS * 16)]);
+    assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(1), 1));
+    let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, true, BLOCKS * 16)]);
     assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
     // Nobody else has room, or had any.
     let (placed, _) = place(&[here, home(1, true, 8), home(2, false, 8)]);

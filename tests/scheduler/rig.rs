@@ -355,6 +355,11 @@ impl Rig {
         self.woken.take()
     }
 
+    /// Changes the oldest answer on its way.
+    pub(crate) fn tamper(&mut self, change: impl FnOnce(&mut Vec<SequenceOutput>)) {
+        change(&mut self.in_flight.front_mut().unwrap().1);
+    }
+
     /// Delivers the oldest answer.
     pub(crate) fn deliver(&mut self) -> bool {
         let Some((step, outputs, drafted)) = self.in_flight.pop_front() else { return false };

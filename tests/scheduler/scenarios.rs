@@ -6,7 +6,7 @@ use coordinator::scheduler::{
     ApplyError, EpochEnd, Lookup, Method, Scheduler, SchedulerConfig, Speculation,
 };
 use shared::ids::{Epoch, StepId};
-use shared::protocol::StepPlan;
+use shared::protocol::{SequenceOutput, StepPlan};
 use shared::sampling::Pooling;
 
 use crate::rig::{ClientRequest, Rig, sizes};
@@ -341,6 +341,35 @@ fn a_request_for_no_tokens_ends_with_its_prompt() {
     let got = &rig.requests[&id].1;
     assert_eq!((got.prompt_logprobs, &got.tokens[0]), (Some(69), &Vec::new()));
     assert_eq!(got.reasons, [Some(FinishReason::Length)]);
+}
+
+#[test]
+fn log_probabilities_of_a_prompt_that_are_not_of_its_next_tokens_fail_it() {
+    type Change = fn(&mut SequenceOutput);
+    // Three steps of 32, 32 and 6 tokens; which of their answers is changed, and how.
+    let changes: [(usize, Change); 5] = [
+        (0, |output| output.prompt_start = 0),
+        (1, |output| output.prompt_start += 1),
+        (1, |output| drop(output.prompt_logprobs.pop())),
+        (2, |output| output.prompt_logprobs.clear()),
+        (2, |output| output.prompt_logprobs.extend_from_within(..1)),
+    ];
+    for (index, (step, change)) in changes.into_iter().enumerate() {
+        let mut rig = ready();
+        let client = ClientRequest { prompt_logprobs: true, ..prompt(70) };
+        let id = rig.submit(client).unwrap();
+        for at in 0..3 {
+            rig.plan();
+            if at == step {
+                rig.tamper(|outputs| change(&mut outputs[0]));
+            }
+            rig.deliver();
+        }
+        rig.drain();
+        let got = &rig.requests[&id].1;
+        assert_eq!(got.dropped, Some(Some(EngineError::Corrupted)), "change {index}");
+        assert_eq!((got.prompt_logprobs, got.tokens[0].len()), (None, 0), "change {index}");
+    }
 }
 
 #[test]

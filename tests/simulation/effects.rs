@@ -8,7 +8,7 @@ use std::time::Duration;
 use coordinator::cluster::Effect;
 use coordinator::engine::{EngineError, EngineEvent};
 use coordinator::metrics::observe::ReplicaConfig;
-use coordinator::replica::driver::{ReplicaDriver, count_refusal};
+use coordinator::replica::driver::ReplicaDriver;
 use coordinator::replica::operation::{Operation, ReplicaLoad};
 use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
@@ -155,7 +155,7 @@ impl World {
         }
         let Some(replica) = self.coordinator.route(&request) else {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
-            count_refusal(self.coordinator.hub.observer(), &error);
+            self.coordinator.hub.observer().refused(&error);
             let _ = events.send(EngineEvent::Failed(error));
             drop(events);
             return self.hear_refused(index);

@@ -53,10 +53,10 @@ impl RunningReplica {
     /// As in `ClusterActor`.
     pub(crate) fn home(&self, replica: ReplicaId) -> Home {
         Home {
-            replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
             room: self.room.unwrap_or(u32::MAX),
+            ..Home::unknown(replica)
         }
     }
 }
@@ -283,7 +283,7 @@ impl World {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
         let homes = coordinator.core.replicas().map(|replica| {
-            let unknown = Home { replica: replica.id, serving: false, load: 0, room: u32::MAX };
+            let unknown = Home::unknown(replica.id);
             coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.home(replica.id))
         });
         let placed = coordinator.orphanage.place(from, requests, homes);

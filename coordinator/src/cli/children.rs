@@ -205,13 +205,15 @@ impl Watcher {
         let policy = RestartPolicy::default();
         let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
         let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
-        let _ = self.events.send(ChildEvent::Started { node, max_restarts }).await;
+        self.tell(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
                 Ok((child, pulse, stderr)) => match self.watch_and_tell(child, pulse, stderr).await
                 {
                     // Told to end by the coordinator: it is not wanted any more.
-                    Some(status) if status.success() || !self.is_wanted() => return self.left(),
+                    Some(status) if status.success() || !self.is_wanted() => {
+                        return self.left().await;
+                    }
                     Some(status) => status.to_string(),
                     None => return,
                 },
@@ -221,19 +223,17 @@ impl Watcher {
                 Decision::RestartAfter(after) => {
                     let node = self.node.clone();
                     let event = ChildEvent::Restarting { node, status: ended, after };
-                    let _ = self.events.try_send(event);
+                    self.tell(event).await;
                     tokio::select! {
                         () = tokio::time::sleep(after) => if !self.is_wanted() {
-                            return self.left();
+                            return self.left().await;
                         },
                         _ = self.stopped.changed() => return,
                     }
                 }
                 Decision::GiveUp { reason } => {
                     let reason = format!("{reason}; last end: {ended}");
-                    let event = ChildEvent::GaveUp { node: self.node.clone(), reason };
-                    let _ = self.events.send(event).await;
-                    return;
+                    return self.tell(ChildEvent::GaveUp { node: self.node.clone(), reason }).await;
                 }
             }
         }
@@ -243,8 +243,14 @@ impl Watcher {
         self.index < *self.wanted.borrow()
     }
 
-    fn left(&self) {
-        let _ = self.events.try_send(ChildEvent::Left { node: self.node.clone() });
+    async fn left(&self) {
+        self.tell(ChildEvent::Left { node: self.node.clone() }).await;
+    }
+
+    /// Waits for room: an event that is lost is never made up for. Without a receiver all workers
+    /// are about to be stopped.
+    async fn tell(&self, event: ChildEvent) {
+        let _ = self.events.send(event).await;
     }
 
     fn spawn(&self) -> std::io::Result<(Child, Pulse, Tail)> {
@@ -279,7 +285,7 @@ impl Watcher {
         let status = self.watch(child, pulse).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
         let ended = Ended { node, pid, status: status.to_string(), stderr };
-        let _ = self.events.try_send(ChildEvent::Ended(ended));
+        self.tell(ChildEvent::Ended(ended)).await;
         Some(status)
     }
 
@@ -362,5 +368,52 @@ impl Tail {
     async fn lines(self) -> Vec<String> {
         let _ = tokio::time::timeout(TAIL_PATIENCE, self.closed).await;
         self.log.ring().last(LogLimits::SENT.lines)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is told of workers that end at once while nobody listens, in the order of these names:
+    /// started, ended, restarting, left.
+    async fn told(program: &str, workers: u32, wanted: usize) -> [usize; 4] {
+        let command = WorkerCommand {
+            program: PathBuf::from(program),
+            args: Vec::new(),
+            threads: 1,
+            devices: Vec::new(),
+            name: "w".to_owned(),
+            patience: Duration::from_secs(1),
+        };
+        let (events, mut ends) = mpsc::channel(1);
+        let (_kick, kicked) = watch::channel(Frozen::new());
+        let children = Children::start(command, workers, events, kicked);
+        let mut told = [0; 4];
+        while told.iter().sum::<usize>() < wanted {
+            let event = tokio::time::timeout(Duration::from_secs(30), ends.recv()).await;
+            let event = event.unwrap_or_else(|_| panic!("{told:?}")).unwrap();
+            let at = match event {
+                ChildEvent::Started { .. } => 0,
+                ChildEvent::Ended(_) => 1,
+                ChildEvent::Restarting { .. } => 2,
+                ChildEvent::Left { .. } => 3,
+                ChildEvent::GaveUp { node, reason } => panic!("{node}: {reason}"),
+            };
+            told[at] += 1;
+            if told[0] == workers as usize && told[1..] == [0; 3] {
+                // All processes end meanwhile.
+                tokio::time::sleep(Duration::from_millis(500)).await;
+            }
+        }
+        drop(ends);
+        children.stop().await;
+        told
+    }
+
+    #[tokio::test]
+    async fn what_many_workers_do_at_once_is_told_of_each() {
+        assert_eq!(told("true", 8, 24).await, [8, 8, 0, 8]);
+        assert_eq!(told("false", 8, 24).await, [8, 8, 8, 0]);
     }
 }

@@ -1,10 +1,11 @@
 //! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running
 //! coordinator.
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use coordinator::cluster::status::{NodeLogs, Status};
 use coordinator::http::admin::{DrainRequest, ScaleRequest, TOKEN_PURPOSE};
 use serde_json::Value;
+use shared::clock::since_1970;
 
 use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
@@ -212,8 +213,7 @@ fn table(status: &Status) -> Vec<String> {
 
 /// How long ago this was, in seconds since 1970.
 fn ago(at: u64) -> String {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    let seconds = now.saturating_sub(at);
+    let seconds = since_1970().as_secs().saturating_sub(at);
     match seconds {
         0..120 => format!("{seconds} s"),
         120..7200 => format!("{} min", seconds / 60),

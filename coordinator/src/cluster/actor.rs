@@ -13,7 +13,7 @@ mod workers;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use actix::{Actor, Addr, AsyncContext as _, Context, Handler, Message};
 use shared::actor::ActorRuntime;
@@ -26,6 +26,7 @@ use shared::protocol::{EngineConfig, ToWorker};
 use tokio::sync::watch;
 
 pub use self::names::Supervised;
+use self::names::Touched;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, NotJoined, Refusal};
@@ -75,12 +76,13 @@ struct RunningReplica {
 }
 
 impl RunningReplica {
-    fn home(&self, replica: ReplicaId) -> Home {
+    fn home(&self, replica: ReplicaId, doubtful: bool) -> Home {
         Home {
             replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
             room: self.room.unwrap_or(u32::MAX),
+            doubtful,
         }
     }
 
@@ -125,7 +127,7 @@ pub struct ClusterActor {
     supervised: BTreeMap<String, u32>,
     /// How often each worker came back as another process.
     restarts: BTreeMap<WorkerId, u32>,
-    /// How often each replica broke while it served.
+    /// How often each replica broke while it served, pauses that were planned not counted.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
     /// Workers that have not been heard for a while; their links are not given up yet.
@@ -205,9 +207,14 @@ impl ClusterActor {
         self
     }
 
-    /// Carries out the core's effects, then publishes the view.
+    /// Carries out the core's effects, then publishes the view: the next tick does, where there are
+    /// none.
     fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
-        let changed = !effects.is_empty();
+        if effects.is_empty() {
+            self.unpublished = true;
+            return;
+        }
+        let touched = Touched::by(&effects);
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -215,7 +222,9 @@ impl ClusterActor {
                     self.replica_ready(ctx, replica, epoch, ranks, (num_blocks, host_blocks));
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
-                    *self.broken.entry(replica).or_default() += 1;
+                    if end == EpochEnd::Failed {
+                        *self.broken.entry(replica).or_default() += 1;
+                    }
                     if self.stopping || end == EpochEnd::Planned {
                         tracing::info!(%replica, %epoch, %reason, "the replica pauses");
                     } else {
@@ -279,9 +288,7 @@ impl ClusterActor {
                 }
             }
         }
-        if changed {
-            self.name_actors();
-        }
+        self.name_touched(&touched);
         self.publish();
     }
 
@@ -440,7 +447,8 @@ impl Actor for ClusterActor {
             actor.core.tick(now, &mut effects);
             if !effects.is_empty() {
                 actor.carry_out(ctx, effects);
-            } else if actor.unpublished {
+            }
+            if actor.unpublished {
                 actor.publish();
             }
         });
@@ -507,11 +515,6 @@ impl Handler<Stop> for ClusterActor {
             }
         }
     }
-}
-
-/// Seconds since 1970.
-fn since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
 }
 
 #[cfg(test)]

@@ -6,9 +6,9 @@
 use std::collections::{HashMap, VecDeque};
 
 use shared::ids::ReplicaId;
+use shared::mix::mix;
 
 use super::orphanage::Home;
-use crate::scheduler::mix;
 
 /// Tokens between two points at which a prompt's beginning is remembered.
 const CHUNK: usize = 64;
@@ -88,10 +88,9 @@ mod tests {
 
     fn homes(loads: &[u32]) -> Vec<Home> {
         let home = |(id, load): (usize, &u32)| Home {
-            replica: ReplicaId(id as u32),
             serving: *load < 1000,
             load: *load,
-            room: u32::MAX,
+            ..Home::unknown(ReplicaId(id as u32))
         };
         loads.iter().enumerate().map(home).collect()
     }

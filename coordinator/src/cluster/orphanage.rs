@@ -16,6 +16,16 @@ pub struct Home {
     pub load: u32,
     /// Tokens that its KV cache has room for; `u32::MAX` before it has ever served.
     pub room: u32,
+    /// A rank of it is silent.
+    pub doubtful: bool,
+}
+
+impl Home {
+    /// One of which nothing is known yet.
+    #[must_use]
+    pub fn unknown(replica: ReplicaId) -> Self {
+        Self { replica, serving: false, load: 0, room: u32::MAX, doubtful: false }
+    }
 }
 
 /// The replicas whose KV cache has room for so many tokens; all, if none has, for one of them to
@@ -30,12 +40,12 @@ pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
     }
 }
 
-/// The replicas without those that serve and are doubtful, since a rank of theirs is silent; all,
-/// if no other serves: most silences end.
+/// The replicas without those that serve and are doubtful; all, if no other serves: most silences
+/// end. Of replicas with room, so that what only a doubtful one has room for is not refused.
 #[must_use]
-pub fn heard(homes: Vec<Home>, is_doubtful: impl Fn(ReplicaId) -> bool) -> Vec<Home> {
+pub fn heard(homes: Vec<Home>) -> Vec<Home> {
     let (doubtful, heard): (Vec<Home>, Vec<Home>) =
-        homes.iter().partition(|home| home.serving && is_doubtful(home.replica));
+        homes.iter().partition(|home| home.serving && home.doubtful);
     if doubtful.is_empty() || !heard.iter().any(|home| home.serving) { homes } else { heard }
 }
 
@@ -109,8 +119,9 @@ impl Orphanage {
         }
     }
 
-    /// The answer: to those that serve and have room for them, least loaded first. What has room
-    /// nowhere that serves waits where there may be room soon, at best where it was.
+    /// The answer: to those that serve and have room for them, least loaded first, to doubtful ones
+    /// only where no other has room. What has room nowhere that serves waits where there may be
+    /// room soon, at best where it was.
     pub fn place(
         &mut self,
         from: ReplicaId,
@@ -139,7 +150,8 @@ impl Orphanage {
             }
             let needed = request.tokens_needed();
             let fits = serving.values_mut().filter(|(home, _)| home.room >= needed);
-            if let Some((home, requests)) = fits.min_by_key(|(home, _)| home.load) {
+            let best = fits.min_by_key(|(home, _)| (home.doubtful, home.load));
+            if let Some((home, requests)) = best {
                 home.load += 1;
                 requests.push(request);
                 continue;
@@ -167,7 +179,7 @@ mod tests {
 
     #[test]
     fn requests_go_where_they_fit() {
-        let home = |id: u32, room| Home { replica: ReplicaId(id), serving: id > 0, load: 0, room };
+        let home = |id: u32, room| Home { serving: id > 0, room, ..Home::unknown(ReplicaId(id)) };
         let homes = [home(0, u32::MAX), home(1, 100), home(2, 200)];
         let fit = |homes: &[Home], tokens| -> Vec<u32> {
             with_room(homes.iter().copied(), tokens).iter().map(|home| home.replica.0).collect()
@@ -180,7 +192,12 @@ mod tests {
 
     #[test]
     fn the_longest_queue_is_shared_with_the_shortest() {
-        let home = |id: u32, serving, load| Home { replica: ReplicaId(id), serving, load, room: 9 };
+        let home = |id: u32, serving, load| Home {
+            serving,
+            load,
+            room: 9,
+            ..Home::unknown(ReplicaId(id))
+        };
         let homes = [home(0, true, 8), home(1, true, 3), home(2, false, 0), home(3, true, 5)];
         let of = |id, most| Some((ReplicaId(id), Surplus { most, room: 9 }));
         assert_eq!(surplus(&homes), of(0, 2));
@@ -191,15 +208,21 @@ mod tests {
 
     #[test]
     fn a_replica_of_a_silent_rank_gets_what_no_other_can_take() {
-        let home = |id: u32, serving| Home { replica: ReplicaId(id), serving, load: 0, room: 9 };
+        let home = |id: u32, serving| Home { serving, room: 9, ..Home::unknown(ReplicaId(id)) };
         let homes = [home(0, true), home(1, true), home(2, false)];
         let of = |homes: &[Home], silent: &[u32]| -> Vec<u32> {
-            let kept = heard(homes.to_vec(), |id| silent.contains(&id.0));
+            let doubts = |home: &Home| Home { doubtful: silent.contains(&home.replica.0), ..*home };
+            let kept = heard(homes.iter().map(doubts).collect());
             kept.iter().map(|home| home.replica.0).collect()
         };
         assert_eq!(of(&homes, &[]), [0, 1, 2]);
         assert_eq!(of(&homes, &[0]), [1, 2]);
         assert_eq!(of(&homes, &[0, 1]), [0, 1, 2], "most silences end");
         assert_eq!(of(&[homes[0], homes[2]], &[0]), [0, 2], "the other does not serve");
+        // As requests are routed: the one that is heard is too small.
+        let large = Home { room: 100, doubtful: true, ..homes[1] };
+        let kept = |tokens| heard(with_room([homes[0], large].into_iter(), tokens));
+        assert_eq!((kept(9).len(), kept(9)[0].replica), (1, ReplicaId(0)));
+        assert_eq!((kept(10).len(), kept(10)[0].replica), (1, ReplicaId(1)));
     }
 }

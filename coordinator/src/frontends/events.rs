@@ -9,14 +9,12 @@ use shared::ids::RequestId;
 use shared::protocol::{EngineEvent, ToFrontend};
 use tokio::sync::{Notify, mpsc};
 
-use crate::engine::{EngineError, Gone};
+use crate::engine::{EngineError, Gone, PROMPT_LOGPROBS_PIECE};
 use crate::http::gate::Visit;
 use crate::http::state::ReadinessCheck;
 
 /// Approximate size, in bytes, at which a frame of events is sent.
 const GATHER_BYTES: usize = 1 << 20;
-/// Tokens per piece, in which log-probabilities of a prompt are sent.
-pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
 /// Interval at which readiness is checked.
 const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 

@@ -39,7 +39,7 @@ struct Counts {
 }
 
 impl Tally {
-    fn counting() -> Self {
+    pub(super) fn counting() -> Self {
         Self(Some(Arc::default()))
     }
 
@@ -70,7 +70,7 @@ impl Tally {
     }
 
     /// Tokens of the prompts and of what was generated, where prompts ran.
-    fn counted(&self) -> Option<(u64, u64)> {
+    pub(super) fn counted(&self) -> Option<(u64, u64)> {
         let counts = self.0.as_ref()?;
         let counted =
             (counts.prompt.load(Ordering::Relaxed), counts.output.load(Ordering::Relaxed));

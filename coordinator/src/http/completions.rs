@@ -65,8 +65,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     };
     // It may be much larger than what is kept of it.
     drop(fields);
-    state.make_guide(&mut common).await?;
-    let encoded = state.with_text(bytes, encode).await?;
+    let deadline = common.deadline;
+    state.in_time(deadline, state.make_guide(&mut common)).await?;
+    let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     let mut choices = Vec::new();
     let mut running = Vec::new();
     let (mut prompt_tokens, mut echoed) = (0, 0);

@@ -92,7 +92,8 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         let asked = wanted.map(|wanted| wanted.made(&begins, &token)).transpose()?;
         Ok((rendered, asked))
     };
-    let (rendered, asked) = state.with_text(bytes, encode).await?;
+    let deadline = common.deadline;
+    let (rendered, asked) = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     rules.begins_reasoning = rendered.begins_reasoning;
     let marks =
         |rules: &ReplyRules| rules.marks().any(|mark| state.text.special_token(mark).is_some());
@@ -102,7 +103,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         harmony.fenced = common.fences;
     }
     common.asked = asked;
-    state.make_guide(&mut common).await?;
+    state.in_time(deadline, state.make_guide(&mut common)).await?;
     // A mark that is left out would be missed.
     common.keep_special |= marks(&rules);
     let mut tokens = rendered.tokens;

@@ -13,7 +13,9 @@ use futures_util::{StreamExt as _, TryStreamExt as _, stream};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use shared::metrics::labels::RejectReason;
+use tokio::time::Instant;
 
+use super::again::Again;
 use super::conversation;
 use super::error::ApiError;
 use super::fields::Fields;
@@ -27,10 +29,8 @@ use crate::text::model::TextModel;
 /// does not fill the queue that all clients share.
 const AT_A_TIME: usize = 64;
 
-/// How long after its arrival a request's later inputs wait for room in the queue, and between two
-/// looks for it.
+/// How long after its arrival a request's later inputs wait for room in the queue.
 const QUEUE_PATIENCE: Duration = Duration::from_secs(600);
-const QUEUE_NAP: Duration = Duration::from_millis(50);
 
 /// One input as the client gave it.
 #[derive(Clone, Debug)]
@@ -82,18 +82,23 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let _share = share;
         encode(text, inputs, special, keep, max)
     };
-    let encoded = state.with_text(bytes, encode).await?;
+    // It is watched for all inputs together, and so counts once.
+    let deadline = common.deadline.take();
+    let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     let tokens: usize = encoded.iter().map(Vec::len).sum();
     if tokens > limits.prompt_tokens {
         let max = limits.prompt_tokens;
         let message = format!("`input` has {tokens} tokens together, the bound is {max}");
         return Err(ApiError::field("input", message));
     }
-    let shared = Shared { state, common: &common, id: &id, arrived, dimensions };
+    let again = Again::new(Instant::now() + QUEUE_PATIENCE);
+    let shared = Shared { state, common: &common, id: &id, arrived, dimensions, again };
     let vectors = stream::iter(encoded.into_iter().enumerate())
         .map(|(index, tokens)| shared.vector(index, tokens))
         .buffered(AT_A_TIME)
-        .try_collect::<Vec<_>>()
+        .try_collect::<Vec<_>>();
+    let vectors = state
+        .in_time(deadline, vectors)
         .await
         // It counts once, however often it was asked and for however many inputs.
         .map_err(|error| match error.is_queue_full() {
@@ -116,23 +121,21 @@ struct Shared<'a> {
     id: &'a Arc<str>,
     arrived: Duration,
     dimensions: Option<u32>,
+    again: Again,
 }
 
 impl Shared<'_> {
     /// The vector of one input. Once the first are under way, one that finds the queue full tries
     /// again: what was computed for the others would be lost.
     async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
-        loop {
-            let found = self.attempt(tokens.clone()).await;
-            let now = self.state.clock.now();
-            let waits = index >= AT_A_TIME && now.saturating_sub(self.arrived) < QUEUE_PATIENCE;
-            match found {
-                Err(error) if waits && error.is_queue_full() => {
-                    tokio::time::sleep(QUEUE_NAP).await;
-                }
-                found => return found,
-            }
-        }
+        self.common.tally.prompt(tokens.len() as u64);
+        let pause = |error: &ApiError| {
+            let pause = error.full_for().filter(|_| index >= AT_A_TIME)?;
+            // Up to a quarter more: requests that were refused together come again apart.
+            let draw = self.state.draw_seed(self.state.next_request()) % 1024;
+            Some(pause + pause * draw as u32 / 4096)
+        };
+        self.again.ask(async || self.attempt(tokens.clone()).await, pause).await
     }
 
     /// Whichever attempt it is, its client has waited since the call arrived.
@@ -316,5 +319,46 @@ impl Serialize for Vector {
                 serializer.serialize_str(&BASE64_STANDARD.encode(bytes))
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::access::Tally;
+    use super::super::state::tests::state_of;
+    use super::*;
+    use crate::engine::{EngineCommand, EngineError, EngineEvent, EngineHandle, FinishReason};
+
+    #[actix_rt::test]
+    async fn the_tokens_of_an_input_that_is_asked_for_again_are_counted_once() {
+        let (engine, mut commands) = EngineHandle::channel();
+        let (state, _hub) = state_of(engine);
+        // Of what comes behind the first inputs, every second request finds the queue full.
+        let asked = actix_rt::spawn(async move {
+            let mut asked = 0;
+            while let Some(command) = commands.recv().await {
+                let EngineCommand::Submit { events, .. } = command else { continue };
+                asked += 1;
+                let full = EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 0 };
+                let (choice, reason, cached) = (0, FinishReason::Complete, 0);
+                let answer = match asked > AT_A_TIME && asked % 2 == 0 {
+                    true => vec![EngineEvent::Failed(full)],
+                    false => vec![
+                        EngineEvent::Embedding(vec![1.0]),
+                        EngineEvent::Finished { choice, reason, cached },
+                    ],
+                };
+                answer.into_iter().for_each(|event| events.send(event).unwrap());
+            }
+            asked
+        });
+        let body = serde_json::json!({"input": vec![[5, 6, 7]; AT_A_TIME + 20]}).to_string();
+        let tally = Tally::counting();
+        let fields = Fields::parse(body.as_bytes(), &state.limits).unwrap();
+        let answer = respond(&state, fields.counted_in(tally.clone())).await.unwrap();
+        assert_eq!(answer.status(), 200);
+        assert_eq!(tally.counted(), Some((3 * (AT_A_TIME as u64 + 20), 0)));
+        drop(state);
+        assert!(asked.await.unwrap() > AT_A_TIME + 20, "some were asked for again");
     }
 }

@@ -6,8 +6,9 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use serde_json::Value;
+use shared::clock::since_1970;
 
-use super::state::{AppState, since_1970};
+use super::state::AppState;
 
 /// The fields that do not change while a request is answered.
 #[derive(Clone, Debug)]
@@ -38,7 +39,7 @@ impl Envelope {
     #[must_use]
     pub fn new(state: &AppState, adapter: u32, id: Arc<str>, object: &'static str) -> Self {
         let model = state.models.name(adapter);
-        Self { id, object, created: since_1970(), model }
+        Self { id, object, created: since_1970().as_secs(), model }
     }
 
     /// With choices; `usage` is left out where there is none, which is not the same as null.

@@ -241,6 +241,13 @@ impl ApiError {
         self.code == Some("queue_full")
     }
 
+    /// After how long a request that found the engine's queue full may come again.
+    #[must_use]
+    pub fn full_for(&self) -> Option<Duration> {
+        let seconds = self.retry_after_s.filter(|_| self.is_queue_full())?;
+        Some(Duration::from_secs(u64::from(seconds)))
+    }
+
     /// The body, also sent as the last event of a stream that fails.
     #[must_use]
     pub fn json(&self) -> Value {

@@ -2,6 +2,8 @@
 //!
 //! `null` is the same as absent. As vLLM, a number may be written as a string, and an integer with
 //! a fraction of zero.
+use std::fmt::{self, Write as _};
+
 use serde_json::{Map, Value};
 
 use super::access::Tally;
@@ -9,6 +11,30 @@ use super::error::ApiError;
 use super::params::Limits;
 use super::room::Share;
 use super::terms::Terms;
+
+/// Characters of a wrong value that an error shows.
+const SHOWN_MAX: usize = 60;
+
+/// The first characters of what is written to it; an error ends the writing of more: values may be
+/// as large as a body.
+#[derive(Debug, Default)]
+struct Beginning {
+    text: String,
+    chars: usize,
+}
+
+impl fmt::Write for Beginning {
+    fn write_str(&mut self, piece: &str) -> fmt::Result {
+        for char in piece.chars() {
+            if self.chars == SHOWN_MAX {
+                return Err(fmt::Error);
+            }
+            self.chars += 1;
+            self.text.push(char);
+        }
+        Ok(())
+    }
+}
 
 /// A body's fields.
 #[derive(Clone, Debug)]
@@ -149,10 +175,12 @@ impl Fields {
     }
 
     pub(super) fn wrong(name: &str, value: &Value, expected: &str) -> ApiError {
-        let mut found = value.to_string();
-        if found.chars().count() > 60 {
-            found = found.chars().take(60).chain("...".chars()).collect();
+        let mut found = Beginning::default();
+        // It ends early where there is more than is shown.
+        if write!(found, "{value}").is_err() {
+            found.text.push_str("...");
         }
+        let found = found.text;
         ApiError::field(name, format!("`{name}` must be {expected}, not {found}"))
     }
 
@@ -261,4 +289,24 @@ fn extent(json: &[u8]) -> (usize, usize) {
         }
     }
     (deepest, values)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_shows_the_beginning_of_a_value_and_reads_no_more_of_it() {
+        let shown = |value: &Value| Fields::wrong("f", value, "small").to_string();
+        assert_eq!(shown(&Value::from("é")), "`f` must be small, not \"é\"");
+        // With its quotes it has as many characters as are shown.
+        let long = "é".repeat(SHOWN_MAX - 2);
+        assert_eq!(shown(&Value::from(&*long)), format!("`f` must be small, not \"{long}\""));
+        let (longer, cut) = (format!("{long}é"), format!("{long}é..."));
+        assert_eq!(shown(&Value::from(longer)), format!("`f` must be small, not \"{cut}"));
+        let values = vec![Value::from(7); 1 << 20];
+        let mut beginning = Beginning::default();
+        assert!(write!(beginning, "{}", Value::from(values)).is_err());
+        assert_eq!((beginning.text.len(), beginning.text.capacity() < 1024), (SHOWN_MAX, true));
+    }
 }

@@ -140,14 +140,17 @@ impl RunningPrompt {
             arrived,
             response_id: response_id.clone(),
         };
-        // An embedding's caller may ask again, and counts what its client is told.
-        let counts = common.sampling.pooling.is_none().then(|| state.stats.clone());
+        // An embedding's caller may ask again, and counts prompts and what its client is told.
+        let is_asked_once = common.sampling.pooling.is_none();
+        let counts = is_asked_once.then(|| state.stats.clone());
         let generation = state.engine.submit(request).inspect_err(|error| match error {
             EngineError::QueueFull { .. } => count_full(counts.as_ref(), error),
             _ => state.stats.rejected(error.into()),
         })?;
         let choices = vec![stream; common.n as usize];
-        common.tally.prompt(prompt_tokens);
+        if is_asked_once {
+            common.tally.prompt(prompt_tokens);
+        }
         Ok(Self {
             generation,
             counts,

@@ -7,7 +7,7 @@ use actix_web::dev::Server;
 use actix_web::http::header::{ACCEPT, VARY};
 use actix_web::middleware::Compress;
 use actix_web::web::{self, Data};
-use actix_web::{App, HttpRequest, HttpResponse, HttpServer};
+use actix_web::{HttpRequest, HttpResponse};
 use shared::clock::Clock;
 use shared::ids::Incarnation;
 use shared::membership::View;
@@ -16,16 +16,13 @@ use shared::protocol::FrontendId;
 use tokio::sync::watch;
 
 use super::error::ApiError;
-use super::server::{self, HEAD_DEADLINE, get};
+use super::server::{self, get};
 use super::state::{AppState, ReadinessCheck};
-use super::tls::{self, Tls};
+use super::tls::Tls;
 use crate::checkpoint::Publication;
 use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
 use crate::metrics::{FrontendStats, Hub, membership};
-
-/// Connections at a time where nothing else is served.
-const CONNECTIONS_MAX: usize = 1024;
 
 /// What a scrape is made of.
 #[derive(Debug)]
@@ -131,28 +128,15 @@ pub fn start(
     readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> std::io::Result<Server> {
-    let server = HttpServer::new(move || {
+    server::small_server(listener, tls, move |config| {
         let (page, readiness) = (page.clone(), readiness.clone());
         let scrape = get().to(move |request: HttpRequest| answer(page.clone(), request));
         let probe = get().to(move || std::future::ready(server::ready(readiness())));
-        App::new()
+        config
             .service(web::resource("/metrics").wrap(Compress::default()).route(scrape))
             .service(web::resource("/ready").route(probe))
-            .service(web::resource(["/live", "/health"]).route(get().to(HttpResponse::Ok)))
-    });
-    let server = server
-        .workers(1)
-        .max_connections(CONNECTIONS_MAX)
-        .max_connection_rate(CONNECTIONS_MAX)
-        .client_request_timeout(HEAD_DEADLINE)
-        .shutdown_timeout(1)
-        .disable_signals();
-    let server = server.tls_handshake_timeout(tls::HANDSHAKE_DEADLINE);
-    Ok(match tls {
-        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
-        None => server.listen(listener)?,
-    }
-    .run())
+            .service(web::resource(["/live", "/health"]).route(get().to(HttpResponse::Ok)));
+    })
 }
 
 /// Answers a scrape beside the API.

@@ -174,6 +174,7 @@ impl Common {
             pooling: None,
         };
         let usage = stream_usage(fields, stream)?;
+        let asked = structured::read(fields, text.vocab_size, &end_tokens)?;
         Ok(Self {
             n,
             max_tokens: None,
@@ -192,7 +193,7 @@ impl Common {
             keep_special: !fields.boolean("skip_special_tokens", true)?,
             fences: false,
             truncation: truncation(fields, limits)?,
-            asked: structured::read(fields, text.vocab_size)?,
+            asked,
             guide: None,
             goes_on: false,
             tally: fields.tally().clone(),

@@ -45,7 +45,7 @@ impl Drop for Waiting {
 }
 
 impl TextPool {
-    fn new(cores: usize, deadline: Duration) -> Self {
+    pub(super) fn new(cores: usize, deadline: Duration) -> Self {
         Self {
             all: Arc::new(Semaphore::new(cores.max(1))),
             large: Arc::new(Semaphore::new(cores.saturating_sub(1).max(1))),

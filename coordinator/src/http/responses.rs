@@ -13,6 +13,7 @@ use std::sync::Arc;
 use actix_web::HttpResponse;
 use serde::Serialize;
 use serde_json::{Map, Value, json};
+use shared::clock::since_1970;
 
 use self::output::{Output, Sink, Status};
 use super::dialogue::{self, Form, Started};
@@ -21,7 +22,7 @@ use super::fields::Fields;
 use super::generation::{Next, Piece, RunningPrompt};
 use super::logprobs::chat_logprob;
 use super::sse::{self, EventSource, Events};
-use super::state::{AppState, since_1970};
+use super::state::AppState;
 use crate::text::reply::{Part, ReplyReader};
 
 /// Answers a request.
@@ -108,7 +109,7 @@ impl Answering {
         let head = Head {
             id: id.clone(),
             object: "response",
-            created_at: since_1970(),
+            created_at: since_1970().as_secs(),
             model: state.models.name(common.adapter),
             background: false,
             previous_response_id: (),
@@ -220,7 +221,7 @@ impl Answering {
 
     fn finish(&mut self, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         self.status = if self.is_cut { Status::Incomplete } else { Status::Completed };
-        self.completed_at = (!self.is_cut).then(since_1970);
+        self.completed_at = (!self.is_cut).then(|| since_1970().as_secs());
         self.output.finish(self.status, sink)
     }
 }

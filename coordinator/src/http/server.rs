@@ -24,13 +24,16 @@ use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
     access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, terms,
-    tls, tokenize,
+    tls::{self, Tls},
+    tokenize,
 };
 #[cfg(target_os = "linux")]
 use crate::engine::TAKEN_WITHIN;
 
+/// Connections at a time of a server that serves no API.
+const SMALL_CONNECTIONS_MAX: usize = 1024;
 /// How long a request's head may take.
-pub(super) const HEAD_DEADLINE: Duration = Duration::from_secs(5);
+const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
@@ -99,6 +102,30 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
         // A client that closes its side is gone: its request is cancelled, streaming or not.
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
+        .disable_signals();
+    Ok(match tls {
+        Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
+        None => server.listen(listener)?,
+    }
+    .run())
+}
+
+/// Starts a server of one thread for what is beside the API: probes and scrapes.
+///
+/// # Errors
+/// When the listener is dead.
+pub fn small_server(
+    listener: TcpListener,
+    tls: Option<&Tls>,
+    routes: impl Fn(&mut ServiceConfig) + Clone + Send + 'static,
+) -> std::io::Result<Server> {
+    let server = HttpServer::new(move || App::new().configure(routes.clone()))
+        .workers(1)
+        .max_connections(SMALL_CONNECTIONS_MAX)
+        .max_connection_rate(SMALL_CONNECTIONS_MAX)
+        .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
+        .client_request_timeout(HEAD_DEADLINE)
+        .shutdown_timeout(1)
         .disable_signals();
     Ok(match tls {
         Some(tls) => server.listen_rustls_0_23(listener, tls.config())?,
@@ -218,7 +245,7 @@ async fn answer(
     let visit = enter(state)?;
     let turn = keys::enter(state, request)?;
     let answer = match terms(state, request) {
-        Ok(terms) => match read(state, request, body).await {
+        Ok(terms) => match state.in_time(terms.deadline, read(state, request, body)).await {
             Ok(fields) => respond(state, fields.on_terms(terms)).await,
             Err(error) => Err(error),
         },

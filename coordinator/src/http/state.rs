@@ -2,11 +2,13 @@
 use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
 
-use shared::clock::Clock;
+use shared::clock::{Clock, since_1970};
 use shared::ids::RequestId;
+use shared::metrics::labels::ExpiryReason;
+use shared::mix::split_mix;
 use shared::wire::auth::Secret;
+use tokio::time::Instant;
 
 use super::admin::Admin;
 use super::connections::Connections;
@@ -134,7 +136,7 @@ impl AppState {
             metrics: None,
             readiness,
             gate: Gate::default(),
-            created: since_1970(),
+            created: since_1970().as_secs(),
             next_request: Arc::new(AtomicU64::new(1)),
             run,
             seeds: RandomState::new().hash_one(run),
@@ -230,11 +232,8 @@ impl AppState {
     /// A random number, for requests that name no seed.
     #[must_use]
     pub fn draw_seed(&self, request: RequestId) -> u64 {
-        // splitmix64 of a random start, which no client is told: different for every request.
-        let mut z = self.seeds.wrapping_add(request.0.wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        // Of a random start, which no client is told: different for every request.
+        split_mix(self.seeds, request.0)
     }
 
     /// Makes a grammar of what a request's output must be.
@@ -253,6 +252,22 @@ impl AppState {
         Ok(())
     }
 
+    /// Does what comes before a request runs, or gives it up when its client's time is over.
+    ///
+    /// # Errors
+    /// The work's own, and 504.
+    pub async fn in_time<R>(
+        &self,
+        deadline: Option<Instant>,
+        work: impl Future<Output = Result<R, ApiError>>,
+    ) -> Result<R, ApiError> {
+        let Some(deadline) = deadline else { return work.await };
+        tokio::time::timeout_at(deadline, work).await.unwrap_or_else(|_| {
+            self.stats.expired(ExpiryReason::Deadline);
+            Err(ApiError::expired())
+        })
+    }
+
     /// Runs work on a text of so many bytes off the threads that serve connections, in bounded
     /// number.
     ///
@@ -268,8 +283,65 @@ impl AppState {
     }
 }
 
-/// Seconds since 1970.
-#[must_use]
-pub fn since_1970() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+#[cfg(test)]
+pub(super) mod tests {
+    use std::path::Path;
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use serde_json::{Value, json};
+    use shared::clock::SystemClock;
+    use shared::ids::Incarnation;
+    use shared::metrics::catalogue::REQUESTS_EXPIRED;
+
+    use super::super::terms::Terms;
+    use super::super::{chat, completions, embeddings};
+    use super::*;
+    use crate::metrics::Hub;
+
+    /// The demo model's, with this engine.
+    pub(in super::super) fn state_of(engine: EngineHandle) -> (AppState, Hub) {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
+        let text = Arc::new(TextModel::load(&folder).unwrap());
+        let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
+        let clock = Arc::new(SystemClock::start());
+        let ready = Arc::new(|| Readiness { ready: true, message: String::new() });
+        let limits = Limits::new(text.max_positions);
+        let stats = hub.frontend().clone();
+        (AppState::new(text, engine, limits, clock, stats, ready, 7), hub)
+    }
+
+    #[actix_rt::test]
+    async fn the_time_of_a_request_passes_while_its_text_waits_to_be_read() {
+        let (engine, _commands) = EngineHandle::channel();
+        let (mut state, hub) = state_of(engine);
+        state.texts = TextPool::new(1, Duration::from_secs(60));
+        let (go, wait) = mpsc::channel::<()>();
+        let busy = {
+            let texts = state.texts.clone();
+            actix_rt::spawn(async move { texts.run(0, move || Ok(wait.recv().is_ok())).await })
+        };
+        tokio::task::yield_now().await;
+        let fields = |body: Value| {
+            let fields = Fields::parse(body.to_string().as_bytes(), &state.limits).unwrap();
+            let deadline = Some(Instant::now() + Duration::from_millis(50));
+            fields.on_terms(Terms { deadline, ..Terms::default() })
+        };
+        let messages = json!({"messages": [{"role": "user", "content": "a"}]});
+        for (index, error) in [
+            completions::respond(&state, fields(json!({"prompt": "a"}))).await.unwrap_err(),
+            chat::respond(&state, fields(messages)).await.unwrap_err(),
+            embeddings::respond(&state, fields(json!({"input": ["a", "b"]}))).await.unwrap_err(),
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(error.json()["error"]["code"], "request_timeout", "{index}: {error}");
+        }
+        let expired = hub.merged().counter(REQUESTS_EXPIRED, ["deadline"]);
+        assert_eq!(expired, Some(3), "each counts once");
+        assert!(!busy.is_finished());
+        go.send(()).unwrap();
+        assert!(busy.await.unwrap().unwrap());
+    }
 }

@@ -22,11 +22,15 @@ pub struct Asked {
     pub spec: GuideSpec,
 }
 
-/// Reads the fields; none ask for text of any kind.
+/// Reads the fields; none ask for text of any kind. `end_tokens` end the request's text.
 ///
 /// # Errors
 /// 400 naming the field.
-pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError> {
+pub fn read(
+    fields: &Fields,
+    vocab_size: u32,
+    end_tokens: &[u32],
+) -> Result<Option<Asked>, ApiError> {
     let mut asked: Option<Asked> = None;
     let found = [
         response_format(fields)?,
@@ -54,8 +58,12 @@ pub fn read(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError>
     {
         return Err(wrong(whitespace, "is of use with `guided_json` alone"));
     }
-    if let Some(Asked { field, spec }) = &asked {
-        check_end(fields, field, !matches!(spec, GuideSpec::Tokens(_)))?;
+    match &asked {
+        Some(Asked { field, spec: GuideSpec::Tokens(tokens) }) => {
+            check_goes_on(fields, field, tokens, end_tokens)?;
+        }
+        Some(Asked { field, .. }) => check_end(fields, field)?,
+        None => {}
     }
     Ok(asked)
 }
@@ -86,20 +94,37 @@ impl Asked {
     }
 }
 
-/// Refuses what else than `field` says where the text ends; end tokens do, where they are not
-/// listed by the client.
+/// Refuses what else than `field` says where the text ends.
 ///
 /// # Errors
 /// 400 naming the field.
-pub(super) fn check_end(fields: &Fields, field: &str, by_end_tokens: bool) -> Result<(), ApiError> {
+pub(super) fn check_end(fields: &Fields, field: &str) -> Result<(), ApiError> {
     let message = format!("and `{field}` exclude each other: it says where the text ends");
-    if fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0) > 0 {
+    if least(fields)? > 0 {
         return Err(wrong("min_tokens", &message));
     }
-    if by_end_tokens && fields.boolean("ignore_eos", false)? {
+    if fields.boolean("ignore_eos", false)? {
         return Err(wrong("ignore_eos", &message));
     }
     Ok(())
+}
+
+/// Refuses a list of nothing but end tokens where the text may not end yet: nothing could come.
+fn check_goes_on(
+    fields: &Fields,
+    field: &str,
+    tokens: &[u32],
+    end_tokens: &[u32],
+) -> Result<(), ApiError> {
+    if least(fields)? > 0 && tokens.iter().all(|token| end_tokens.contains(token)) {
+        let message = format!("and `{field}` exclude each other: it lists end tokens alone");
+        return Err(wrong("min_tokens", &message));
+    }
+    Ok(())
+}
+
+fn least(fields: &Fields) -> Result<u32, ApiError> {
+    Ok(fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0))
 }
 
 /// An error of a field whose sentence goes on after its name.

@@ -84,7 +84,7 @@ impl Tools {
             }
         };
         if answer.is_none() {
-            structured::check_end(fields, field, true)?;
+            structured::check_end(fields, field)?;
         }
         let calls = Calls { field, format: forced(format), functions, several };
         Ok(Some(Wanted::Calls(calls, answer)))

@@ -2,6 +2,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
+use shared::clock::since_1970;
 use shared::ids::Incarnation;
 use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
@@ -130,6 +131,26 @@ impl Hub {
             tracing::warn!("{line}");
         }
         applied
+    }
+
+    /// As [`Hub::report`], and notes when the report came.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn take(
+        &self,
+        source: Source,
+        incarnation: Incarnation,
+        stats: &WorkerStats,
+    ) -> Result<(), Refused> {
+        self.report(source, incarnation, stats)?;
+        let mut recording = self.observer.record();
+        match source {
+            Source::Worker(worker) => recording.worker_reported(worker, since_1970()),
+            Source::Frontend(frontend) => recording.frontend_reported(frontend, since_1970()),
+            Source::Coordinator => {}
+        }
+        Ok(())
     }
 
     /// The link to a process is gone: its gauges vanish until it reports again.

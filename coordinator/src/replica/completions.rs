@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use shared::ids::RequestId;
-
-use crate::scheduler::mix;
+use shared::mix::mix;
 
 /// Seconds that are looked back.
 const WINDOW_S: u64 = 30;
@@ -25,7 +24,7 @@ impl Default for Completions {
 }
 
 impl Completions {
-    /// A request has ended.
+    /// A request has ended that had begun to run.
     pub fn ended(&mut self, now: Duration) {
         let second = now.as_secs();
         let bucket = &mut self.seconds[(second % WINDOW_S) as usize];

@@ -2,24 +2,28 @@
 //! tokens to the requests' channels, events to the metrics.
 //!
 //! No socket and no clock here; the shell passes the time in and sends the plans.
+//!
+//! - `deliver`: what the scheduler decided, carried out
+//! - `leaving`: requests that nobody waits for, and those that hold up everybody
+//! - `moving`: requests that go on at another replica
+mod deliver;
 mod leaving;
+mod moving;
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::task::Waker;
 use std::time::Duration;
 
+pub use moving::Moved;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
-use shared::metrics::labels::{FinishedReason, RejectReason};
+use shared::mix::IdMap;
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
-use crate::cluster::orphanage::Surplus;
-use crate::engine::{
-    EngineError, EngineEvent, EventSender, FinishReason, GenerateRequest, Gone, Reading, StopCheck,
-};
-use crate::metrics::observe::{RequestSummary, RequestTrack, StepTokens};
-use crate::metrics::{Observer, Recording};
-use crate::scheduler::{AwaitedMask, Effect, EpochEnd, HandedOver, Place, Scheduler};
+use crate::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, Reading, StopCheck};
+use crate::metrics::Observer;
+use crate::metrics::observe::{RequestSummary, RequestTrack};
+use crate::scheduler::{AwaitedMask, Effect, EpochEnd, Scheduler};
 
 /// How long the driver waits for what.
 #[derive(Clone, Copy, Debug)]
@@ -47,33 +51,6 @@ struct Live {
     unscheduled_since: Option<Duration>,
 }
 
-/// A request that is moved from one replica to another, with everything that hangs off it.
-#[derive(Debug)]
-pub struct Moved {
-    handed: HandedOver,
-    live: Live,
-    stop_checks: Vec<(SeqId, Box<dyn StopCheck>)>,
-}
-
-impl Moved {
-    /// Which request.
-    #[must_use]
-    pub fn id(&self) -> RequestId {
-        self.handed.id()
-    }
-
-    /// Tokens that a replica's KV cache must have room for.
-    #[must_use]
-    pub fn tokens_needed(&self) -> u32 {
-        self.handed.tokens_needed()
-    }
-
-    /// Ends it where no replica will go on with it; without an error its client is gone.
-    pub fn end(self, observer: &Observer, error: Option<EngineError>) {
-        dropped(&mut observer.record(), self.live, error);
-    }
-}
-
 /// One replica's scheduler and everything that hangs off its effects.
 #[derive(Debug)]
 pub struct ReplicaDriver {
@@ -81,15 +58,15 @@ pub struct ReplicaDriver {
     scheduler: Scheduler,
     observer: Observer,
     limits: DriverLimits,
-    live: HashMap<RequestId, Live>,
+    live: IdMap<RequestId, Live>,
     /// Stop checks of the sequences whose request has stop strings.
-    stop_checks: HashMap<SeqId, Box<dyn StopCheck>>,
+    stop_checks: IdMap<SeqId, Box<dyn StopCheck>>,
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
     /// For how long masks have been waited for that are not there, and when that was last looked
     /// at.
-    masks_late: HashMap<AwaitedMask, Duration>,
+    masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
     in_flight: VecDeque<Duration>,
@@ -114,11 +91,11 @@ impl ReplicaDriver {
             scheduler,
             observer,
             limits,
-            live: HashMap::new(),
-            stop_checks: HashMap::new(),
+            live: IdMap::default(),
+            stop_checks: IdMap::default(),
             effects: Vec::new(),
             gone: Vec::new(),
-            masks_late: HashMap::new(),
+            masks_late: IdMap::default(),
             looked_for_masks: now,
             in_flight: VecDeque::new(),
             epoch: None,
@@ -198,7 +175,7 @@ impl ReplicaDriver {
                 if let EngineError::QueueFull { retry_after_s, .. } = &mut error {
                     *retry_after_s = self.retry_after_s(now, id);
                 }
-                count_refusal(&self.observer, &error);
+                self.observer.refused(&error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }
@@ -211,8 +188,15 @@ impl ReplicaDriver {
         self.completions.retry_after_s(now, waiting, id)
     }
 
-    /// Frees everything a request holds. Unknown requests are ignored.
+    /// Frees everything a request holds: at once where it has run, at the next tick where it waits
+    /// for its first step. Unknown requests are ignored.
     pub fn cancel(&mut self, now: Duration, id: RequestId) {
+        let Some(live) = self.live.get(&id) else { return };
+        if live.unscheduled_since.is_some() {
+            // Each takes a pass over the queue, or all of them one together.
+            self.gone.push(id);
+            return;
+        }
         self.scheduler.cancel(id, &mut self.effects);
         self.deliver(now);
     }
@@ -267,63 +251,6 @@ impl ReplicaDriver {
     /// No epoch will follow.
     pub fn removed(&self) {
         self.observer.record().replica_removed(self.id);
-    }
-
-    /// Gives up all requests for another replica to go on with, oldest first. Only between two
-    /// epochs.
-    pub fn hand_over(&mut self) -> Vec<Moved> {
-        let handed = self.scheduler.hand_over();
-        self.take_out(handed)
-    }
-
-    /// Gives up requests that have not run, for a replica with fewer to go on with.
-    pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<Moved> {
-        let handed = self.scheduler.share(most, room);
-        self.take_out(handed)
-    }
-
-    /// What the scheduler gave up, with all that hangs off it.
-    fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
-        let mut moved = Vec::with_capacity(handed.len());
-        for handed in handed {
-            let Some(live) = self.live.remove(&handed.id()) else { continue };
-            let stop_checks = handed
-                .sequences()
-                .filter_map(|seq| Some((seq, self.stop_checks.remove(&seq)?)))
-                .collect();
-            moved.push(Moved { handed, live, stop_checks });
-        }
-        moved
-    }
-
-    /// Goes on with another replica's requests, before its own that wait; behind those with what
-    /// was shared.
-    pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
-        let (shared, older): (Vec<Moved>, Vec<Moved>) =
-            moved.into_iter().partition(|moved| moved.handed.is_shared());
-        // The oldest is put in front of the queue last.
-        let moved = older.into_iter().rev().chain(shared);
-        for Moved { handed, mut live, mut stop_checks } in moved {
-            let id = handed.id();
-            match self.scheduler.adopt(handed) {
-                Ok(names) => {
-                    for (there, here) in names {
-                        let found = stop_checks.iter().position(|(seq, _)| *seq == there);
-                        if let Some(found) = found {
-                            self.stop_checks.insert(here, stop_checks.swap_remove(found).1);
-                        }
-                    }
-                    self.observer.record().routed(&mut live.track, self.id);
-                    self.live.insert(id, live);
-                }
-                Err(refused) => {
-                    let (_, error) = *refused;
-                    dropped(&mut self.observer.record(), live, Some(outgrown(&error)));
-                }
-            }
-        }
-        self.scheduler.end_outgrown(&mut self.effects);
-        self.deliver(now);
     }
 
     /// Fills `plan` with the next step, if one should be sent now.
@@ -425,165 +352,5 @@ impl ReplicaDriver {
         ids.sort_unstable();
         self.scheduler.fail_all(ids, error, &mut self.effects);
         self.deliver(now);
-    }
-
-    /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
-    /// scrape sees a step whole or not at all.
-    fn deliver(&mut self, now: Duration) {
-        let mut recording = self.observer.record();
-        let mut effects = self.effects.drain(..).peekable();
-        // Tokens that a choice got at once: the time since the one before is that of all of them.
-        let mut together = 0;
-        while let Some(effect) = effects.next() {
-            match effect {
-                Effect::FirstScheduled { request } | Effect::Resumed { request } => {
-                    if let Some(live) = self.live.get_mut(&request) {
-                        live.unscheduled_since = None;
-                        recording.scheduled(&mut live.track, self.id, now);
-                    }
-                }
-                Effect::Preempted { request, place, swapped, tokens } => {
-                    if let Some(live) = self.live.get_mut(&request) {
-                        let (track, id) = (&mut live.track, self.id);
-                        match swapped {
-                            Some(blocks) => recording.swapped_out(track, id, blocks),
-                            None => recording.preempted(track, id, u64::from(tokens)),
-                        }
-                        placed(&mut recording, track, id, place, now);
-                    }
-                }
-                Effect::SwappedIn { blocks, .. } => recording.swapped_in(self.id, blocks),
-                Effect::Rests { request, place } => {
-                    if let Some(live) = self.live.get_mut(&request) {
-                        placed(&mut recording, &mut live.track, self.id, place, now);
-                    }
-                }
-                Effect::PromptLogprobs { request, logprobs } => {
-                    if let Some(live) = self.live.get_mut(&request) {
-                        send(live, request, EngineEvent::PromptLogprobs(logprobs), &mut self.gone);
-                    }
-                }
-                Effect::Embedding { request, embedding } => {
-                    if let Some(live) = self.live.get_mut(&request) {
-                        send(live, request, EngineEvent::Embedding(embedding), &mut self.gone);
-                    }
-                }
-                Effect::Token { request, choice, token, logprobs } => {
-                    together += 1;
-                    let is_last =
-                        !effects.peek().is_some_and(|next| next.is_token_of(request, choice));
-                    let count = if is_last { std::mem::take(&mut together) } else { 0 };
-                    if let Some(live) = self.live.get_mut(&request) {
-                        recording.tokens(&mut live.track, choice, count, now);
-                        let event = EngineEvent::Token { choice, token, logprobs };
-                        send(live, request, event, &mut self.gone);
-                    }
-                }
-                Effect::Finished { request, seq, choice, reason, cached, last } => {
-                    self.stop_checks.remove(&seq);
-                    if let Some(live) = self.live.get_mut(&request) {
-                        live.by_length |= reason == FinishReason::Length;
-                        live.summary.cached_tokens += u64::from(cached);
-                        let event = EngineEvent::Finished { choice, reason, cached };
-                        send(live, request, event, &mut self.gone);
-                    }
-                    if last && let Some(live) = self.live.remove(&request) {
-                        self.completions.ended(now);
-                        finished(&mut recording, live, now);
-                    }
-                }
-                Effect::Dropped { request, seqs, error } => {
-                    for seq in seqs {
-                        self.stop_checks.remove(&seq);
-                    }
-                    if let Some(live) = self.live.remove(&request) {
-                        self.completions.ended(now);
-                        dropped(&mut recording, live, error);
-                    }
-                }
-                Effect::Drafted { tokens, accepted, emitted } => {
-                    recording.drafted(self.id, tokens, accepted, emitted);
-                }
-                Effect::StepDone(tokens) => {
-                    let tokens = StepTokens {
-                        prompt_computed: u64::from(tokens.prompt),
-                        prompt_cached: u64::from(tokens.cached),
-                        looked_up: u64::from(tokens.looked_up),
-                        found: u64::from(tokens.found),
-                        generated: u64::from(tokens.generated),
-                        recomputed: u64::from(tokens.recomputed),
-                        wasted: u64::from(tokens.wasted),
-                    };
-                    recording.step(self.id, tokens);
-                }
-            }
-        }
-        if self.epoch.is_some() {
-            let gauges = self.scheduler.gauges();
-            recording.kv_blocks(self.id, gauges.blocks_used, gauges.blocks_total);
-            recording.host_kv_blocks(self.id, gauges.host_used);
-        }
-    }
-}
-
-fn send(live: &mut Live, id: RequestId, event: EngineEvent, gone: &mut Vec<RequestId>) {
-    // Closed means that the client left; full, that it has long stopped reading.
-    match live.events.send(event) {
-        Ok(()) => live.reading.sent(),
-        Err(Gone) => gone.push(id),
-    }
-}
-
-/// A request was accepted where there was room for it: that there is none any more is not its
-/// fault.
-#[must_use]
-pub fn outgrown(error: &EngineError) -> EngineError {
-    match error {
-        EngineError::TooLarge { needed, available } => EngineError::Unavailable {
-            message: format!(
-                "none has room in its KV cache any more for the {needed} blocks that this request \
-                 may need (the one that is left has {available}); one had when it was accepted"
-            ),
-        },
-        other => other.clone(),
-    }
-}
-
-/// Counts a request where it is now.
-fn placed(
-    recording: &mut Recording<'_>,
-    track: &mut RequestTrack,
-    replica: ReplicaId,
-    place: Place,
-    now: Duration,
-) {
-    match place {
-        Place::Running => recording.scheduled(track, replica, now),
-        Place::Swapped => recording.rests(track, replica, true),
-        Place::Waiting => recording.rests(track, replica, false),
-    }
-}
-
-fn finished(recording: &mut Recording<'_>, live: Live, now: Duration) {
-    let reason = if live.by_length { FinishedReason::Length } else { FinishedReason::Stop };
-    recording.finished(live.track, reason, live.summary, now);
-}
-
-fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
-    match error {
-        None => recording.aborted(live.track, live.summary),
-        Some(error) => {
-            recording.failed(live.track, live.summary);
-            let _ = live.events.send(EngineEvent::Failed(error));
-        }
-    }
-}
-
-/// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and what
-/// counts is what clients are told in the end. Front ends count it.
-pub fn count_refusal(observer: &Observer, error: &EngineError) {
-    let reason = RejectReason::from(error);
-    if reason != RejectReason::QueueFull {
-        observer.record().rejected(reason);
     }
 }

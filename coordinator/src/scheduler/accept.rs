@@ -1,10 +1,12 @@
 //! PURE: what a step's answer changes: tokens that count, sequences that end.
-use std::vec;
+use std::iter::Copied;
+use std::{slice, vec};
 
 use shared::ids::{Epoch, SeqId, StepId};
 use shared::protocol::{Drafts, SequenceOutput, TokenLogprobs};
 
-use super::drafts::{Verifying, told};
+use super::drafts::{Verifying, drafts_of};
+use super::sequence::Sequence;
 use super::{Effect, Scheduler, StepSummary, keep_full, plan};
 use crate::engine::{EngineError, FinishReason, Guided};
 
@@ -25,10 +27,43 @@ pub enum ApplyError {
     },
 }
 
-/// The next output, if it is of this sequence.
-fn next_of(outputs: &mut vec::IntoIter<SequenceOutput>, seq: SeqId) -> Option<SequenceOutput> {
-    let is_of = outputs.as_slice().first().is_some_and(|output| output.seq == seq);
-    if is_of { outputs.next() } else { None }
+/// An answer that is taken entry by entry.
+struct Answer<'a> {
+    outputs: vec::IntoIter<SequenceOutput>,
+    /// How many tokens a draft model drafted, for each entry that asked.
+    drafted: Copied<slice::Iter<'a, u32>>,
+    /// Its masks were not sent.
+    owes_masks: bool,
+}
+
+impl Answer<'_> {
+    /// The next output, if it is of this sequence.
+    fn next_of(&mut self, seq: SeqId) -> Option<SequenceOutput> {
+        let is_of = self.outputs.as_slice().first().is_some_and(|output| output.seq == seq);
+        if is_of { self.outputs.next() } else { None }
+    }
+
+    /// What a draft model drafted for the next sequence that asked.
+    fn drafts_of(&mut self, seq: SeqId) -> Option<Vec<u32>> {
+        drafts_of(self.drafted.next(), seq, self.outputs.as_slice())
+    }
+}
+
+/// What came of one entry, or of all, in tokens.
+#[derive(Clone, Copy, Debug, Default)]
+struct Outcome {
+    generated: u32,
+    recomputed: u32,
+    wasted: u32,
+}
+
+/// The drafts of the step that is answered. `drafted` is what a draft model drafted: without it, or
+/// with more than was asked for, nobody knows what the sequence's tokens stand behind.
+fn take_drafts(seq: &mut Sequence, drafted: Option<Vec<u32>>) -> Option<Vec<u32>> {
+    match std::mem::replace(&mut seq.drafts, Drafts::none()) {
+        Drafts::Known(tokens) => Some(tokens),
+        Drafts::UpTo(most) => drafted.filter(|drafted| drafted.len() <= most as usize),
+    }
 }
 
 /// Told of every accepted token; returns true when it completes a stop string.
@@ -60,57 +95,17 @@ impl Scheduler {
             }
             None => return Err(ApplyError::UnexpectedStep { got: step }),
         };
-        let (mut generated, mut wasted, mut recomputed) = (0, 0, answered.recomputed_tokens);
-        let mut outputs = outputs.into_iter();
-        let mut drafted = drafted.iter().copied();
+        let mut answer = Answer {
+            outputs: outputs.into_iter(),
+            drafted: drafted.iter().copied(),
+            owes_masks: answered.owes_masks,
+        };
+        let mut all = Outcome { recomputed: answered.recomputed_tokens, ..Outcome::default() };
         for entry in &answered.entries {
-            let told = entry.asks.then(|| told(drafted.next(), entry.seq, outputs.as_slice()));
-            let mut output = next_of(&mut outputs, entry.seq);
-            let mut verifying = Verifying::default();
-            if let Some(seq) = self.current(entry) {
-                seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
-                if entry.fresh {
-                    seq.progressed = true;
-                    seq.suspicion = 0;
-                }
-                let mut is_told = true;
-                if entry.verifies {
-                    verifying.drafts =
-                        match (std::mem::replace(&mut seq.drafts, Drafts::none()), told) {
-                            (Drafts::Known(tokens), _) => tokens,
-                            (Drafts::UpTo(most), told) => {
-                                let told =
-                                    told.flatten().filter(|told| told.len() <= most as usize);
-                                is_told = told.is_some();
-                                told.unwrap_or_default()
-                            }
-                        };
-                }
-                let (token, request) =
-                    (output.as_ref().and_then(|output| output.token), seq.request);
-                if !is_told {
-                    // Nobody knows what its tokens stand behind.
-                    self.end_request(request, Some(EngineError::Corrupted), effects);
-                } else if entry.masked && answered.owes_masks {
-                    // It was sampled before anybody knew what was allowed.
-                    self.end_request(request, Some(EngineError::Corrupted), effects);
-                } else if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
-                    verifying.got(token);
-                }
-            }
-            // More than one where drafts were verified; what the sequence did not live to see is
-            // ignored.
-            while let Some(output) = output.take().or_else(|| next_of(&mut outputs, entry.seq)) {
-                let token = output.token;
-                if self.current(entry).is_none() {
-                    wasted += u32::from(token.is_some());
-                } else if self.accept_next(entry, output, &verifying, stopped, effects) {
-                    recomputed += u32::from(verifying.repeats(entry));
-                    verifying.got(token);
-                }
-            }
-            generated += verifying.emitted;
-            self.verified(entry, verifying, effects);
+            let one = self.take_entry(entry, &mut answer, stopped, effects);
+            all.generated += one.generated;
+            all.recomputed += one.recomputed;
+            all.wasted += one.wasted;
         }
         if answered.sequences > 0 {
             effects.push(Effect::StepDone(StepSummary {
@@ -118,14 +113,61 @@ impl Scheduler {
                 cached: answered.cached_tokens,
                 looked_up: answered.looked_up,
                 found: answered.found,
-                generated,
-                recomputed,
-                wasted,
+                generated: all.generated,
+                recomputed: all.recomputed,
+                wasted: all.wasted,
                 sequences: answered.sequences,
             }));
         }
         self.spare.push(answered);
         Ok(())
+    }
+
+    /// Takes what an answer has of one entry.
+    fn take_entry(
+        &mut self,
+        entry: &plan::Entry,
+        answer: &mut Answer<'_>,
+        stopped: Stopped<'_>,
+        effects: &mut Vec<Effect>,
+    ) -> Outcome {
+        let drafted = if entry.asks { answer.drafts_of(entry.seq) } else { None };
+        let mut output = answer.next_of(entry.seq);
+        let (mut verifying, mut outcome) = (Verifying::default(), Outcome::default());
+        if let Some(seq) = self.current(entry) {
+            seq.pending = seq.pending.saturating_sub(u32::from(entry.samples));
+            if entry.fresh {
+                seq.progressed = true;
+                seq.suspicion = 0;
+            }
+            let drafts = if entry.verifies { take_drafts(seq, drafted) } else { Some(Vec::new()) };
+            // It was sampled before anybody knew what was allowed.
+            let is_rushed = entry.masked && answer.owes_masks;
+            let (token, request) = (output.as_ref().and_then(|output| output.token), seq.request);
+            match drafts.filter(|_| !is_rushed) {
+                Some(drafts) => {
+                    verifying.drafts = drafts;
+                    if self.accept(entry.slot, output.take(), entry.samples, stopped, effects) {
+                        verifying.got(token);
+                    }
+                }
+                None => self.end_request(request, Some(EngineError::Corrupted), effects),
+            }
+        }
+        // More than one where drafts were verified; what the sequence did not live to see is
+        // ignored.
+        while let Some(output) = output.take().or_else(|| answer.next_of(entry.seq)) {
+            let token = output.token;
+            if self.current(entry).is_none() {
+                outcome.wasted += u32::from(token.is_some());
+            } else if self.accept_next(entry, output, &verifying, stopped, effects) {
+                outcome.recomputed += u32::from(verifying.repeats(entry));
+                verifying.got(token);
+            }
+        }
+        outcome.generated = verifying.emitted;
+        self.verified(entry, verifying, effects);
+        outcome
     }
 
     /// Takes one sequence's output; returns whether a token was accepted.
@@ -158,8 +200,16 @@ impl Scheduler {
             return false;
         }
         if !seq.prompt_logprobs_done {
+            // The prompt's first token has none. One that is missing would shift all behind it.
+            let due = seq.prompt_logprobs.len() + 1;
+            let fits = output.prompt_logprobs.is_empty() || output.prompt_start as usize == due;
             seq.prompt_logprobs.append(&mut output.prompt_logprobs);
-            if seq.prompt_logprobs.len() + 1 >= seq.num_prompt as usize {
+            let (have, all) = (seq.prompt_logprobs.len() + 1, seq.num_prompt as usize);
+            if !fits || have > all || samples && have < all {
+                self.end_request(request, Some(EngineError::Corrupted), effects);
+                return false;
+            }
+            if have == all {
                 seq.prompt_logprobs_done = true;
                 seq.sampling.prompt_logprobs = None;
                 let logprobs = std::mem::take(&mut seq.prompt_logprobs);

@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 
 use shared::ids::BlockId;
+use shared::mix::mix;
 
 /// No block: the end of a list.
 const NONE: u32 = u32::MAX;
@@ -251,15 +252,6 @@ fn hash(prefix: Prefix, tokens: &[u32]) -> u64 {
         Prefix::Kept(name) => name,
     };
     mix(start, tokens)
-}
-
-/// A hash of tokens behind others.
-pub(crate) fn mix(start: u64, tokens: &[u32]) -> u64 {
-    // Small numbers on both sides: spread one of them first.
-    let start = start.wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(32);
-    tokens.iter().fold(start, |hash, token| {
-        (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
-    })
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! PURE: who drafts tokens in the next step, and what comes of it.
 use shared::ids::SeqId;
-use shared::protocol::{Drafts, SequenceOutput, StepPlan};
+use shared::protocol::{Drafts, SequenceOutput};
 
-use super::plan::{Entry, InFlight};
+use super::plan::{Entry, Planning};
 use super::sequence::Sequence;
 use super::speculate::{Drafter, Lookup};
 use super::speculation::{Method, Speculation, TOKENS_MAX};
@@ -33,7 +33,7 @@ const WRONG: u32 = u32::MAX;
 /// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right
 /// are the tokens that were sampled in their places, which all but the last stand for; of the
 /// others there is but the number. None where no number was told.
-pub(super) fn told(
+pub(super) fn drafts_of(
     drafted: Option<u32>,
     seq: SeqId,
     outputs: &[SequenceOutput],
@@ -220,11 +220,12 @@ impl Scheduler {
     /// and of blocks. Each is a row of decode of its own. A step's sequences and drafts are
     /// `max_num_seqs` together at most, whether they are sampled or not: so many are what ranks
     /// have room for.
-    pub(super) fn plan_drafts(&mut self, plan: &mut StepPlan, step: &mut InFlight, budget: u32) {
+    pub(super) fn plan_drafts(&mut self, planning: &mut Planning<'_>) {
+        let Planning { plan, step, budget, .. } = planning;
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
         let shares = step.entries.len() as u32;
-        let mut left = budget.min(self.config.max_num_seqs.saturating_sub(shares));
+        let mut left = (*budget).min(self.config.max_num_seqs.saturating_sub(shares));
         let mut spare = self.blocks_for_drafts();
         for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
             let Some(seq) = &mut self.sequences[entry.slot] else { continue };
@@ -313,6 +314,7 @@ impl Scheduler {
 #[cfg(test)]
 mod tests {
     use shared::ids::{Epoch, RequestId};
+    use shared::protocol::StepPlan;
     use shared::sampling::SamplingParams;
 
     use super::*;

@@ -69,6 +69,30 @@ impl Entry {
     }
 }
 
+/// A step that is being planned.
+pub(super) struct Planning<'a> {
+    pub(super) plan: &'a mut StepPlan,
+    pub(super) step: InFlight,
+    /// Tokens that it may still have.
+    pub(super) budget: u32,
+    pub(super) effects: &'a mut Vec<Effect>,
+}
+
+/// Bytes of a plan's frame that admitted sequences take, and bytes of their masks.
+#[derive(Clone, Copy)]
+struct Taken {
+    admitted: usize,
+    masks: usize,
+}
+
+/// What becomes of the first that waits.
+enum Turn {
+    Comes,
+    /// It waits for room for masks: those that need none may pass it.
+    IsOvertaken,
+    Waits,
+}
+
 impl Scheduler {
     /// Fills `plan` with the next step and returns true, if there is work and room for one more
     /// step in flight.
@@ -82,14 +106,16 @@ impl Scheduler {
             return false;
         }
         clear(plan);
-        let mut step = self.spare.pop().unwrap_or_default().cleared();
-        let mut budget = self.config.max_num_batched_tokens;
+        let step = self.spare.pop().unwrap_or_default().cleared();
+        let budget = self.config.max_num_batched_tokens;
+        let mut planning = Planning { plan, step, budget, effects };
         // Those who need one token go first, the most urgent of them before others; what is left of
         // the budget goes to prompts under way, then to the queue.
-        self.plan_running(plan, &mut step, &mut budget, true, effects);
-        self.plan_running(plan, &mut step, &mut budget, false, effects);
-        self.plan_waiting(plan, &mut step, &mut budget, effects);
-        self.plan_drafts(plan, &mut step, budget);
+        self.plan_running(&mut planning, true);
+        self.plan_running(&mut planning, false);
+        self.plan_waiting(&mut planning);
+        self.plan_drafts(&mut planning);
+        let Planning { plan, mut step, .. } = planning;
         let is_planned = !plan.sequences.is_empty();
         if is_planned {
             plan.epoch = epoch;
@@ -139,18 +165,11 @@ impl Scheduler {
     }
 
     /// Plans admitted sequences: those in decode or those in prefill.
-    fn plan_running(
-        &mut self,
-        plan: &mut StepPlan,
-        step: &mut InFlight,
-        budget: &mut u32,
-        decode: bool,
-        effects: &mut Vec<Effect>,
-    ) {
+    fn plan_running(&mut self, planning: &mut Planning<'_>, decode: bool) {
         let mut index = 0;
         while let Some(slot) = self.running.get(index).copied() {
             index += 1;
-            if *budget == 0 {
+            if planning.budget == 0 {
                 return;
             }
             let Some(seq) = &self.sequences[slot] else { continue };
@@ -161,15 +180,14 @@ impl Scheduler {
             if seq.waits_for_token(self.config.max_model_len) {
                 continue;
             }
-            let count = wanted.min(*budget);
-            if !self.may_report(seq, count, step) {
+            let count = wanted.min(planning.budget);
+            if !self.may_report(seq, count, &planning.step) {
                 continue;
             }
             // What is preempted to make room stands behind this one or is this one, so nobody
             // moves up to where others were; nor is it in this plan.
-            if self.make_room(slot, count, plan, effects) {
-                self.plan_sequence(slot, count, plan, step);
-                *budget -= count;
+            if self.make_room(slot, count, planning) {
+                self.plan_sequence(slot, count, planning);
             }
         }
     }
@@ -177,86 +195,106 @@ impl Scheduler {
     /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is
     /// found in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody
     /// is overtaken, except guided ones that wait for room for masks: by those that need none.
-    fn plan_waiting(
-        &mut self,
-        plan: &mut StepPlan,
-        step: &mut InFlight,
-        budget: &mut u32,
-        effects: &mut Vec<Effect>,
-    ) {
+    fn plan_waiting(&mut self, planning: &mut Planning<'_>) {
         if self.waiting.is_empty() {
             return;
         }
-        let mut admitted = 0;
-        let mut masks: usize = self.running().filter_map(mask_bytes).sum();
+        let masks = self.running().filter_map(mask_bytes).sum();
+        let mut taken = Taken { admitted: 0, masks };
         let mut masks_are_full = false;
         while let Some((at, slot)) = self.next_waiting(masks_are_full) {
-            if *budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
-                return;
-            }
-            let whole = |seq: &Sequence| (seq.tokens.len() as u32).saturating_sub(seq.computed);
-            let seq = self.sequences[slot].as_ref();
-            if seq.is_some_and(|seq| !self.may_report(seq, whole(seq), step)) {
+            if planning.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
                 return;
             }
             let Some(seq) = &self.sequences[slot] else {
                 self.waiting.remove(at);
                 continue;
             };
-            let (length, request) = (seq.tokens.len() as u32, seq.request);
             let is_swapped = seq.swapped.is_some();
-            // One fits always: `SchedulerConfig::validate`.
-            let bytes = if is_swapped { 0 } else { weight::of(seq, &self.config) };
-            admitted += bytes;
-            let full = admitted > weight::ADMITTED_MAX && !plan.admitted.is_empty();
-            let mask = mask_bytes(seq).unwrap_or(0);
-            if !full && mask > 0 && masks > 0 && masks + mask > weight::MASKS_MAX {
-                admitted -= bytes;
-                masks_are_full = true;
-                continue;
-            }
-            if full || self.would_blur_blame(request) {
-                return;
-            }
-            if is_swapped {
-                masks += mask;
-                if !self.swap_in((at, slot), plan, step, budget, effects) {
-                    return;
+            let takes = Taken {
+                // One fits always: `SchedulerConfig::validate`.
+                admitted: if is_swapped { 0 } else { weight::of(seq, &self.config) },
+                masks: mask_bytes(seq).unwrap_or(0),
+            };
+            match self.turn_of(seq, planning, taken, takes) {
+                Turn::Comes => {}
+                Turn::IsOvertaken => {
+                    masks_are_full = true;
+                    continue;
                 }
-                continue;
+                Turn::Waits => return,
             }
-            if self.must_wait(slot) {
+            taken.admitted += takes.admitted;
+            taken.masks += takes.masks;
+            let comes = match is_swapped {
+                true => self.swap_in(at, slot, planning),
+                false => self.admit(at, slot, planning),
+            };
+            if !comes {
                 return;
             }
-            masks += mask;
-            self.waiting.remove(at);
-            let Some(seq) = &mut self.sequences[slot] else { continue };
-            for found in self.found.drain(..) {
-                self.blocks.share(found.block);
-                seq.blocks.push(found.block);
-                seq.prefix = found.prefix;
-                seq.kept += 1;
-            }
-            seq.computed = seq.kept * self.config.block_size;
-            let count = (length - seq.computed).min(*budget);
-            seq.admission = Some(self.next_admission);
-            seq.progressed = false;
-            self.next_admission += 1;
-            plan.admitted.push(NewSequence {
-                seq: seq.id,
-                tokens: seq.tokens.to_vec(),
-                num_prompt: seq.num_prompt,
-                adapter: seq.adapter,
-                sampling: seq.sampling.clone(),
-            });
-            self.run(slot);
-            self.count(request, |owner| owner.admitted += 1);
-            self.resumed(request, effects);
-            if !self.make_room(slot, count, plan, effects) {
-                return;
-            }
-            self.plan_sequence(slot, count, plan, step);
-            *budget -= count;
+        }
+    }
+
+    /// Whether a waiting sequence may be in this step, as far as bytes, reports and blame go:
+    /// `taken` is what the step and those that run have of frames, `takes` what it would have.
+    fn turn_of(&self, seq: &Sequence, planning: &Planning<'_>, taken: Taken, takes: Taken) -> Turn {
+        let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
+        if !self.may_report(seq, whole, &planning.step) {
+            return Turn::Waits;
+        }
+        let is_first = planning.plan.admitted.is_empty();
+        let full = taken.admitted + takes.admitted > weight::ADMITTED_MAX && !is_first;
+        let masks = taken.masks + takes.masks;
+        if !full && takes.masks > 0 && taken.masks > 0 && masks > weight::MASKS_MAX {
+            return Turn::IsOvertaken;
+        }
+        if full || self.would_blur_blame(seq.request) {
+            return Turn::Waits;
+        }
+        Turn::Comes
+    }
+
+    /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
+    /// others behind it have to wait.
+    fn admit(&mut self, at: usize, slot: usize, planning: &mut Planning<'_>) -> bool {
+        if self.must_wait(slot) {
+            return false;
+        }
+        self.waiting.remove(at);
+        self.share_found(slot);
+        let Some(seq) = &mut self.sequences[slot] else { return true };
+        let (length, request) = (seq.tokens.len() as u32, seq.request);
+        seq.computed = seq.kept * self.config.block_size;
+        let count = (length - seq.computed).min(planning.budget);
+        seq.admission = Some(self.next_admission);
+        seq.progressed = false;
+        self.next_admission += 1;
+        planning.plan.admitted.push(NewSequence {
+            seq: seq.id,
+            tokens: seq.tokens.to_vec(),
+            num_prompt: seq.num_prompt,
+            adapter: seq.adapter,
+            sampling: seq.sampling.clone(),
+        });
+        self.run(slot);
+        self.count(request, |owner| owner.admitted += 1);
+        self.resumed(request, planning.effects);
+        if !self.make_room(slot, count, planning) {
+            return false;
+        }
+        self.plan_sequence(slot, count, planning);
+        true
+    }
+
+    /// Begins a sequence's block table with the blocks that were found for it.
+    pub(super) fn share_found(&mut self, slot: usize) {
+        let Some(seq) = &mut self.sequences[slot] else { return };
+        for found in self.found.drain(..) {
+            self.blocks.share(found.block);
+            seq.blocks.push(found.block);
+            seq.prefix = found.prefix;
+            seq.kept += 1;
         }
     }
 
@@ -321,13 +359,7 @@ impl Scheduler {
     /// sequence, of equals the one admitted last, as often as it takes. Returns false when that was
     /// `slot` itself, or is in this plan already: then it is preempted when it needs a block of its
     /// own.
-    fn make_room(
-        &mut self,
-        slot: usize,
-        count: u32,
-        plan: &mut StepPlan,
-        effects: &mut Vec<Effect>,
-    ) -> bool {
+    fn make_room(&mut self, slot: usize, count: u32, planning: &mut Planning<'_>) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
         // There may be more than that already: those of drafts that were not accepted.
         let needed = self.config.blocks_for(seq.computed + count);
@@ -335,10 +367,10 @@ impl Scheduler {
         while self.blocks.num_free() < needed {
             let Some(victim) = self.running.last().copied() else { return false };
             let id = self.sequences[victim].as_ref().map(|seq| seq.id);
-            if plan.sequences.iter().any(|planned| Some(planned.seq) == id) {
+            if planning.plan.sequences.iter().any(|planned| Some(planned.seq) == id) {
                 return false;
             }
-            self.preempt(victim, plan, effects);
+            self.preempt(victim, planning);
             if victim == slot {
                 return false;
             }
@@ -346,11 +378,11 @@ impl Scheduler {
         true
     }
 
-    fn preempt(&mut self, victim: usize, plan: &mut StepPlan, effects: &mut Vec<Effect>) {
+    fn preempt(&mut self, victim: usize, planning: &mut Planning<'_>) {
         let Some(seq) = &self.sequences[victim] else { return };
         let (id, request, tokens) = (seq.id, seq.request, seq.computed);
         // It may have been admitted by this very plan, before its first share of it.
-        plan.admitted.retain(|new| new.seq != id);
+        planning.plan.admitted.retain(|new| new.seq != id);
         let blocks = seq.blocks.len() as u32;
         let swapped = self.swap_out(victim).then_some(blocks);
         if swapped.is_none() {
@@ -358,7 +390,7 @@ impl Scheduler {
         }
         let place = self.requests.get(&request).map_or(Place::Waiting, Request::place);
         let tokens = if swapped.is_some() { 0 } else { tokens };
-        effects.push(Effect::Preempted { request, place, swapped, tokens });
+        planning.effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
     /// Whether a step may have this share of a sequence as far as its report goes: those that are
@@ -378,13 +410,10 @@ impl Scheduler {
         others.any(|other| suspect || other.suspicion > 0)
     }
 
-    pub(super) fn plan_sequence(
-        &mut self,
-        slot: usize,
-        count: u32,
-        plan: &mut StepPlan,
-        step: &mut InFlight,
-    ) {
+    /// Plans the next `count` tokens of a sequence, which [`Scheduler::make_room`] made room for.
+    pub(super) fn plan_sequence(&mut self, slot: usize, count: u32, planning: &mut Planning<'_>) {
+        planning.budget -= count;
+        let Planning { plan, step, .. } = planning;
         let Some(seq) = &mut self.sequences[slot] else { return };
         let (start, end) = (seq.computed, seq.computed + count);
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {

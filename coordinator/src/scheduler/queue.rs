@@ -1,13 +1,15 @@
-//! PURE: how much may wait, and how requests leave.
+//! PURE: how much may wait, how requests come, and how they leave.
 //!
 //! The queue is bounded by what has never run: what was preempted, or moves here from a replica
 //! that broke, has been let in before. Requests that end leave it in one pass, however many they
 //! are: a pass for each of 100,000 sequences would hold everything up for minutes.
-use shared::ids::RequestId;
+use std::sync::Arc;
+
+use shared::ids::{RequestId, SeqId};
 
 use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler};
-use crate::engine::EngineError;
+use crate::engine::{EngineError, GenerateRequest};
 
 /// Choices that may wait for each request that may.
 const CHOICES_PER_REQUEST: u32 = 2;
@@ -73,6 +75,57 @@ impl Load {
 }
 
 impl Scheduler {
+    /// Takes a request. Returns its sequences, one per choice.
+    ///
+    /// # Errors
+    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
+    /// request of the same number runs; nothing has changed then.
+    pub fn submit(&mut self, mut request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
+        if self.requests.contains_key(&request.id) {
+            let message = format!("request number {} runs already", request.id.0);
+            return Err(EngineError::Unavailable { message });
+        }
+        let queued = Load::of(request.prompt.len(), request.sampling.len());
+        self.queued.check(queued, self.config.max_queued_requests)?;
+        let num_prompt = request.prompt.len() as u32;
+        let needed = self.blocks_needed(request.tokens_needed());
+        let available = match self.epoch {
+            Some(_) => self.blocks.total(),
+            None => self.config.blocks_for(self.config.max_model_len),
+        };
+        let too_long = num_prompt + request.max_tokens.min(1) > self.config.max_model_len;
+        if too_long || needed > available {
+            return Err(EngineError::TooLarge { needed, available });
+        }
+        let prompt: Arc<[u32]> = std::mem::take(&mut request.prompt).into();
+        let mut guides = std::mem::take(&mut request.guides).into_iter();
+        let choices = std::mem::take(&mut request.sampling);
+        let mut live = Vec::with_capacity(choices.len());
+        let mut ids = Vec::with_capacity(choices.len());
+        for sampling in choices {
+            let id = SeqId(self.next_seq);
+            self.next_seq += 1;
+            let guide = guides.next();
+            let mut sequence = Sequence::new(id, &request, sampling, prompt.clone(), guide);
+            if self.epoch.is_some() {
+                sequence.fit(self.room());
+            }
+            let slot = self.store(sequence);
+            self.wait_last(slot);
+            live.push(slot);
+            ids.push(id);
+        }
+        let end_tokens = request.end_tokens;
+        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false, queued };
+        self.own(request.id, owner);
+        Ok(ids)
+    }
+
+    /// Ends a request whose client is gone. Unknown requests are ignored.
+    pub fn cancel(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
+        self.end_request(request, None, effects);
+    }
+
     /// Ends requests whose clients are gone. Unknown ones are ignored.
     pub fn cancel_all(
         &mut self,

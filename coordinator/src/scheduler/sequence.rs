@@ -1,4 +1,6 @@
 //! PURE: one sequence's state, and one request's.
+use std::sync::Arc;
+
 use shared::ids::{BlockId, RequestId, SeqId};
 use shared::protocol::{Drafts, TokenLogprobs};
 use shared::sampling::SamplingParams;
@@ -11,7 +13,7 @@ use super::queue::Load;
 use super::speculate::Drafter;
 use super::swap::Swapped;
 use super::tokens::Tokens;
-use crate::engine::TokenGuide;
+use crate::engine::{GenerateRequest, TokenGuide};
 
 /// The order of admitted sequences: priority, then admission.
 pub(super) type Urgency = (i32, Option<u64>);
@@ -81,6 +83,55 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
+    /// A choice of a request that has not run.
+    pub(super) fn new(
+        id: SeqId,
+        request: &GenerateRequest,
+        mut sampling: SamplingParams,
+        prompt: Arc<[u32]>,
+        guide: Option<Box<dyn TokenGuide>>,
+    ) -> Self {
+        let wants_prompt = sampling.prompt_logprobs.is_some() && sampling.choice == 0;
+        if !wants_prompt {
+            sampling.prompt_logprobs = None;
+        }
+        let num_prompt = prompt.len() as u32;
+        let tokens = Tokens::new(prompt, request.max_tokens as usize);
+        Self {
+            id,
+            request: request.id,
+            priority: request.priority,
+            sampling,
+            tokens,
+            num_prompt,
+            max_tokens: request.max_tokens,
+            open_ended: request.open_ended,
+            guide,
+            blocks: Vec::new(),
+            told: 0,
+            known: false,
+            swapped: None,
+            kept: 0,
+            prefix: Prefix::Start { salt: request.cache_salt, adapter: request.adapter },
+            cache_salt: request.cache_salt,
+            adapter: request.adapter,
+            looked_up: false,
+            cached: 0,
+            computed: 0,
+            computed_max: 0,
+            progressed: false,
+            suspicion: 0,
+            pending: 0,
+            admission: None,
+            prompt_logprobs: Vec::new(),
+            prompt_logprobs_done: !wants_prompt,
+            drafter: None,
+            pace: Pace::default(),
+            wants_draft: false,
+            drafts: Drafts::none(),
+        }
+    }
+
     /// The mask of its next token.
     pub(super) fn awaited_mask(&self) -> AwaitedMask {
         let position = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
@@ -199,39 +250,5 @@ impl Request {
             (0, _) => Place::Swapped,
             _ => Place::Running,
         }
-    }
-}
-
-/// A request on its way to another replica's scheduler, with everything that was accepted of it.
-#[derive(Debug)]
-pub struct HandedOver {
-    pub(super) id: RequestId,
-    pub(super) owner: Request,
-    pub(super) sequences: Vec<Sequence>,
-    pub(super) shared: bool,
-}
-
-impl HandedOver {
-    /// Whether it has not run, and was shared by a replica that goes on: it queues as a new one.
-    #[must_use]
-    pub fn is_shared(&self) -> bool {
-        self.shared
-    }
-
-    /// Which request.
-    #[must_use]
-    pub fn id(&self) -> RequestId {
-        self.id
-    }
-
-    /// Tokens of a sequence that a replica's KV cache must have room for.
-    #[must_use]
-    pub fn tokens_needed(&self) -> u32 {
-        self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
-    }
-
-    /// Its unfinished sequences, under their old names.
-    pub fn sequences(&self) -> impl Iterator<Item = SeqId> + '_ {
-        self.sequences.iter().map(|sequence| sequence.id)
     }
 }

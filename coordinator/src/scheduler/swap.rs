@@ -14,7 +14,7 @@ use std::collections::BinaryHeap;
 use shared::ids::{BlockId, HostBlockId};
 use shared::protocol::{StepPlan, Swap, SwapPair};
 
-use super::plan::InFlight;
+use super::plan::Planning;
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, weight};
 
@@ -96,17 +96,10 @@ impl Scheduler {
 
     /// Brings the sequence at place `at` of the queue back and plans its next share. Returns false
     /// when it has to wait.
-    pub(super) fn swap_in(
-        &mut self,
-        (at, slot): (usize, usize),
-        plan: &mut StepPlan,
-        step: &mut InFlight,
-        budget: &mut u32,
-        effects: &mut Vec<Effect>,
-    ) -> bool {
+    pub(super) fn swap_in(&mut self, at: usize, slot: usize, planning: &mut Planning<'_>) -> bool {
         self.look_up(slot);
         let Some(seq) = &mut self.sequences[slot] else { return false };
-        let count = seq.num_wanted(self.config.max_model_len).min(*budget);
+        let count = seq.num_wanted(self.config.max_model_len).min(planning.budget);
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
         let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
             // Its last token is in flight, or drafts are of which nobody knows what comes.
@@ -127,17 +120,13 @@ impl Scheduler {
         let wanted = ahead - num_found + found_free + self.running.len() as u32;
         let num_free = self.blocks.num_free();
         let fits = now <= num_free && (wanted <= num_free || self.running.is_empty());
-        if !fits || !weight::may_swap(step.swap_in_bytes, swapped.host.len()) {
+        if !fits || !weight::may_swap(planning.step.swap_in_bytes, swapped.host.len()) {
             seq.swapped = Some(swapped);
             return false;
         }
-        for found in self.found.drain(..) {
-            self.blocks.share(found.block);
-            seq.blocks.push(found.block);
-            seq.prefix = found.prefix;
-            seq.kept += 1;
-        }
-        step.swap_in_bytes += weight::swap(swapped.host.len());
+        self.share_found(slot);
+        let Some(seq) = &mut self.sequences[slot] else { return false };
+        planning.step.swap_in_bytes += weight::swap(swapped.host.len());
         let mut pairs = Vec::with_capacity(swapped.host.len() - num_found as usize);
         for host in swapped.host.iter().skip(num_found as usize) {
             // There are enough: see above.
@@ -146,7 +135,7 @@ impl Scheduler {
             pairs.push(SwapPair { device, host: *host });
         }
         let (seq, request, blocks) = (seq.id, seq.request, pairs.len() as u32);
-        plan.swap_in.push(Swap { seq, blocks: pairs });
+        planning.plan.swap_in.push(Swap { seq, blocks: pairs });
         self.left.extend(swapped.host);
         self.waiting.remove(at);
         self.run(slot);
@@ -154,10 +143,9 @@ impl Scheduler {
             owner.swapped -= 1;
             owner.admitted += 1;
         });
-        effects.push(Effect::SwappedIn { request, blocks });
-        self.resumed(request, effects);
-        self.plan_sequence(slot, count, plan, step);
-        *budget -= count;
+        planning.effects.push(Effect::SwappedIn { request, blocks });
+        self.resumed(request, planning.effects);
+        self.plan_sequence(slot, count, planning);
         true
     }
 

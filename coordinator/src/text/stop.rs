@@ -27,25 +27,22 @@ impl StopMatcher {
 
     /// Takes a piece; appends to `text` what cannot be part of a stop string. Returns true when a
     /// stop string is complete: `text` then ends right before it, or after it if it is included.
-    /// Unless `may_stop`, stop strings are plain text.
+    /// Unless `may_stop`, stop strings that the piece completes are plain text.
     pub fn push(&mut self, piece: &str, may_stop: bool, text: &mut String) -> bool {
         if self.stops.is_empty() {
             text.push_str(piece);
             return false;
         }
+        let before = self.held.len();
         self.held.push_str(piece);
-        let found = self.stops.iter().enumerate();
-        let found =
-            found.filter_map(|(index, stop)| Some((self.held.find(stop)?, stop.len(), index)));
-        let found = found.min();
-        if may_stop && let Some((at, length, index)) = found {
+        if may_stop && let Some((at, length, index)) = self.first_complete(before) {
             self.found = Some(index);
             let end = if self.including { at + length } else { at };
             text.push_str(&self.held[..end]);
             self.held.clear();
             return true;
         }
-        let keep = if found.is_some() { 0 } else { self.longest_beginning() };
+        let keep = self.longest_beginning();
         let release = self.held.len() - keep;
         text.push_str(&self.held[..release]);
         self.held.drain(..release);
@@ -62,6 +59,19 @@ impl StopMatcher {
     pub fn finish(&mut self, text: &mut String) {
         text.push_str(&self.held);
         self.held.clear();
+    }
+
+    /// Where the first stop string is that ends behind the first `before` bytes of `held`, its
+    /// length and its index. One that ends before was complete when it was plain text.
+    fn first_complete(&self, before: usize) -> Option<(usize, usize, usize)> {
+        let found = self.stops.iter().enumerate().filter_map(|(index, stop)| {
+            let mut from = (before + 1).saturating_sub(stop.len());
+            while !self.held.is_char_boundary(from) {
+                from += 1;
+            }
+            Some((from + self.held[from..].find(stop)?, stop.len(), index))
+        });
+        found.min()
     }
 
     /// Length in bytes of the end of `held` that begins some stop string.
@@ -124,7 +134,62 @@ mod tests {
         assert_eq!(text, "a.b");
     }
 
+    #[test]
+    fn what_was_plain_text_does_not_stop_later_and_what_begins_in_it_does() {
+        let mut matcher = StopMatcher::new(vec!["ab".to_owned(), "abc".to_owned()]);
+        let mut text = String::new();
+        assert!(!matcher.push("xab", false, &mut text));
+        assert_eq!(text, "x", "the second may go on");
+        assert!(!matcher.push("d", true, &mut text));
+        assert_eq!(text, "xabd", "the first was complete before it might stop");
+        assert!(!matcher.push(".ab", false, &mut text));
+        assert!(matcher.push("c", true, &mut text));
+        assert_eq!((text.as_str(), matcher.found()), ("xabd.", Some("abc")));
+    }
+
     proptest! {
+        /// Pieces that may stop the text and pieces that may not: it ends with the first that may
+        /// and completes a stop string, before the earliest that it completes. What the oracle
+        /// looks at is the whole text up to there.
+        #[test]
+        fn only_pieces_that_may_stop_the_text_do(
+            pieces in prop::collection::vec(("[abé.]{0,4}", any::<bool>()), 0..12),
+            including in any::<bool>(),
+        ) {
+            let stops = ["ab.", "bb", "abé", "b"];
+            // Without the last of them beginnings are longer than what is found.
+            for stops in [&stops[..], &stops[..3], &stops[1..3]] {
+                let owned = stops.iter().map(|s| (*s).to_owned()).collect();
+                let mut matcher = StopMatcher::new(owned).including(including);
+                let (mut whole, mut text, mut stopped) = (String::new(), String::new(), false);
+                let mut expected = None;
+                for (piece, may_stop) in &pieces {
+                    let before = whole.len();
+                    whole.push_str(piece);
+                    let ends = |(at, _): &(usize, char), stop: &str| {
+                        whole[*at..].starts_with(stop) && at + stop.len() > before
+                    };
+                    let first = whole.char_indices().find_map(|at| {
+                        let stop = stops.iter().filter(|stop| ends(&at, stop));
+                        stop.map(|stop| (at.0, stop.len())).min()
+                    });
+                    stopped = matcher.push(piece, *may_stop, &mut text);
+                    if *may_stop && let Some((at, length)) = first {
+                        expected = Some(at + if including { length } else { 0 });
+                    }
+                    prop_assert_eq!(stopped, expected.is_some(), "{:?}", whole);
+                    if stopped {
+                        break;
+                    }
+                    prop_assert!(whole.starts_with(&text));
+                }
+                if !stopped {
+                    matcher.finish(&mut text);
+                }
+                prop_assert_eq!(&text, &whole[..expected.unwrap_or(whole.len())]);
+            }
+        }
+
         /// However the text is split, the result is the text up to the first stop string in it, or
         /// up to the first that is complete.
         #[test]

@@ -6,26 +6,27 @@
 //! told.
 //!
 //! - `state`: what the lock guards, and sending
+//! - `links`: linked processes, and what their frames say
+//! - `effects`: what the pure cores decided, carried out
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
 //! - `waiting`: who waits for an outcome or a death
 mod deadlines;
+mod effects;
+mod links;
 mod state;
 mod waiting;
 
-use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
 
 use tokio::sync::{mpsc, oneshot};
 
-use self::state::{Mailbox, Peer, State, Watch};
+use self::state::{Mailbox, State, Watch};
 pub(super) use self::waiting::Dispatched;
 pub use self::waiting::{DeathWatch, NotWatched};
-use super::exchange::{Effect, Origin, Outgoing, PeerId};
-use super::link::LinkHandle;
+use super::exchange::{Origin, Outgoing};
 use super::named::Envelope;
-use super::registry::{Home, Known, Notice, RegistryError, WATCHES_MAX, Watching};
+use super::registry::{Home, Known, RegistryError, WATCHES_MAX, Watcher, Watching};
 use super::remote::{ActorMessage, RemoteAddr};
 use crate::clock::Clock;
 use crate::metrics::catalogue::{ACTOR_MESSAGES, ACTOR_MESSAGES_REFUSED, ACTOR_RESTARTS};
@@ -33,7 +34,6 @@ use crate::metrics::labels::MessageRefusal;
 use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
 use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
-use crate::wire::codec;
 
 /// The outcome of a message, for its mailbox and its sender.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
@@ -121,14 +121,12 @@ impl ActorRuntime {
     #[must_use]
     pub fn watch(&self, name: &str) -> DeathWatch {
         let (told, dead) = oneshot::channel();
-        let now = self.inner.clock.now();
         let mut state = self.state();
         let id = state.number();
         state.watches.insert(id, Watch { name: name.to_owned(), generation: None, told });
         if self.inner.role == Role::Hub || state.registry.find(name).is_some() {
-            match state.registry.watch(now, (Home::Here, id), name, None) {
-                Ok(Watching::Alive { .. }) => {}
-                Ok(Watching::Awaited) => self.tick_from_now_on(&mut state),
+            match self.begin_watch(&mut state, (Home::Here, id), name, None) {
+                Ok(Watching::Alive { .. } | Watching::Awaited) => {}
                 Ok(Watching::Over { reason }) => state.tell(id, Ok(reason)),
                 Err(error) => state.tell(id, Err(NotWatched(error.to_string()))),
             }
@@ -141,6 +139,21 @@ impl ActorRuntime {
         }
         drop(state);
         DeathWatch { runtime: Arc::downgrade(&self.inner), id, dead }
+    }
+
+    /// Begins a watch of an actor that is known here, or is awaited: until some time then.
+    fn begin_watch(
+        &self,
+        state: &mut State,
+        watcher: Watcher,
+        name: &str,
+        generation: Option<u64>,
+    ) -> Result<Watching, RegistryError> {
+        let watching = state.registry.watch(self.inner.clock.now(), watcher, name, generation);
+        if matches!(watching, Ok(Watching::Awaited)) {
+            self.tick_from_now_on(state);
+        }
+        watching
     }
 
     /// This hub has taken over from another: that hub's processes are about to link to this one.
@@ -188,146 +201,9 @@ impl ActorRuntime {
         taken
     }
 
-    /// Registers a linked process. Pass the link's actor frames to [`ActorRuntime::frame`], and its
-    /// end to [`ActorRuntime::peer_lost`].
-    #[must_use]
-    pub fn peer_up(&self, node: &str, link: LinkHandle) -> PeerId {
-        let peer = self.reserve_peer();
-        self.peer_up_as(peer, node, link);
-        peer
-    }
-
-    /// Reserves the number of a future link, for owners whose receiving side needs it first.
-    #[must_use]
-    pub fn reserve_peer(&self) -> PeerId {
-        PeerId(self.state().number())
-    }
-
-    /// As [`ActorRuntime::peer_up`], with a reserved number.
-    pub fn peer_up_as(&self, peer: PeerId, node: &str, link: LinkHandle) {
-        let mut state = self.state();
-        state.peers.insert(peer, Peer { node: node.to_owned(), link });
-        if self.inner.role == Role::Spoke {
-            let reports: Vec<ActorReport> =
-                state.registry.list().map(|known| known.report.clone()).collect();
-            for report in reports {
-                let _ = state.send(peer, &ActorFrame::Report(report));
-            }
-            let watches: Vec<ActorFrame> = state
-                .watches
-                .iter()
-                .filter(|(_, watch)| state.registry.find(&watch.name).is_none())
-                .map(|(id, watch)| ActorFrame::Watch {
-                    id: *id,
-                    name: watch.name.clone(),
-                    generation: watch.generation,
-                })
-                .collect();
-            for frame in watches {
-                let _ = state.send(peer, &frame);
-            }
-        }
-    }
-
     /// Forgets an actor of the cluster itself, whose death was reported before.
     pub fn forget(&self, name: &str) {
         self.state().registry.forget(name);
-    }
-
-    /// A link has ended.
-    pub fn peer_lost(&self, peer: PeerId, reason: &str) {
-        let (mut effects, mut notices) = (Vec::new(), Vec::new());
-        let mut state = self.state();
-        let Some(lost) = state.peers.remove(&peer) else { return };
-        state.exchange.peer_lost(peer, &lost.node, &mut effects);
-        let reason = format!("the link to {} is gone: {reason}", lost.node);
-        state.registry.peer_lost(peer, &reason, &mut notices);
-        self.notify(&mut state, notices);
-        self.carry_out(&mut state, effects);
-    }
-
-    /// Takes an actor frame of a linked process; false when it cannot be decoded: close the link.
-    #[must_use]
-    pub fn frame(&self, peer: PeerId, body: &[u8]) -> bool {
-        let frame = match codec::decode_message::<ActorFrame>(body) {
-            Ok(frame) => frame,
-            Err(error) => {
-                let node = self.state().peers.get(&peer).map(|peer| peer.node.clone());
-                let node = node.unwrap_or_default();
-                tracing::error!(node, %error, "sent an actor frame that cannot be read");
-                return false;
-            }
-        };
-        let now = self.inner.clock.now();
-        let (mut effects, mut notices) = (Vec::new(), Vec::new());
-        let mut state = self.state();
-        let Some(node) = state.peers.get(&peer).map(|peer| peer.node.clone()) else {
-            return true;
-        };
-        let hub = self.inner.role == Role::Hub;
-        let home = Home::Peer(peer);
-        match frame {
-            ActorFrame::Report(report) if hub => {
-                let (name, generation) = (report.name.clone(), report.generation);
-                if let Err(error) = state.registry.report(home, &node, report, &mut notices) {
-                    let reason = error.to_string();
-                    let _ = state.send(peer, &ActorFrame::Refused { name, generation, reason });
-                }
-            }
-            ActorFrame::Watch { id, name, generation } if hub => {
-                let answer = match state.registry.watch(now, (home, id), &name, generation) {
-                    Ok(Watching::Alive { generation }) => {
-                        Some(ActorFrame::Watching { id, generation })
-                    }
-                    Ok(Watching::Awaited) => {
-                        self.tick_from_now_on(&mut state);
-                        None
-                    }
-                    Ok(Watching::Over { reason }) => Some(ActorFrame::Died { id, reason }),
-                    Err(error) => Some(ActorFrame::NotWatched { id, reason: error.to_string() }),
-                };
-                if let Some(answer) = answer {
-                    let _ = state.send(peer, &answer);
-                }
-            }
-            ActorFrame::Unwatch { id } if hub => state.registry.unwatch((home, id)),
-            ActorFrame::Deliver { id, to, wants, within_ms, body } => {
-                // A spoke forwards nothing: two processes could otherwise send a message back and
-                // forth.
-                let route = state.route(&to, self.inner.role, !hub);
-                let within = Duration::from_millis(within_ms.into());
-                let message = Outgoing { to, wants, within, body };
-                let origin = Origin::Peer(peer, id);
-                state.exchange.send(now, origin, route, message, &mut effects);
-            }
-            ActorFrame::Answer { id, outcome } => {
-                state.exchange.answered(Some(peer), id, outcome, &mut effects);
-            }
-            ActorFrame::Watching { id, generation } if !hub => {
-                if let Some(watch) = state.watches.get_mut(&id) {
-                    watch.generation = Some(generation);
-                }
-            }
-            ActorFrame::Died { id, reason } if !hub => state.tell(id, Ok(reason)),
-            ActorFrame::NotWatched { id, reason } if !hub => {
-                state.tell(id, Err(NotWatched(reason)));
-            }
-            ActorFrame::Refused { name, generation, reason } if !hub => {
-                tracing::error!(actor = name, reason, "the coordinator does not take this actor");
-                let same = |mailbox: &Mailbox| mailbox.generation == generation;
-                if state.mailboxes.get(&name).is_some_and(same) {
-                    // Dropping its mailbox ends its task.
-                    state.mailboxes.remove(&name);
-                }
-            }
-            other => tracing::debug!(node, frame = ?other, "not for this side"),
-        }
-        self.notify(&mut state, notices);
-        self.carry_out(&mut state, effects);
-        if state.exchange.outstanding() > 0 {
-            self.tick_from_now_on(&mut state);
-        }
-        true
     }
 
     /// Sends a message; the returned receiver gets its outcome, or already holds an error where the
@@ -423,95 +299,6 @@ impl ActorRuntime {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.inner.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn notify(&self, state: &mut State, notices: Vec<Notice>) {
-        for Notice { watcher: (home, id), reason } in notices {
-            match home {
-                Home::Here => state.tell(id, Ok(reason)),
-                Home::Peer(peer) => {
-                    let _ = state.send(peer, &ActorFrame::Died { id, reason });
-                }
-            }
-        }
-        for ((home, id), generation) in state.registry.take_found() {
-            if let Home::Peer(peer) = home {
-                let _ = state.send(peer, &ActorFrame::Watching { id, generation });
-            }
-        }
-    }
-
-    /// Carries out effects. Returns why a message that nobody waits for was lost, if one was.
-    fn carry_out(&self, state: &mut State, effects: Vec<Effect>) -> Option<AskError> {
-        let mut queue = VecDeque::from(effects);
-        let mut lost = None;
-        while let Some(effect) = queue.pop_front() {
-            let mut more = Vec::new();
-            match effect {
-                Effect::Send { peer, frame } => {
-                    let Err(error) = state.send(peer, &frame) else { continue };
-                    match frame {
-                        ActorFrame::Deliver { id: 0, .. } => queue.push_back(Effect::Lost(error)),
-                        ActorFrame::Deliver { id, .. } => {
-                            state.exchange.answered(Some(peer), id, Err(error), &mut more);
-                        }
-                        ActorFrame::Answer { id, outcome: Ok(_) } => {
-                            // The asker is told why there is no reply.
-                            self.count(&error);
-                            let frame = ActorFrame::Answer { id, outcome: Err(error) };
-                            more.push(Effect::Send { peer, frame });
-                        }
-                        // The link is gone, and the peer knows that itself.
-                        _ => self.count(&error),
-                    }
-                }
-                Effect::Deliver { to, id, wants, body } => {
-                    let envelope = Envelope::new(self.downgrade(), id, wants, body);
-                    match state.put(&to, envelope) {
-                        Ok(()) => {
-                            self.inner
-                                .stats
-                                .with(|stats| stats.add(self.inner.counters.messages, 1));
-                            if wants == Wants::Delivery {
-                                state.exchange.answered(None, id, Ok(Vec::new()), &mut more);
-                            }
-                        }
-                        Err(error) if id == 0 => queue.push_back(Effect::Lost(error)),
-                        Err(error) => {
-                            state.exchange.answered(None, id, Err(error), &mut more);
-                        }
-                    }
-                }
-                Effect::Resolve { waiter, outcome } => {
-                    if let Err(error) = &outcome {
-                        self.count(error);
-                    }
-                    if let Some(sender) = state.waiters.remove(&waiter) {
-                        let _ = sender.send(outcome);
-                    }
-                }
-                Effect::Lost(error) => {
-                    self.count(&error);
-                    lost = Some(error);
-                }
-            }
-            queue.extend(more);
-        }
-        lost
-    }
-
-    fn count(&self, error: &AskError) {
-        let reason = match error {
-            AskError::NoSuchActor(_) => MessageRefusal::NoSuchActor,
-            AskError::MailboxFull(_) => MessageRefusal::MailboxFull,
-            AskError::TooManyAsks(_) => MessageRefusal::TooManyAsks,
-            AskError::LinkLost(_) => MessageRefusal::LinkLost,
-            AskError::Deadline(_) => MessageRefusal::Deadline,
-            AskError::Failed(_) => MessageRefusal::Failed,
-            AskError::Malformed(_) => MessageRefusal::Malformed,
-            AskError::TooLarge(_) => MessageRefusal::TooLarge,
-        };
-        self.inner.stats.with(|stats| stats.add(self.inner.counters.refused.get(reason), 1));
     }
 }
 

@@ -34,6 +34,10 @@ pub const WELCOME_MAX: u32 = 128 << 10;
 /// Largest body of a control message, in bytes.
 pub const CONTROL_MAX: u32 = 1 << 20;
 
+/// Bytes that a decoder keeps reserved between two frames: two reads of a link. Larger frames are
+/// rare, and a process may have a thousand links.
+const RESERVED_MAX: usize = 128 << 10;
+
 /// What a frame carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
@@ -265,7 +269,7 @@ impl FrameDecoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Bytes reserved; never much more than have arrived.
+    /// Bytes reserved; never much more than have arrived, and few once all frames are taken.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.buffer.capacity()
@@ -307,6 +311,11 @@ impl FrameDecoder {
             Frame { kind, epoch: u64::from_le_bytes(field(header, 12)), body: body.to_vec() };
         self.sequence = expected;
         self.taken += HEADER_LEN + len + tag_len;
+        if self.taken == self.buffer.len() {
+            self.taken = 0;
+            self.buffer.clear();
+            self.buffer.shrink_to(RESERVED_MAX);
+        }
         Ok(Some(frame))
     }
 }

@@ -1,5 +1,6 @@
 //! The cluster's own actors under their names: `worker/NODE` and `replica/N`, in the states that
 //! operators and watchers see.
+use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
 use actix::{Handler, Message};
@@ -7,7 +8,7 @@ use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::labels::ActorState;
 use shared::protocol::actors::{ActorLife, ActorReport};
 
-use super::super::{ReplicaPhase, ReplicaStatus, status};
+use super::super::{Effect, Member, ReplicaPhase, ReplicaStatus, status};
 use super::ClusterActor;
 
 /// A node's worker process is started again when it ends, so many times in a row; not any more
@@ -39,17 +40,58 @@ impl Handler<Supervised> for ClusterActor {
     }
 }
 
+/// Workers and replicas that effects are about.
+#[derive(Debug, Default)]
+pub(super) struct Touched {
+    workers: BTreeSet<WorkerId>,
+    replicas: BTreeSet<ReplicaId>,
+}
+
+impl Touched {
+    pub(super) fn by(effects: &[Effect]) -> Self {
+        let mut touched = Self::default();
+        for effect in effects {
+            match effect {
+                Effect::Send { worker, .. }
+                | Effect::Pace { worker, .. }
+                | Effect::Silent { worker, .. }
+                | Effect::SetAside { worker, .. } => drop(touched.workers.insert(*worker)),
+                Effect::ReplicaReady { replica, .. }
+                | Effect::ReplicaBroken { replica, .. }
+                | Effect::ReplicaRemoved { replica }
+                | Effect::Unservable { replica, .. } => drop(touched.replicas.insert(*replica)),
+                Effect::Desire(_) => {}
+            }
+        }
+        touched
+    }
+}
+
 impl ClusterActor {
     /// Tells of all workers and replicas as they are now.
     pub(super) fn name_actors(&self) {
-        for member in self.core.members() {
-            let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
-            self.name_worker(member.worker, &member.node, life, None);
-        }
+        self.core.members().for_each(|member| self.name_member(member));
+        self.core.replicas().for_each(|replica| self.name_replica(&replica));
+        self.count_actors();
+    }
+
+    /// Tells of those that effects are about, and not of a thousand others with each of them.
+    pub(super) fn name_touched(&self, touched: &Touched) {
+        let Touched { workers, replicas } = touched;
+        let members = self.core.members().filter(|member| workers.contains(&member.worker));
+        members.for_each(|member| self.name_member(member));
         for replica in self.core.replicas() {
-            self.name_replica(&replica);
+            let mut ranks = replica.ranks.iter().flatten();
+            if replicas.contains(&replica.id) || ranks.any(|rank| workers.contains(rank)) {
+                self.name_replica(&replica);
+            }
         }
         self.count_actors();
+    }
+
+    pub(super) fn name_member(&self, member: &Member) {
+        let life = if member.draining { ActorLife::Draining } else { ActorLife::Alive };
+        self.name_worker(member.worker, &member.node, life, None);
     }
 
     fn name_worker(&self, worker: WorkerId, node: &str, life: ActorLife, reason: Option<&str>) {

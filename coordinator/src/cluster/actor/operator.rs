@@ -2,11 +2,12 @@
 use std::sync::atomic::Ordering;
 
 use actix::{Handler, Message};
+use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 
 use super::super::records::{Ended, WhichProcess};
 use super::super::status;
-use super::{ClusterActor, since_1970};
+use super::ClusterActor;
 
 /// Who is there and what it does; front ends and readiness are added by others.
 #[derive(Clone, Copy, Debug, Message)]
@@ -111,7 +112,7 @@ impl Handler<ProcessEnded> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, ProcessEnded(ended): ProcessEnded, _ctx: &mut Self::Context) {
-        self.records.ended(ended, since_1970());
+        self.records.ended(ended, since_1970().as_secs());
     }
 }
 
@@ -130,6 +131,7 @@ impl Handler<Scale> for ClusterActor {
         let mut effects = Vec::new();
         self.core.scale(self.clock.now(), replicas, &mut effects);
         self.carry_out(ctx, effects);
+        self.name_actors();
         self.core.desired().generation
     }
 }
@@ -145,6 +147,7 @@ impl Handler<Drain> for ClusterActor {
         let mut effects = Vec::new();
         let result = self.core.drain(self.clock.now(), *worker, &mut effects);
         self.carry_out(ctx, effects);
+        self.name_actors();
         result.map(|()| self.core.desired().generation)
     }
 }

@@ -1,12 +1,13 @@
 //! Requests on their way to replicas, and from those that cannot go on with them.
 use actix::{Context, Handler, Message};
+use shared::ids::ReplicaId;
 
 use super::super::orphanage::{Home, heard, surplus, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
-use crate::replica::driver::{Moved, count_refusal};
+use crate::replica::driver::Moved;
 
 /// Of a request that was accepted where there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
@@ -27,10 +28,10 @@ impl ClusterActor {
     /// soon, even if it never has served.
     fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
         let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
-            let unknown = Home { replica: replica.id, serving: false, load: 0, room: u32::MAX };
-            self.replicas.get(&replica.id).map_or(unknown, |running| running.home(replica.id))
+            let unknown = Home::unknown(replica.id);
+            self.replicas.get(&replica.id).map_or(unknown, |it| self.home(replica.id, it))
         });
-        let homes = self.heard(homes.collect());
+        let homes: Vec<Home> = homes.collect();
         let placed = self.orphanage.place(from, requests, homes.into_iter());
         for request in placed.cancelled {
             request.end(self.hub.observer(), None);
@@ -58,8 +59,7 @@ impl ClusterActor {
         if self.stopping {
             return;
         }
-        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes = self.heard(homes.collect());
+        let homes = heard(self.homes().collect());
         if let Some((from, surplus)) = surplus(&homes)
             && let Some(running) = self.replicas.get(&from)
         {
@@ -78,15 +78,16 @@ impl ClusterActor {
         }
     }
 
-    /// Not those of which a rank is silent, where there are others.
-    fn heard(&self, homes: Vec<Home>) -> Vec<Home> {
-        let running = |id| self.replicas.get(&id);
-        heard(homes, |id| running(id).is_some_and(|it| it.is_doubtful(&self.suspects)))
+    fn home(&self, id: ReplicaId, running: &RunningReplica) -> Home {
+        running.home(id, running.is_doubtful(&self.suspects))
+    }
+
+    fn homes(&self) -> impl Iterator<Item = Home> {
+        self.replicas.iter().map(|(id, running)| self.home(*id, running))
     }
 
     fn route(&mut self, request: &GenerateRequest) -> Option<&RunningReplica> {
-        let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes = with_room(self.heard(homes.collect()).into_iter(), request.tokens_needed());
+        let homes = heard(with_room(self.homes(), request.tokens_needed()));
         let id = self.affinity.route(&request.prompt, request.affinity_salt(), &homes)?;
         self.replicas.get(&id)
     }
@@ -101,7 +102,7 @@ impl ClusterActor {
                 } else {
                     EngineError::Unavailable { message: self.not_ready() }
                 };
-                count_refusal(self.hub.observer(), &error);
+                self.hub.observer().refused(&error);
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {

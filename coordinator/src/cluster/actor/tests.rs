@@ -126,6 +126,29 @@ fn the_end_of_the_cluster_is_noticed() {
 }
 
 #[test]
+fn a_replica_that_pauses_as_planned_has_not_been_restarted() {
+    actix::System::new().block_on(async {
+        let (cluster, _view) = cluster();
+        let broke = |end| Effect::ReplicaBroken {
+            replica: ReplicaId(0),
+            epoch: Epoch(1),
+            end,
+            reason: "so".to_owned(),
+        };
+        for (end, restarts) in
+            [(EpochEnd::Planned, 0), (EpochEnd::Failed, 1), (EpochEnd::Planned, 1)]
+        {
+            let effect = broke(end);
+            let counted = within(&cluster, move |actor, ctx| {
+                actor.carry_out(ctx, vec![effect]);
+                actor.broken.get(&ReplicaId(0)).copied().unwrap_or(0)
+            });
+            assert_eq!(counted.await, restarts);
+        }
+    });
+}
+
+#[test]
 fn a_replica_whose_actor_is_gone_forms_anew_under_another() {
     actix::System::new().block_on(async {
         let (cluster, _view) = cluster();

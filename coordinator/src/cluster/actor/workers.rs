@@ -1,12 +1,13 @@
 //! Workers and their links: who may join, what they say, and their going.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use actix::{Addr, AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::{CloseReason, Connection, LinkEvent};
 use shared::actor::liveness::LivenessConfig;
 use shared::actor::peer::PeerAddr;
+use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
 use shared::protocol::{FromWorker, Hello, Parting, StepResult, Welcome, WorkerStats};
@@ -15,7 +16,7 @@ use shared::wire::frame::{Frame, FrameKind};
 
 use super::super::Member;
 use super::super::roster::{Admission, Joining, LinkNumber};
-use super::{ClusterActor, Connected, RunningReplica, since_1970};
+use super::{ClusterActor, Connected, RunningReplica};
 use crate::links::link_end;
 use crate::replica::actor::StepDone;
 
@@ -186,14 +187,8 @@ impl ClusterActor {
         if stats.snapshot.is_empty() {
             return;
         }
-        match self.hub.report(Source::Worker(worker), connected.incarnation, stats) {
-            Ok(_) => {
-                let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-                self.hub.observer().record().worker_reported(worker, since_1970);
-            }
-            Err(refused) => {
-                tracing::warn!(worker = connected.node, slot = worker.0, %refused, "stats report");
-            }
+        if let Err(refused) = self.hub.take(Source::Worker(worker), connected.incarnation, stats) {
+            tracing::warn!(worker = connected.node, slot = worker.0, %refused, "stats report");
         }
     }
 
@@ -251,7 +246,7 @@ impl ClusterActor {
         } else {
             tracing::warn!(worker = connected.node, slot = worker.0, %reason, "the worker is gone");
         }
-        self.records.left(worker, reason, since_1970());
+        self.records.left(worker, reason, since_1970().as_secs());
         self.hub.lost(Source::Worker(worker), incarnation);
         let drained = self.core.member(worker).is_some_and(|member| member.draining);
         let now = self.clock.now();
@@ -394,8 +389,8 @@ impl Handler<Joined> for ClusterActor {
         }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
+        self.name_member(&member);
         self.core.worker_joined(self.clock.now(), member, &mut effects);
-        self.name_actors();
         self.carry_out(ctx, effects);
     }
 }

@@ -12,7 +12,8 @@ use shared::metrics::labels::{
 };
 use shared::protocol::GuideSpec;
 
-use super::{Cells, Level, Recording, WAITING_AT_REPLICA};
+use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
+use crate::engine::EngineError;
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`] or
 /// [`Recording::failed`]; dropped without, it stays in flight for ever.
@@ -105,6 +106,17 @@ impl RequestTrack {
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.tokens
+    }
+}
+
+impl Observer {
+    /// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and
+    /// what counts is what clients are told in the end. Front ends count it.
+    pub fn refused(&self, error: &EngineError) {
+        let reason = RejectReason::from(error);
+        if reason != RejectReason::QueueFull {
+            self.record().rejected(reason);
+        }
     }
 }
 

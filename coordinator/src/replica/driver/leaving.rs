@@ -3,9 +3,11 @@ use std::time::Duration;
 
 use shared::ids::RequestId;
 use shared::metrics::labels::ExpiryReason;
+use shared::mix::IdSet;
 
 use super::ReplicaDriver;
 use crate::engine::EngineError;
+use crate::scheduler::AwaitedMask;
 
 /// A mask that takes longer to compute never comes. Other ranks wait meanwhile for the one that
 /// samples: less long than an exchange among them may take.
@@ -36,7 +38,9 @@ impl ReplicaDriver {
         if awaited.is_empty() && self.masks_late.is_empty() {
             return;
         }
-        self.masks_late.retain(|mask, _| awaited.contains(mask));
+        // Hundreds of sequences may wait, and be waited for.
+        let present: IdSet<AwaitedMask> = awaited.iter().copied().collect();
+        self.masks_late.retain(|mask, _| present.contains(mask));
         for mask in awaited {
             let waited = self.masks_late.entry(*mask);
             waited.and_modify(|waited| *waited += passed).or_default();

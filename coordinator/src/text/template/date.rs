@@ -1,7 +1,6 @@
 //! `strftime_now`, for templates that tell the model the date. In UTC.
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use minijinja::{Error, ErrorKind};
+use shared::clock::since_1970;
 
 const DAYS: [&str; 7] =
     ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
@@ -21,8 +20,7 @@ const MONTHS: [&str; 12] = [
 ];
 
 pub(super) fn strftime_now(format: &str) -> Result<String, Error> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    strftime(format, now.as_secs())
+    strftime(format, since_1970().as_secs())
 }
 
 /// Formats a time in seconds since 1970 as C's `strftime` does in the C locale.

@@ -56,6 +56,13 @@ pub(super) struct Watch {
     pub(super) told: oneshot::Sender<Watched>,
 }
 
+impl Watch {
+    /// How the hub is asked for it.
+    pub(super) fn frame(&self, id: u64) -> ActorFrame {
+        ActorFrame::Watch { id, name: self.name.clone(), generation: self.generation }
+    }
+}
+
 impl State {
     /// The state of the process named `node`; `run` differs for each process run.
     pub(super) fn new(node: &str, run: u64) -> Self {

@@ -7,7 +7,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
 use super::*;
-use crate::actor::link::{Connection, LinkEvent};
+use crate::actor::link::{Connection, LinkEvent, LinkHandle};
 use crate::actor::liveness::LivenessConfig;
 use crate::actor::{ActorMessage, ActorSpec, NamedActor};
 use crate::clock::SystemClock;

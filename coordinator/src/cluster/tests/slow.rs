@@ -1,0 +1,47 @@
+//! Ranks that are slow.
+use super::*;
+
+#[test]
+fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
+    let (mut cluster, mut effects) = cluster_of(config(2), 2);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    effects.clear();
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(7), WorkerId(1), true, &mut effects);
+    assert!(effects.is_empty(), "of another epoch");
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
+    assert_eq!(effects, [Effect::Pace { worker: WorkerId(1), slow: true }], "there is no spare");
+    effects.clear();
+    cluster.rank_pace(secs(45), ReplicaId(0), Epoch(1), WorkerId(1), true, &mut effects);
+    assert!(effects.is_empty(), "it is known");
+    cluster.worker_joined(secs(50), member(5, 1, "a"), &mut effects);
+    let planned = |effect: &Effect| {
+        matches!(effect, Effect::ReplicaBroken { end: EpochEnd::Planned, reason, .. }
+            if reason.contains("node-1 is slow"))
+    };
+    assert!(effects.iter().any(planned), "{effects:?}");
+    assert_eq!(world_sizes(&effects), [(0, 0, 2), (5, 1, 2)], "at once, when there is one");
+    bring_up(&mut cluster, secs(51), 2, &[0, 5]);
+    effects.clear();
+    // A process that starts anew is not known to be slow.
+    cluster.worker_left(secs(60), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    assert!(effects.contains(&Effect::Pace { worker: WorkerId(1), slow: false }));
+}
+
+#[test]
+fn a_slow_spare_is_the_last_to_be_taken() {
+    let (mut cluster, mut effects) =
+        cluster_of(ClusterConfig { max_replicas: Some(1), ..config(2) }, 3);
+    bring_up(&mut cluster, secs(1), 1, &[0, 1]);
+    cluster.rank_pace(secs(40), ReplicaId(0), Epoch(1), WorkerId(0), true, &mut effects);
+    bring_up(&mut cluster, secs(41), 2, &[2, 1]);
+    cluster.worker_joined(secs(42), member(3, 1, "a"), &mut effects);
+    effects.clear();
+    cluster.worker_left(secs(43), WorkerId(1), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(44), &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (3, 1, 2)], "not worker-0, which is slow");
+    bring_up(&mut cluster, secs(45), 3, &[2, 3]);
+    effects.clear();
+    cluster.worker_left(secs(80), WorkerId(3), Incarnation(1), "killed", &mut effects);
+    cluster.tick(secs(82), &mut effects);
+    assert_eq!(world_sizes(&effects), [(2, 0, 2), (0, 1, 2)], "better than none");
+}

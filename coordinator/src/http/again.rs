@@ -1,0 +1,114 @@
+//! Asking again where there was no room, for many of a request's parts at once: one asks, the
+//! others wait for what it finds. So a queue that is full is asked as often as it says, however
+//! many parts wait for it, and once it has room again all of them ask at once.
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::Mutex;
+use tokio::time::{Instant, sleep_until, timeout_at};
+
+/// What the parts of one request share.
+#[derive(Debug)]
+pub(super) struct Again {
+    /// Held by the part that asks for all.
+    turn: Mutex<()>,
+    /// How often one that held the turn found room.
+    found: AtomicU64,
+    /// Nobody asks again after this.
+    until: Instant,
+}
+
+impl Again {
+    pub(super) fn new(until: Instant) -> Self {
+        Self { turn: Mutex::new(()), found: AtomicU64::new(0), until }
+    }
+
+    /// Attempts something until it succeeds, fails for good, or the time is over. `pause` says
+    /// after how long an attempt that failed so may be made again, if it may.
+    ///
+    /// # Errors
+    /// Those of the last attempt.
+    pub(super) async fn ask<T, E>(
+        &self,
+        attempt: impl AsyncFn() -> Result<T, E>,
+        pause: impl Fn(&E) -> Option<Duration>,
+    ) -> Result<T, E> {
+        let mut turn = None;
+        loop {
+            let before = self.found.load(Ordering::Relaxed);
+            let error = match attempt().await {
+                Ok(found) => {
+                    if turn.is_some() {
+                        self.found.fetch_add(1, Ordering::Relaxed);
+                    }
+                    return Ok(found);
+                }
+                Err(error) => error,
+            };
+            let Some(pause) = pause(&error) else { return Err(error) };
+            if turn.is_none() {
+                turn = timeout_at(self.until, self.turn.lock()).await.ok();
+                if turn.is_some() && self.found.load(Ordering::Relaxed) != before {
+                    turn = None;
+                    continue;
+                }
+            }
+            let now = Instant::now();
+            if turn.is_none() || now >= self.until {
+                return Err(error);
+            }
+            sleep_until((now + pause).min(self.until)).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+    use futures_util::future::join_all;
+
+    use super::*;
+
+    const PAUSE: Duration = Duration::from_millis(100);
+
+    fn full(error: &&str) -> Option<Duration> {
+        (*error == "full").then_some(PAUSE)
+    }
+
+    #[tokio::test]
+    async fn one_asks_for_all_and_when_there_is_room_all_ask() {
+        let again = Again::new(Instant::now() + Duration::from_secs(60));
+        let (asked, has_room) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let attempt = async || {
+            asked.fetch_add(1, Ordering::Relaxed);
+            tokio::task::yield_now().await;
+            if has_room.load(Ordering::Relaxed) { Ok(()) } else { Err("full") }
+        };
+        let began = Instant::now();
+        let asks = join_all((0..50).map(|_| again.ask(attempt, full)));
+        let room = async {
+            tokio::time::sleep(5 * PAUSE).await;
+            let so_far = asked.load(Ordering::Relaxed);
+            has_room.store(true, Ordering::Relaxed);
+            so_far
+        };
+        let (answers, so_far) = tokio::join!(asks, room);
+        assert!(answers.iter().all(Result::is_ok));
+        assert!((51..=55).contains(&so_far), "each once, then one of them: {so_far}");
+        assert_eq!(asked.load(Ordering::Relaxed), so_far + 50);
+        assert!(began.elapsed() < 20 * PAUSE, "they do not take turns: {:?}", began.elapsed());
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_longer_than_the_time_that_there_is_nor_where_it_is_of_no_use() {
+        let again = Again::new(Instant::now() + 3 * PAUSE);
+        let began = Instant::now();
+        let never = async || Err::<(), _>("full");
+        let answers = join_all((0..5).map(|_| again.ask(never, full))).await;
+        assert!(answers.iter().all(|answer| *answer == Err("full")));
+        assert!(began.elapsed() >= 3 * PAUSE);
+        let again = Again::new(Instant::now() + Duration::from_secs(60));
+        assert_eq!(again.ask(async || Err::<(), _>("broken"), full).await, Err("broken"));
+    }
+}

@@ -1,0 +1,193 @@
+//! What the scheduler decided, carried out: tokens go to the requests' channels, events to the
+//! metrics.
+use std::time::Duration;
+
+use shared::ids::{ReplicaId, RequestId, SeqId};
+use shared::metrics::labels::FinishedReason;
+use shared::mix::IdMap;
+
+use super::{Live, ReplicaDriver};
+use crate::engine::{EngineError, EngineEvent, FinishReason, Gone, StopCheck};
+use crate::metrics::Recording;
+use crate::metrics::observe::StepTokens;
+use crate::replica::completions::Completions;
+use crate::scheduler::{Effect, Place, StepSummary};
+
+impl ReplicaDriver {
+    /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
+    /// scrape sees a step whole or not at all.
+    pub(super) fn deliver(&mut self, now: Duration) {
+        let Self { id, observer, live, stop_checks, gone, completions, .. } = self;
+        let recording = observer.record();
+        let mut delivery =
+            Delivery { id: *id, now, recording, live, stop_checks, gone, completions };
+        let mut effects = self.effects.drain(..).peekable();
+        // Tokens that a choice got at once: the time since the one before is that of all of them.
+        let mut together = 0;
+        while let Some(effect) = effects.next() {
+            let count = match &effect {
+                Effect::Token { request, choice, .. } => {
+                    together += 1;
+                    let next = effects.peek();
+                    let is_last = !next.is_some_and(|next| next.is_token_of(*request, *choice));
+                    if is_last { std::mem::take(&mut together) } else { 0 }
+                }
+                _ => 0,
+            };
+            delivery.take(effect, count);
+        }
+        if self.epoch.is_some() {
+            let (gauges, mut recording) = (self.scheduler.gauges(), delivery.recording);
+            recording.kv_blocks(*id, gauges.blocks_used, gauges.blocks_total);
+            recording.host_kv_blocks(*id, gauges.host_used);
+        }
+    }
+}
+
+/// Where effects belong.
+struct Delivery<'a> {
+    id: ReplicaId,
+    now: Duration,
+    recording: Recording<'a>,
+    live: &'a mut IdMap<RequestId, Live>,
+    stop_checks: &'a mut IdMap<SeqId, Box<dyn StopCheck>>,
+    gone: &'a mut Vec<RequestId>,
+    completions: &'a mut Completions,
+}
+
+impl Delivery<'_> {
+    /// Carries out one effect. Of a token, `count` is how many the choice got with it, of several
+    /// at once the last alone.
+    fn take(&mut self, effect: Effect, count: u32) {
+        match effect {
+            Effect::FirstScheduled { request } | Effect::Resumed { request } => {
+                self.scheduled(request);
+            }
+            Effect::Preempted { request, place, swapped, tokens } => {
+                self.preempted(request, place, swapped, tokens);
+            }
+            Effect::SwappedIn { blocks, .. } => self.recording.swapped_in(self.id, blocks),
+            Effect::Rests { request, place } => self.placed(request, place),
+            Effect::PromptLogprobs { request, logprobs } => {
+                self.send(request, EngineEvent::PromptLogprobs(logprobs));
+            }
+            Effect::Embedding { request, embedding } => {
+                self.send(request, EngineEvent::Embedding(embedding));
+            }
+            Effect::Token { request, choice, token, logprobs } => {
+                self.token(request, EngineEvent::Token { choice, token, logprobs }, choice, count);
+            }
+            Effect::Finished { request, seq, choice, reason, cached, last } => {
+                self.stop_checks.remove(&seq);
+                self.finished(request, choice, reason, cached);
+                if last {
+                    self.ended(request);
+                }
+            }
+            Effect::Dropped { request, seqs, error } => self.dropped(request, seqs, error),
+            Effect::Drafted { tokens, accepted, emitted } => {
+                self.recording.drafted(self.id, tokens, accepted, emitted);
+            }
+            Effect::StepDone(tokens) => self.recording.step(self.id, step_tokens(tokens)),
+        }
+    }
+
+    fn scheduled(&mut self, request: RequestId) {
+        if let Some(live) = self.live.get_mut(&request) {
+            live.unscheduled_since = None;
+            self.recording.scheduled(&mut live.track, self.id, self.now);
+        }
+    }
+
+    fn preempted(&mut self, request: RequestId, place: Place, swapped: Option<u32>, tokens: u32) {
+        if let Some(live) = self.live.get_mut(&request) {
+            match swapped {
+                Some(blocks) => self.recording.swapped_out(&mut live.track, self.id, blocks),
+                None => self.recording.preempted(&mut live.track, self.id, u64::from(tokens)),
+            }
+        }
+        self.placed(request, place);
+    }
+
+    /// Counts a request where it is now.
+    fn placed(&mut self, request: RequestId, place: Place) {
+        let Some(live) = self.live.get_mut(&request) else { return };
+        let (track, id) = (&mut live.track, self.id);
+        match place {
+            Place::Running => self.recording.scheduled(track, id, self.now),
+            Place::Swapped => self.recording.rests(track, id, true),
+            Place::Waiting => self.recording.rests(track, id, false),
+        }
+    }
+
+    fn token(&mut self, request: RequestId, event: EngineEvent, choice: u32, count: u32) {
+        if let Some(live) = self.live.get_mut(&request) {
+            self.recording.tokens(&mut live.track, choice, count, self.now);
+        }
+        self.send(request, event);
+    }
+
+    /// A choice has ended.
+    fn finished(&mut self, request: RequestId, choice: u32, reason: FinishReason, cached: u32) {
+        if let Some(live) = self.live.get_mut(&request) {
+            live.by_length |= reason == FinishReason::Length;
+            live.summary.cached_tokens += u64::from(cached);
+        }
+        self.send(request, EngineEvent::Finished { choice, reason, cached });
+    }
+
+    /// All choices have.
+    fn ended(&mut self, request: RequestId) {
+        if let Some(live) = self.live.remove(&request) {
+            self.completions.ended(self.now);
+            let reason = if live.by_length { FinishedReason::Length } else { FinishedReason::Stop };
+            self.recording.finished(live.track, reason, live.summary, self.now);
+        }
+    }
+
+    fn dropped(&mut self, request: RequestId, seqs: Vec<SeqId>, error: Option<EngineError>) {
+        for seq in seqs {
+            self.stop_checks.remove(&seq);
+        }
+        if let Some(live) = self.live.remove(&request) {
+            // What leaves the queue says nothing of the pace at which it is served.
+            if live.unscheduled_since.is_none() {
+                self.completions.ended(self.now);
+            }
+            dropped(&mut self.recording, live, error);
+        }
+    }
+
+    fn send(&mut self, request: RequestId, event: EngineEvent) {
+        let Some(live) = self.live.get_mut(&request) else { return };
+        // Closed means that the client left; full, that it has long stopped reading.
+        match live.events.send(event) {
+            Ok(()) => live.reading.sent(),
+            Err(Gone) => self.gone.push(request),
+        }
+    }
+}
+
+/// Counts that a request is not gone on with, and tells its client why; without an error its client
+/// is gone.
+pub(super) fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
+    match error {
+        None => recording.aborted(live.track, live.summary),
+        Some(error) => {
+            recording.failed(live.track, live.summary);
+            let _ = live.events.send(EngineEvent::Failed(error));
+        }
+    }
+}
+
+fn step_tokens(summary: StepSummary) -> StepTokens {
+    StepTokens {
+        prompt_computed: u64::from(summary.prompt),
+        prompt_cached: u64::from(summary.cached),
+        looked_up: u64::from(summary.looked_up),
+        found: u64::from(summary.found),
+        generated: u64::from(summary.generated),
+        recomputed: u64::from(summary.recomputed),
+        wasted: u64::from(summary.wasted),
+    }
+}

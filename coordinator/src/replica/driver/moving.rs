@@ -1,0 +1,118 @@
+//! Requests that go on at another replica, with everything that hangs off them.
+use std::time::Duration;
+
+use shared::ids::{RequestId, SeqId};
+use shared::mix::IdSet;
+
+use super::deliver::dropped;
+use super::{Live, ReplicaDriver};
+use crate::cluster::orphanage::Surplus;
+use crate::engine::{EngineError, StopCheck};
+use crate::metrics::Observer;
+use crate::scheduler::HandedOver;
+
+/// A request that is moved from one replica to another, with everything that hangs off it.
+#[derive(Debug)]
+pub struct Moved {
+    handed: HandedOver,
+    live: Live,
+    stop_checks: Vec<(SeqId, Box<dyn StopCheck>)>,
+}
+
+impl Moved {
+    /// Which request.
+    #[must_use]
+    pub fn id(&self) -> RequestId {
+        self.handed.id()
+    }
+
+    /// Tokens that a replica's KV cache must have room for.
+    #[must_use]
+    pub fn tokens_needed(&self) -> u32 {
+        self.handed.tokens_needed()
+    }
+
+    /// Ends it where no replica will go on with it; without an error its client is gone.
+    pub fn end(self, observer: &Observer, error: Option<EngineError>) {
+        dropped(&mut observer.record(), self.live, error);
+    }
+}
+
+impl ReplicaDriver {
+    /// Gives up all requests for another replica to go on with, oldest first. Only between two
+    /// epochs.
+    pub fn hand_over(&mut self) -> Vec<Moved> {
+        let handed = self.scheduler.hand_over();
+        self.take_out(handed)
+    }
+
+    /// Gives up requests that have not run, for a replica with fewer to go on with.
+    pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<Moved> {
+        let handed = self.scheduler.share(most, room);
+        self.take_out(handed)
+    }
+
+    /// What the scheduler gave up, with all that hangs off it.
+    pub(super) fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
+        let mut moved = Vec::with_capacity(handed.len());
+        let gone: IdSet<RequestId> = self.gone.iter().copied().collect();
+        for handed in handed {
+            let Some(live) = self.live.remove(&handed.id()) else { continue };
+            if gone.contains(&handed.id()) {
+                handed.sequences().for_each(|seq| drop(self.stop_checks.remove(&seq)));
+                dropped(&mut self.observer.record(), live, None);
+                continue;
+            }
+            let stop_checks = handed
+                .sequences()
+                .filter_map(|seq| Some((seq, self.stop_checks.remove(&seq)?)))
+                .collect();
+            moved.push(Moved { handed, live, stop_checks });
+        }
+        moved
+    }
+
+    /// Goes on with another replica's requests, before its own that wait; behind those with what
+    /// was shared.
+    pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
+        let (shared, older): (Vec<Moved>, Vec<Moved>) =
+            moved.into_iter().partition(|moved| moved.handed.is_shared());
+        // The oldest is put in front of the queue last.
+        let moved = older.into_iter().rev().chain(shared);
+        for Moved { handed, mut live, mut stop_checks } in moved {
+            let id = handed.id();
+            match self.scheduler.adopt(handed) {
+                Ok(names) => {
+                    for (there, here) in names {
+                        let found = stop_checks.iter().position(|(seq, _)| *seq == there);
+                        if let Some(found) = found {
+                            self.stop_checks.insert(here, stop_checks.swap_remove(found).1);
+                        }
+                    }
+                    self.observer.record().routed(&mut live.track, self.id);
+                    self.live.insert(id, live);
+                }
+                Err(refused) => {
+                    let (_, error) = *refused;
+                    dropped(&mut self.observer.record(), live, Some(outgrown(&error)));
+                }
+            }
+        }
+        self.scheduler.end_outgrown(&mut self.effects);
+        self.deliver(now);
+    }
+}
+
+/// A request was accepted where there was room for it: that there is none any more is not its
+/// fault.
+fn outgrown(error: &EngineError) -> EngineError {
+    match error {
+        EngineError::TooLarge { needed, available } => EngineError::Unavailable {
+            message: format!(
+                "none has room in its KV cache any more for the {needed} blocks that this request \
+                 may need (the one that is left has {available}); one had when it was accepted"
+            ),
+        },
+        other => other.clone(),
+    }
+}

@@ -1,0 +1,113 @@
+//! PURE: the replica's ranks are formed, and the epoch ends. What was accepted outlives it.
+use shared::ids::{Epoch, RequestId, StepId};
+use shared::mix::IdSet;
+
+use super::blocks::BlockPool;
+use super::swap::HostPool;
+use super::{Effect, HandedOver, Scheduler};
+use crate::engine::{EngineError, FinishReason};
+
+/// A request is given up when so many epochs in a row ended before a step with it was answered; all
+/// but the first of them it had for itself.
+pub const SUSPICION_MAX: u32 = 3;
+
+/// Why an epoch is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EpochEnd {
+    /// Something broke, maybe because of what was computed.
+    Failed,
+    /// The cluster wanted it so: a drain, another degree, fewer replicas.
+    Planned,
+}
+
+impl Scheduler {
+    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know
+    /// no sequence. Open-ended requests that have outgrown the new cache, where that is smaller,
+    /// end. Returns those that it could never hold: another replica may have room.
+    pub fn replica_ready(
+        &mut self,
+        epoch: Epoch,
+        num_blocks: u32,
+        host_blocks: u32,
+        effects: &mut Vec<Effect>,
+    ) -> Vec<HandedOver> {
+        if self.epoch.is_some() {
+            self.replica_lost(EpochEnd::Planned, effects);
+        }
+        self.epoch = Some(epoch);
+        self.last_step = StepId(0);
+        self.blocks = BlockPool::new(num_blocks, self.config.block_size);
+        self.waits_for = None;
+        self.host = HostPool::new(host_blocks);
+        let room = self.room();
+        for slot in &self.waiting {
+            if let Some(sequence) = &mut self.sequences[*slot] {
+                sequence.fit(room);
+            }
+        }
+        self.end_outgrown(effects);
+        let too_large: IdSet<RequestId> = self
+            .waiting
+            .iter()
+            .filter_map(|slot| self.sequences[*slot].as_ref())
+            .filter(|seq| self.blocks_needed(seq.tokens_needed()) > num_blocks)
+            .map(|seq| seq.request)
+            .collect();
+        if too_large.is_empty() { Vec::new() } else { self.hand_over_those(&too_large) }
+    }
+
+    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
+    /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
+    /// is what ends them: it fails, so that the others can go on.
+    pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
+        self.epoch = None;
+        // What the steps in flight computed is counted by nobody: computing it again is no
+        // recomputation. Newest first, back to what was before the oldest.
+        while let Some(step) = self.in_flight.pop_back() {
+            for entry in step.entries.iter().rev() {
+                if let Some(seq) = &mut self.sequences[entry.slot]
+                    && seq.id == entry.seq
+                {
+                    seq.computed_max = entry.computed_max;
+                    seq.looked_up &= !entry.looks_up;
+                }
+            }
+            self.spare.push(step);
+        }
+        let mut guilty: Vec<(RequestId, u32)> = Vec::new();
+        while let Some(slot) = self.running.last().copied() {
+            if end == EpochEnd::Failed
+                && let Some(seq) = &mut self.sequences[slot]
+            {
+                seq.suspicion += u32::from(!seq.progressed);
+                if seq.suspicion >= SUSPICION_MAX {
+                    guilty.push((seq.request, seq.suspicion));
+                }
+            }
+            self.unadmit(slot);
+        }
+        self.lose_swapped();
+        for (request, epochs) in guilty {
+            self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
+        }
+        // Workers that come back know nothing, and bring a cache of their own.
+        self.forget.clear();
+        self.masks_awaited.clear();
+        self.blocks = BlockPool::default();
+    }
+
+    /// Ends what was to end where its KV cache does, and is longer than the one it came to.
+    pub fn end_outgrown(&mut self, effects: &mut Vec<Effect>) {
+        if self.epoch.is_none() {
+            return;
+        }
+        let room = self.room();
+        let outgrown = |slot: &usize| {
+            self.sequences[*slot].as_ref().is_some_and(|sequence| sequence.has_outgrown(room))
+        };
+        let slots: Vec<usize> = self.waiting.iter().copied().filter(outgrown).collect();
+        for slot in slots {
+            self.finish(slot, FinishReason::Length, effects);
+        }
+    }
+}

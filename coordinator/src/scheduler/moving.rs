@@ -1,0 +1,150 @@
+//! PURE: requests that go on at another replica, with everything that was accepted of them.
+use std::collections::VecDeque;
+
+use shared::ids::{RequestId, SeqId};
+use shared::mix::{IdMap, IdSet};
+
+use super::Scheduler;
+use super::sequence::{Request, Sequence};
+use crate::engine::EngineError;
+
+/// A request that does not fit where it was to go on, and why.
+pub type Refused = Box<(HandedOver, EngineError)>;
+
+/// A request on its way to another replica's scheduler, with everything that was accepted of it.
+#[derive(Debug)]
+pub struct HandedOver {
+    pub(super) id: RequestId,
+    pub(super) owner: Request,
+    pub(super) sequences: Vec<Sequence>,
+    pub(super) shared: bool,
+}
+
+impl HandedOver {
+    /// Whether it has not run, and was shared by a replica that goes on: it queues as a new one.
+    #[must_use]
+    pub fn is_shared(&self) -> bool {
+        self.shared
+    }
+
+    /// Which request.
+    #[must_use]
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// Tokens of a sequence that a replica's KV cache must have room for.
+    #[must_use]
+    pub fn tokens_needed(&self) -> u32 {
+        self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
+    }
+
+    /// Its unfinished sequences, under their old names.
+    pub fn sequences(&self) -> impl Iterator<Item = SeqId> + '_ {
+        self.sequences.iter().map(|sequence| sequence.id)
+    }
+}
+
+impl Scheduler {
+    /// Gives up all requests, oldest first, for another replica to go on with. Only between two
+    /// epochs, when nothing of them is anywhere else.
+    pub fn hand_over(&mut self) -> Vec<HandedOver> {
+        if self.epoch.is_some() {
+            return Vec::new();
+        }
+        let sequences = self.sequences.iter().flatten();
+        let all = sequences.map(|sequence| sequence.request).collect();
+        self.hand_over_those(&all)
+    }
+
+    /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
+    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that
+    /// those that stay and those that go are both served in the order in which they came.
+    pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
+        let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
+        let mut fresh: Vec<RequestId> = Vec::new();
+        for slot in &self.waiting {
+            let Some(sequence) = &self.sequences[*slot] else { continue };
+            let id = sequence.request;
+            let fits = sequence.tokens_needed() <= room;
+            if fits && fresh.last() != Some(&id) && !has_run(id) {
+                fresh.push(id);
+            }
+        }
+        let (all, most) = (fresh.len(), (most as usize).min(fresh.len()));
+        let goes = (0..most).map(|i| fresh[(i * all) / most]).collect();
+        let mut handed = self.hand_over_those(&goes);
+        handed.iter_mut().for_each(|request| request.shared = true);
+        handed
+    }
+
+    /// Of what waits.
+    pub(super) fn hand_over_those(&mut self, requests: &IdSet<RequestId>) -> Vec<HandedOver> {
+        let mut handed: Vec<HandedOver> = Vec::new();
+        // Where each request is among them: looking for it there takes minutes for a long queue.
+        let mut places: IdMap<RequestId, usize> = IdMap::default();
+        let leaves = |slot: &usize| {
+            self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
+        };
+        let (leaving, staying): (VecDeque<usize>, _) =
+            self.waiting.iter().copied().partition(leaves);
+        self.waiting = staying;
+        for slot in leaving {
+            let Some(sequence) = self.sequences[slot].take() else { continue };
+            self.free_slots.push(slot);
+            let id = sequence.request;
+            match places.get(&id).and_then(|place| handed.get_mut(*place)) {
+                Some(held) => held.sequences.push(sequence),
+                None => {
+                    let Some(owner) = self.forget_request(id) else { continue };
+                    places.insert(id, handed.len());
+                    let sequences = vec![sequence];
+                    handed.push(HandedOver { id, owner, sequences, shared: false });
+                }
+            }
+        }
+        handed
+    }
+
+    /// Goes on with another replica's requests, before all equals that wait here: they are older.
+    /// Those that were shared queue behind, as new ones do: others may wait here for longer.
+    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
+    ///
+    /// # Errors
+    /// The request, when it does not fit here.
+    pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
+        let room = self.room();
+        let goes_on = handed.sequences.iter().filter(|sequence| !sequence.has_outgrown(room));
+        let needed = goes_on.map(Sequence::tokens_needed).max().unwrap_or(0);
+        let needed = self.blocks_needed(needed);
+        if self.epoch.is_some() && needed > self.blocks.total() {
+            let available = self.blocks.total();
+            return Err(Box::new((handed, EngineError::TooLarge { needed, available })));
+        }
+        let HandedOver { id, mut owner, mut sequences, shared } = handed;
+        if self.epoch.is_some() {
+            sequences.iter_mut().for_each(|sequence| sequence.fit(room));
+        }
+        owner.live.clear();
+        let mut names = Vec::with_capacity(sequences.len());
+        // What is put in front is put there last to first.
+        if !shared {
+            sequences.reverse();
+        }
+        for mut sequence in sequences {
+            let here = SeqId(self.next_seq);
+            self.next_seq += 1;
+            names.push((sequence.id, here));
+            sequence.id = here;
+            let slot = self.store(sequence);
+            if shared {
+                self.wait_last(slot);
+            } else {
+                self.wait_first(slot);
+            }
+            owner.live.push(slot);
+        }
+        self.own(id, owner);
+        Ok(names)
+    }
+}

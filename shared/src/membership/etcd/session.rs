@@ -1,0 +1,270 @@
+//! A session: a connection to etcd with its lease and its watch, for as long as all of it lasts.
+use std::time::Duration;
+
+use etcd_client::{
+    Client, Error, EventType, GetOptions, GetResponse, KeyValue, LeaseKeepAliveResponse,
+    LeaseKeepAliveStream, LeaseKeeper, WatchOptions, WatchResponse, WatchStream,
+};
+use tokio::sync::{oneshot, watch};
+use tokio::time::Interval;
+
+use super::Member;
+use crate::membership::connect::explained;
+use crate::membership::keeper::{Broken, Change, DEADLINE, Due, Event, EventKind};
+use crate::membership::view::{Entry, Value};
+use crate::membership::{Desired, FatalError};
+
+/// Why a session ended.
+pub(super) enum Ended {
+    /// Try again.
+    Broken(String),
+    /// Told to leave, by somebody who waits for it.
+    Left(oneshot::Sender<()>),
+    /// Nobody is interested any more.
+    Dropped,
+    /// Do not try again.
+    Fatal(FatalError),
+}
+
+impl From<Error> for Ended {
+    fn from(error: Error) -> Self {
+        Self::Broken(explained(&error))
+    }
+}
+
+impl From<Broken> for Ended {
+    fn from(Broken(reason): Broken) -> Self {
+        Self::Broken(reason)
+    }
+}
+
+/// What one session has open.
+pub(super) struct Session {
+    pub(super) client: Client,
+    keeper: LeaseKeeper,
+    kept: LeaseKeepAliveStream,
+    watch: WatchStream,
+    /// When the lease is kept.
+    timer: Interval,
+    /// Everything is to be listed, as soon as no other answer is waited for.
+    lists: bool,
+}
+
+impl Session {
+    pub(super) fn client(&self) -> Client {
+        self.client.clone()
+    }
+}
+
+impl Member {
+    /// Connects, gets a lease, lists, watches.
+    pub(super) async fn open(&mut self) -> Result<Session, Ended> {
+        let mut client = self.options.connect(DEADLINE).await?;
+        let (keeper, kept) = self.keep_lease(&mut client).await?;
+        let (revision, entries) = self.get_all(&mut client).await?;
+        self.keeper.opened(self.now(), revision, entries);
+        self.confirm();
+        let watch = WatchOptions::new()
+            .with_prefix()
+            .with_start_revision(revision + 1)
+            .with_progress_notify();
+        // The timeout of the connection is for answers, not for streams.
+        let watch = client.watch(self.prefix(), Some(watch)).await?;
+        let timer = tokio::time::interval(self.options.lease_ttl / 3);
+        Ok(Session { client, keeper, kept, watch, timer, lists: false })
+    }
+
+    /// The old lease if it still lives, else a new one.
+    pub(super) async fn keep_lease(
+        &mut self,
+        client: &mut Client,
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
+        if let Some(id) = self.keeper.lease() {
+            let sent = self.now();
+            match client.lease_keep_alive(id).await {
+                Ok(kept) => {
+                    self.keeper.leased(sent, id);
+                    return Ok(kept);
+                }
+                Err(error) if is_gone(&error) => self.keeper.lease_over(),
+                // It may well live: the next session asks again.
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let sent = self.now();
+        let ttl = self.options.lease_ttl.as_secs().max(2) as i64;
+        let granted = client.lease_grant(ttl, None).await?;
+        self.keeper.leased(sent, granted.id());
+        Ok(client.lease_keep_alive(granted.id()).await?)
+    }
+
+    /// Gets everything; also returns as of which revision.
+    pub(super) async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
+        let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
+        Ok(self.entries(&listed))
+    }
+
+    pub(super) fn entries(&self, listed: &GetResponse) -> (i64, Vec<Entry>) {
+        let revision = listed.header().map_or(0, |header| header.revision());
+        (revision, listed.kvs().iter().filter_map(|kv| self.entry(kv)).collect())
+    }
+
+    /// Lists everything again.
+    pub(super) async fn list(&mut self, session: &mut Session) -> Result<(), Ended> {
+        session.lists = false;
+        let (mut client, prefix) = (session.client(), self.prefix());
+        let options = Some(GetOptions::new().with_prefix());
+        let listed = self.during(session, async move { client.get(prefix, options).await }).await?;
+        let (revision, entries) = self.entries(&listed);
+        self.keeper.listed(self.now(), revision, entries);
+        self.confirm();
+        Ok(())
+    }
+
+    pub(super) fn entry(&self, kv: &KeyValue) -> Option<Entry> {
+        let key = std::str::from_utf8(kv.key()).ok()?.strip_prefix(&self.prefix())?.to_owned();
+        let value = Value::decode(&key, kv.value(), kv.mod_revision())?;
+        Some(Entry { key, value, created: kv.create_revision(), lease: kv.lease() })
+    }
+
+    pub(super) async fn serve(
+        &mut self,
+        session: &mut Session,
+        left: &mut oneshot::Receiver<oneshot::Sender<()>>,
+    ) -> Ended {
+        loop {
+            let outcome = tokio::select! {
+                _ = session.timer.tick() => self.tick(session).await,
+                kept = session.kept.message() => self.kept(kept),
+                change = session.watch.message() => match change {
+                    Ok(Some(change)) => self.change(&change),
+                    Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
+                    Err(error) => Err(error.into()),
+                },
+                desired = told(&mut self.desired) => {
+                    self.keeper.desire(desired);
+                    Ok(())
+                }
+                done = &mut *left => {
+                    let Ok(done) = done else { return Ended::Dropped };
+                    // What is gone already is as good.
+                    let _ = tokio::time::timeout(DEADLINE, self.hand_over(session)).await;
+                    return Ended::Left(done);
+                }
+            };
+            if let Err(ended) = outcome {
+                return ended;
+            }
+            if let Err(ended) = self.take_place(session).await {
+                return ended;
+            }
+        }
+    }
+
+    /// Waits for an answer of etcd's, and keeps the lease meanwhile: several that take long, one
+    /// behind the other, may take longer than it lasts.
+    pub(super) async fn during<T>(
+        &mut self,
+        session: &mut Session,
+        answer: impl Future<Output = Result<T, Error>>,
+    ) -> Result<T, Ended> {
+        tokio::pin!(answer);
+        loop {
+            tokio::select! {
+                answer = &mut answer => return Ok(answer?),
+                _ = session.timer.tick() => self.tick(session).await?,
+                kept = session.kept.message() => self.kept(kept)?,
+            }
+        }
+    }
+
+    /// etcd has answered a keepalive.
+    pub(super) fn kept(
+        &mut self,
+        kept: Result<Option<LeaseKeepAliveResponse>, Error>,
+    ) -> Result<(), Ended> {
+        let Some(kept) = kept? else {
+            return Err(Ended::Broken("etcd ended the keepalive stream".to_owned()));
+        };
+        let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
+        self.keeper.kept(self.now(), ttl)?;
+        self.confirm();
+        Ok(())
+    }
+
+    /// Registers, and runs for leader, where that is due.
+    pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
+        if session.lists {
+            self.list(session).await?;
+        }
+        if self.keeper.due(self.now()) == Some(Due::Register) {
+            self.register(session).await?;
+        }
+        if self.keeper.due(self.now()) == Some(Due::Lead) {
+            self.run_for_leader(session).await?;
+        }
+        if let Some(Due::Hold(epoch)) = self.keeper.due(self.now()) {
+            self.hold(session, epoch).await?;
+        }
+        if self.keeper.due(self.now()) == Some(Due::Store) {
+            self.store(session).await?;
+        }
+        Ok(())
+    }
+
+    pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
+        session.lists |= self.keeper.tick(self.now())?;
+        session.keeper.keep_alive().await?;
+        session.watch.request_progress().await?;
+        Ok(())
+    }
+
+    pub(super) fn change(&mut self, response: &WatchResponse) -> Result<(), Ended> {
+        let cancelled = response.canceled().then(|| response.cancel_reason().to_owned());
+        let events = response.events().iter().filter_map(|event| {
+            let kv = event.kv()?;
+            let kind = match event.event_type() {
+                EventType::Put => self.entry(kv).map(EventKind::Put),
+                EventType::Delete => {
+                    let key = std::str::from_utf8(kv.key()).ok();
+                    let key = key.and_then(|key| key.strip_prefix(&self.prefix()));
+                    key.map(|key| EventKind::Delete(key.to_owned()))
+                }
+            };
+            Some(Event { revision: kv.mod_revision(), kind: kind.unwrap_or(EventKind::Other) })
+        });
+        let events = events.collect();
+        let change = Change { cancelled, compacted: response.compact_revision(), events };
+        let is_last = change.is_last();
+        let changed = self.keeper.changed(self.now(), change);
+        if !is_last {
+            // Also by what shows that this process is not registered any more.
+            self.confirm();
+        }
+        Ok(changed?)
+    }
+}
+
+/// Whether etcd knows the lease of a keepalive no more; any other failure says nothing about it.
+fn is_gone(error: &Error) -> bool {
+    match error {
+        // The client's own word for an answer of no time to live, and its only one with these
+        // words.
+        Error::LeaseKeepAliveError(why) => why == "lease not found",
+        Error::GRpcStatus(status) => status.message().contains("requested lease not found"),
+        _ => false,
+    }
+}
+
+/// The next that operators said.
+async fn told(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
+    loop {
+        if desired.changed().await.is_err() {
+            // Nobody can say anything any more.
+            std::future::pending::<()>().await;
+        }
+        if let Some(desired) = desired.borrow_and_update().clone() {
+            return desired;
+        }
+    }
+}

@@ -1,0 +1,107 @@
+//! What a process writes to etcd: its own key, the leader's, and what operators said. Each is
+//! written on a condition, so that nobody overwrites another's.
+use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp};
+
+use super::Member;
+use super::session::{Ended, Session};
+use crate::membership::Record;
+use crate::membership::keeper::Held;
+use crate::membership::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Led};
+
+impl Member {
+    /// Writes this process's key, if nobody else has it.
+    pub(super) async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
+        let key = self.key(self.keeper.key());
+        let (mut client, wanted) = (session.client(), key.clone());
+        let got = self.during(session, async move { client.get(wanted, None).await }).await?;
+        let held = got.kvs().first();
+        let held = held.map(|kv| Held { revision: kv.mod_revision(), record: decode(kv) });
+        let Some(seen) = self.keeper.found(self.now(), held).map_err(Ended::Fatal)? else {
+            return Ok(());
+        };
+        let value = json(self.keeper.record())?;
+        let unchanged = Compare::mod_revision(key.as_str(), CompareOp::Equal, seen);
+        let put = PutOptions::new().with_lease(lease);
+        let put = TxnOp::put(key.as_str(), value, Some(put));
+        let register = Txn::new().when([unchanged]).and_then([put]);
+        let mut client = session.client();
+        let written = self.during(session, async move { client.txn(register).await }).await?;
+        if written.succeeded() {
+            self.keeper.registered();
+            tracing::info!(key = self.keeper.key(), "registered with etcd");
+            self.list(session).await?;
+        }
+        Ok(())
+    }
+
+    /// Takes the leader's key if nobody has it, and nobody had it whom this process has missed.
+    pub(super) async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
+        let (key, led) = (self.key(LEADER_KEY), self.key(LED_KEY));
+        let vacant = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
+        let missed_nobody =
+            Compare::mod_revision(led.as_str(), CompareOp::Equal, self.keeper.led_at());
+        let value = json(self.keeper.record())?;
+        let lead = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
+        let led = TxnOp::put(led, self.led(false)?, None);
+        let run = Txn::new().when([vacant, missed_nobody]).and_then([lead, led]);
+        let mut client = session.client();
+        self.during(session, async move { client.txn(run).await }).await?;
+        // Whoever it is now: the list says so at once, the watch would a little later.
+        self.list(session).await
+    }
+
+    /// Puts the lead under the present lease, if this process still leads as it did from `epoch`
+    /// on.
+    pub(super) async fn hold(&mut self, session: &mut Session, epoch: i64) -> Result<(), Ended> {
+        let Some(lease) = self.keeper.lease() else { return Ok(()) };
+        let put = PutOptions::new().with_lease(lease);
+        let put = TxnOp::put(self.key(LEADER_KEY), json(self.keeper.record())?, Some(put));
+        let hold = Txn::new().when([self.leads(epoch)]).and_then([put]);
+        let mut client = session.client();
+        self.during(session, async move { client.txn(hold).await }).await?;
+        self.list(session).await
+    }
+
+    /// Leaves what operators said to the next leader, if this process still leads.
+    pub(super) async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
+        let Some((epoch, desired)) = self.keeper.to_store() else { return Ok(()) };
+        let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
+        let store = Txn::new().when([self.leads(epoch)]).and_then([put]);
+        let mut client = session.client();
+        self.during(session, async move { client.txn(store).await }).await?;
+        // Stored, or written by nobody as another leads: the list says which.
+        self.list(session).await
+    }
+
+    /// Gives up the lease, and all keys with it. Who leads says before that it will not come back,
+    /// so that nobody waits for it.
+    pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), Ended> {
+        if let Some(epoch) = self.keeper.view().own().map(|leader| leader.epoch) {
+            let put = TxnOp::put(self.key(LED_KEY), self.led(true)?, None);
+            session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
+        }
+        if let Some(lease) = self.keeper.lease() {
+            session.client.lease_revoke(lease).await?;
+        }
+        Ok(())
+    }
+
+    /// The condition that this process still leads as it did from `epoch` on.
+    pub(super) fn leads(&self, epoch: i64) -> Compare {
+        Compare::create_revision(self.key(LEADER_KEY), CompareOp::Equal, epoch)
+    }
+
+    pub(super) fn led(&self, ended: bool) -> Result<Vec<u8>, Ended> {
+        json(&Led { record: self.keeper.record().clone(), ended, revision: 0 })
+    }
+}
+
+fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Ended> {
+    serde_json::to_vec(value).map_err(|error| Ended::Broken(error.to_string()))
+}
+
+fn decode(kv: &KeyValue) -> Option<Record> {
+    serde_json::from_slice(kv.value()).ok()
+}
