@@ -33,6 +33,7 @@
 //!
 //! Modules:
 //! - `queue`, `sequence`, `tokens`: requests that wait, sequences, their tokens
+//! - `resume`: requests that go on from what another coordinator accepted of them
 //! - `blocks`: KV blocks, and which of them are found again
 //! - `plan`, `accept`: a step planned; its answer accepted
 //! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
@@ -47,6 +48,7 @@ mod masks;
 mod pace;
 mod plan;
 mod queue;
+mod resume;
 mod sequence;
 mod speculate;
 mod speculation;
@@ -54,7 +56,7 @@ mod swap;
 mod tokens;
 mod weight;
 
-pub use accept::{ApplyError, Stopped};
+pub use accept::{ApplyError, Stopped, end_of};
 pub(crate) use blocks::mix;
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
@@ -447,7 +449,8 @@ impl Scheduler {
         Ok(names)
     }
 
-    /// Takes a request. Returns its sequences, one per choice.
+    /// Takes a request. Returns its sequences, one per choice. [`Scheduler::end_resumed`] is to
+    /// follow for one that is resumed.
     ///
     /// # Errors
     /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
@@ -458,9 +461,17 @@ impl Scheduler {
             return Err(EngineError::Unavailable { message });
         }
         let queued = Load::of(request.prompt.len(), request.sampling.len());
-        self.queued.check(queued, self.config.max_queued_requests)?;
+        let goes_on = request.resumed.is_some();
+        if !goes_on {
+            self.queued.check(queued, self.config.max_queued_requests)?;
+        }
         let num_prompt = request.prompt.len() as u32;
-        let needed = self.blocks_needed(request.tokens_needed());
+        // An open-ended one that has outgrown the cache ends by it.
+        let needed = match request.open_ended {
+            true => num_prompt + request.max_tokens.min(1),
+            false => request.tokens_needed(),
+        };
+        let needed = self.blocks_needed(needed);
         let available = match self.epoch {
             Some(_) => self.blocks.total(),
             None => self.config.blocks_for(self.config.max_model_len),
@@ -471,6 +482,7 @@ impl Scheduler {
         }
         let prompt: Arc<[u32]> = request.prompt.into();
         let mut guides = request.guides.into_iter();
+        let mut accepted = request.resumed.into_iter().flat_map(|resumed| resumed.choices);
         let mut live = Vec::with_capacity(request.sampling.len());
         let mut ids = Vec::with_capacity(request.sampling.len());
         for mut sampling in request.sampling {
@@ -480,7 +492,11 @@ impl Scheduler {
             }
             let id = SeqId(self.next_seq);
             self.next_seq += 1;
-            let tokens = Tokens::new(prompt.clone(), request.max_tokens as usize);
+            let mut tokens = Tokens::new(prompt.clone(), request.max_tokens as usize);
+            let before = accepted.next().unwrap_or_default().tokens;
+            before.iter().for_each(|token| tokens.push(*token));
+            // What it had, but for its last token, was computed once: that is recomputation.
+            let computed_max = if before.is_empty() { 0 } else { tokens.len() as u32 - 1 };
             let mut sequence = Sequence {
                 id,
                 request: request.id,
@@ -502,7 +518,7 @@ impl Scheduler {
                 looked_up: false,
                 cached: 0,
                 computed: 0,
-                computed_max: 0,
+                computed_max,
                 progressed: false,
                 suspicion: 0,
                 pending: 0,
@@ -518,12 +534,16 @@ impl Scheduler {
                 sequence.fit(self.room());
             }
             let slot = self.store(sequence);
-            self.wait_last(slot);
+            if goes_on {
+                self.wait_resumed(slot);
+            } else {
+                self.wait_last(slot);
+            }
             live.push(slot);
             ids.push(id);
         }
-        let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false, queued };
+        let (end_tokens, scheduled) = (request.end_tokens, goes_on);
+        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled, queued };
         self.own(request.id, owner);
         Ok(ids)
     }

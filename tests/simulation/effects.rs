@@ -155,7 +155,7 @@ impl World {
         }
         let Some(replica) = self.coordinator.route(&request) else {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
-            count_refusal(self.coordinator.hub.observer(), &error);
+            count_refusal(self.coordinator.hub.observer(), &events, &error);
             let _ = events.send(EngineEvent::Failed(error));
             drop(events);
             return self.hear_refused(index);

@@ -106,6 +106,7 @@ mod tests {
             end_tokens: Vec::new(),
             waited_us: 0,
             response_id: String::new(),
+            accepted: Vec::new(),
         })
     }
 

@@ -561,6 +561,7 @@ fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
         end_tokens: request.end_tokens,
         waited_us: 0,
         response_id: request.response_id.as_ref().to_owned(),
+        accepted: Vec::new(),
     })
 }
 

@@ -101,7 +101,7 @@ impl ClusterActor {
                 } else {
                     EngineError::Unavailable { message: self.not_ready() }
                 };
-                count_refusal(self.hub.observer(), &error);
+                count_refusal(self.hub.observer(), &events, &error);
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {
