@@ -118,6 +118,26 @@ pub struct GenerateRequest {
     pub arrived: Duration,
     /// The id of the client's response, for exemplars.
     pub response_id: Arc<str>,
+    /// What an engine that is gone accepted of it: it goes on from there.
+    pub resumed: Option<Box<Resumed>>,
+}
+
+/// What was accepted of a request by an engine that is gone.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resumed {
+    /// Of each choice that is not over: one entry for each of [`GenerateRequest::sampling`].
+    pub choices: Vec<ResumedChoice>,
+    /// Each choice that is over, with how many tokens it has.
+    pub over: Vec<(u32, u32)>,
+}
+
+/// What was accepted of one choice. Its stop check and its guide have taken these tokens.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ResumedChoice {
+    /// The tokens, in order.
+    pub tokens: Vec<u32>,
+    /// How they complete the choice, if they do: only that its end was said was lost.
+    pub end: Option<FinishReason>,
 }
 
 impl GenerateRequest {
@@ -147,7 +167,22 @@ impl GenerateRequest {
             goes_on: false,
             arrived: Duration::ZERO,
             response_id: Arc::default(),
+            resumed: None,
         }
+    }
+
+    /// Number of choices that its client asked for.
+    #[must_use]
+    pub fn n(&self) -> u32 {
+        let over = self.resumed.as_ref().map_or(0, |resumed| resumed.over.len());
+        u32::try_from(self.sampling.len() + over).unwrap_or(u32::MAX)
+    }
+
+    /// Most tokens that were accepted of a choice before.
+    fn accepted_before(&self) -> u32 {
+        let choices = self.resumed.iter().flat_map(|resumed| &resumed.choices);
+        let most = choices.map(|choice| choice.tokens.len()).max().unwrap_or(0);
+        u32::try_from(most).unwrap_or(u32::MAX)
     }
 
     /// Requests whose prompts begin alike share what is cached of them where this is equal too.
@@ -161,7 +196,7 @@ impl GenerateRequest {
     pub fn tokens_needed(&self) -> u32 {
         let prompt = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
         prompt.saturating_add(if self.open_ended {
-            self.max_tokens.min(1)
+            self.max_tokens.min(self.accepted_before().saturating_add(1))
         } else {
             self.max_tokens
         })
@@ -238,6 +273,12 @@ impl EventSender {
             // Its own process looks.
             Self::Remote(_) => 0,
         }
+    }
+
+    /// Whether the front end is in another process.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        matches!(self, Self::Remote(_))
     }
 
     /// Whether nobody takes events any more.
@@ -351,13 +392,7 @@ impl Generation {
         }
         let event = ready!(self.events.poll_recv(context));
         let event = event.unwrap_or_else(|| EngineEvent::Failed(deserted()));
-        match &event {
-            EngineEvent::Finished { .. } => self.choices_left -= 1,
-            EngineEvent::Failed(_) => self.choices_left = 0,
-            EngineEvent::PromptLogprobs(_)
-            | EngineEvent::Embedding(_)
-            | EngineEvent::Token { .. } => {}
-        }
+        self.choices_left = event.left_after(self.choices_left);
         Poll::Ready(Some(event))
     }
 }

@@ -5,9 +5,15 @@
 //! API; any number of front ends serve one cluster. Its counters appear on the coordinator's
 //! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
 //!
+//! - `dial`: dialling until a coordinator answers
 //! - `uplink`: the link to the coordinator
-//! - `held`: requests that wait for a coordinator that can take them
+//! - `requests`: PURE: the requests, whichever coordinator has them
+//! - `asked`: PURE: one request, with what was accepted of it
+//! - `held`: PURE: requests that wait for a coordinator that can take them
+mod asked;
+mod dial;
 mod held;
+mod requests;
 mod uplink;
 
 use std::net::{SocketAddr, TcpListener};
@@ -17,17 +23,15 @@ use std::time::Duration;
 
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
-use shared::actor::link::Connection;
-use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
-use shared::clock::{Clock, SystemClock, jittered, since_1970};
+use shared::clock::{Clock, SystemClock, since_1970};
 use shared::ids::Incarnation;
-use shared::membership::{CoordinatorAddress, Destination};
+use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
-use shared::protocol::{FrontendHello, FrontendWelcome};
+use shared::protocol::FrontendHello;
 use shared::wire::auth::Secret;
-use shared::wire::frame::FrameKind;
 use tokio::sync::oneshot;
 
+use self::dial::Dialler;
 use self::uplink::Uplink;
 use crate::coordinator::CLOSE_PATIENCE;
 use crate::engine::EngineHandle;
@@ -137,14 +141,14 @@ impl Frontend {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             slot: None,
         };
-        let (to, connection, welcome) = dial_until_welcome(&options, &hello).await?;
-        let serving = welcome.serving.clone();
+        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
+        let joined = Dialler::new(&options, clock.clone()).dial(&hello, None).await?;
+        let serving = joined.2.serving.clone();
         let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
         let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });
         }
-        let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let stats = FrontendStats::new();
         let (engine, commands) = EngineHandle::channel();
         let (threads, run) = (options.http_threads, options.run);
@@ -181,7 +185,7 @@ impl Frontend {
         let (stop, stopped) = oneshot::channel();
         let (end, ended) = oneshot::channel();
         actix::spawn(async move {
-            if let Some(error) = uplink.run(to, connection, welcome, stopped).await {
+            if let Some(error) = uplink.run(joined, stopped).await {
                 let _ = end.send(error);
             }
         });
@@ -230,39 +234,5 @@ impl Frontend {
         let _ = tokio::time::timeout(STOP_PATIENCE, self.ended).await;
         // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
-    }
-}
-
-/// Dials, again and again, until the coordinator answers.
-async fn dial_until_welcome(
-    options: &FrontendOptions,
-    hello: &FrontendHello,
-) -> Result<(Destination, Connection, FrontendWelcome), FrontendError> {
-    let (mut wait, mut attempt) = (REDIAL_MIN, 0);
-    let (mut unreached, clock) = (Unreached::default(), SystemClock::start());
-    let mut address = options.coordinator.clone();
-    let mut to = address.other(None).await;
-    loop {
-        let coordinator = to.address.as_str();
-        let joined = tokio::select! {
-            joined = join(coordinator, options.secret.as_ref(), FrameKind::FrontendHello, hello) => joined,
-            _ = address.other(Some(&to)) => {
-                Err(JoinError::Retry("another coordinator leads".to_owned()))
-            }
-        };
-        match joined {
-            Ok((connection, welcome)) => return Ok((to, connection, welcome)),
-            Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
-            Err(JoinError::Retry(reason)) => {
-                if let Some(seconds) = unreached.failed(clock.now()) {
-                    tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
-                }
-            }
-        }
-        wait = (wait * 2).min(REDIAL_MAX);
-        attempt += 1;
-        let pause = jittered(wait, options.run, attempt);
-        let other = tokio::time::timeout(pause, address.other(Some(&to))).await;
-        to = other.unwrap_or(to);
     }
 }

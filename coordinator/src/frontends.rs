@@ -8,13 +8,15 @@
 //!
 //! - `events`: events on their way to a front end
 //! - `link`: the receiving side of a front end's link
-//! - `making`: requests that wait for a grammar
+//! - `making`: requests that wait for a grammar, or for what was accepted of them to be told
 //! - `request`: a front end's request as the engine's
+//! - `resume`: PURE: what was accepted of a request before, told to its stop checks and guides
 //! - `slots`: PURE: which front end has which slot
 mod events;
 mod link;
 mod making;
 mod request;
+mod resume;
 mod slots;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -270,9 +272,16 @@ impl Frontends {
         }
     }
 
+    /// Passes a request to the engine as soon as its queue has room.
+    async fn enter_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+        let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
+        // Where nobody takes it any more, its end is said when it is dropped.
+        let _ = self.commands.send(command).await;
+    }
+
     /// Tells a front end that its request is rejected, and counts that.
     fn refuse(&self, events: &EventSender, error: EngineError) {
-        self.hub.observer().refused(&error);
+        self.hub.observer().refused(events, &error);
         let _ = events.send(EngineEvent::Failed(error));
     }
 }

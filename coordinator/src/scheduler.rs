@@ -33,6 +33,7 @@
 //!
 //! Modules:
 //! - `queue`, `order`: how much may wait, and how requests leave; who is before whom
+//! - `resume`: requests that go on from what another coordinator accepted of them
 //! - `sequence`, `tokens`: sequences and requests, their tokens
 //! - `epochs`, `moving`: the replica's ranks come and go; requests go to another replica and come
 //! - `blocks`: KV blocks, and which of them are found again
@@ -52,6 +53,7 @@ mod order;
 mod pace;
 mod plan;
 mod queue;
+mod resume;
 mod sequence;
 mod speculate;
 mod speculation;
@@ -59,7 +61,7 @@ mod swap;
 mod tokens;
 mod weight;
 
-pub use accept::{ApplyError, Stopped};
+pub use accept::{ApplyError, Stopped, end_of};
 pub use blocks::{BlockPool, Found, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};

@@ -29,9 +29,9 @@ pub use control::{
     Quantization, RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
 };
 pub use frontend::{
-    EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello, FrontendId,
-    FrontendWelcome, MODEL_NAME_MAX, MODEL_NAMES_MAX, Serving, SubmitRequest, ToFrontend,
-    check_model_names,
+    AcceptedChoice, EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello,
+    FrontendId, FrontendWelcome, MODEL_NAME_MAX, MODEL_NAMES_MAX, Serving, SubmitRequest,
+    ToFrontend, check_model_names,
 };
 pub use guide::{GuideSpec, Whitespace};
 pub use lora::{Adapter, Lora};
@@ -48,7 +48,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 14;
+pub const PROTOCOL_VERSION: u16 = 15;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

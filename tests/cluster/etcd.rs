@@ -116,6 +116,12 @@ async fn ends_badly(response: reqwest::Response) {
     assert!(!String::from_utf8_lossy(&all).contains("[DONE]"), "900 tokens were not wanted");
 }
 
+/// Reads a stream to its orderly end.
+async fn ends_well(response: reqwest::Response) {
+    let rest = String::from_utf8(response.bytes().await.unwrap().to_vec()).unwrap();
+    assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
+}
+
 pub(crate) fn sum(scrape: &Scrape, name: &str) -> f64 {
     scrape.sum(name, &[])
 }
@@ -177,17 +183,16 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     states.sort_unstable();
     assert_eq!(states, ["leading", "standby"]);
 
-    let streams = [long_stream(&leader).await, long_stream(&frontend).await];
+    let (of_leader, of_frontend) = (long_stream(&leader).await, long_stream(&frontend).await);
     LocalCluster::signal(first.pid(), "KILL").unwrap();
     let died = Instant::now();
-    for stream in streams {
-        ends_badly(stream).await;
-    }
+    ends_badly(of_leader).await;
     until("the standby serves", async || serves(&standby).await.then_some(())).await;
     let took = died.elapsed();
     assert!(took < Duration::from_secs(10), "{took:?}");
     until("the front end follows", async || serves(&frontend).await.then_some(())).await;
     assert_eq!(story(&frontend).await, before);
+    ends_well(of_frontend).await;
     // What workers report first is from before they were formed anew.
     let settled = |s: &Scrape| both(s) && loads(s).iter().all(|(_, seconds)| *seconds == 0.0);
     let scrape = standby.scrape_until(PATIENCE, settled).await.unwrap();
@@ -208,8 +213,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let streams = [long_stream(&standby).await, long_stream(&frontend).await];
     LocalCluster::signal(second.pid(), "TERM").unwrap();
     for stream in streams {
-        let rest = String::from_utf8(stream.bytes().await.unwrap().to_vec()).unwrap();
-        assert!(rest.ends_with("data: [DONE]\n\n"), "{rest}");
+        ends_well(stream).await;
     }
     assert!(second.wait_end().unwrap().success(), "{}", second.log());
     until("it leads", async || serves(&client).await.then_some(())).await;

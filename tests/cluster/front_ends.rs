@@ -337,14 +337,10 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     assert!(answered(&scrape) && scrape.sum("tutti_frontend_up", &[]) == 1.0);
     assert_eq!(scrape.sum("tutti_reports_refused_total", &[]), 0.0);
 
-    // Without a coordinator: answers that have begun end with an error, new requests wait for the
-    // next one.
+    // Without a coordinator: answers that have begun pause, new requests wait for the next one.
     let streams = long_streams(&frontend, 1).await;
     LocalCluster::signal(fleet.coordinator.pid(), "KILL").unwrap();
-    for stream in streams {
-        let (reasons, broken) = read(stream).await;
-        assert!(reasons.is_empty() && broken);
-    }
+    let streams: Vec<_> = streams.into_iter().map(|stream| tokio::spawn(read(stream))).collect();
     let waiting: Vec<_> = (0..20)
         .map(|_| {
             let frontend = frontend.clone();
@@ -367,10 +363,14 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
         let reply = request.await.unwrap().unwrap();
         assert_eq!(reply.status, 200, "{}", reply.body);
     }
+    for stream in streams {
+        assert_eq!(stream.await.unwrap(), (vec!["length".to_owned()], false));
+    }
     fleet.coordinator.wait_ready().await.unwrap();
-    let served = |s: &Scrape| s.sum("tutti_request_success_total", &[]) == 20.0;
+    let served = |s: &Scrape| s.sum("tutti_request_success_total", &[]) == 21.0;
     let scrape = fleet.client().unwrap().scrape_until(PATIENCE, served).await.unwrap();
     assert!(served(&scrape), "each once, and not the one whose client left");
-    assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 20.0);
+    assert_eq!(scrape.sum("tutti_requests_accepted_total", &[]), 21.0);
+    assert_eq!(scrape.sum("tutti_time_to_first_token_seconds_count", &[]), 20.0, "of the new");
     assert_eq!(scrape.sum("tutti_requests_rejected_total", &[]), 0.0);
 }

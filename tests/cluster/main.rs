@@ -26,6 +26,7 @@
 //! - [`secrets`]: who may join
 //! - [`speculation`]: drafted tokens change the number of steps and nothing else
 //! - [`stalled`]: processes whose output nobody reads
+//! - [`streams`]: streams that go on at the next coordinator
 //! - [`strangers`]: connections that stay silent
 //! - [`structured`]: structured output of a real model, also when a worker dies
 //! - [`swapping`]: requests swapped to host memory
@@ -68,6 +69,7 @@ mod serving;
 mod speculation;
 mod stalled;
 mod strangers;
+mod streams;
 mod structured;
 mod swapping;
 mod tls;

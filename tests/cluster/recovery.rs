@@ -249,14 +249,17 @@ async fn etcd_members(lasts: Duration, members: usize) {
     report(&case, &seen, pauses, Duration::from_secs(5));
 }
 
-/// Kills the leading coordinator; measures the time until the next one serves.
+/// Kills the leading coordinator under a load of streams through a front end; measures the time
+/// until the next one serves, and the pauses of those streams.
 async fn coordinators(runs: usize, bound: Duration) {
     let Some(meeting) = Meeting::new(1).await else { return };
     let mut leader = meeting.coordinator().await;
     let _workers = meeting.workers();
     leader.wait_ready().await.unwrap();
-    let frontend = meeting.frontend().await.client().unwrap();
-    let mut took = Vec::new();
+    let follower = meeting.frontend().await;
+    let frontend = follower.client().unwrap();
+    let load = Load::start(std::slice::from_ref(&frontend), 4, TOKENS).await.unwrap();
+    let (mut took, mut moments) = (Vec::new(), Vec::new());
     for _ in 0..runs {
         whole(&leader.client().unwrap(), 4.0, 2.0).await;
         let standby = meeting.coordinator().await;
@@ -266,15 +269,18 @@ async fn coordinators(runs: usize, bound: Duration) {
         leader = standby;
         for client in [&leader.client().unwrap(), &frontend] {
             let body = crate::greedy(crate::STORY, 4);
-            while client.post("/v1/completions", &body).await.is_ok_and(|it| it.status != 200) {
+            while !client.post("/v1/completions", &body).await.is_ok_and(|it| it.status == 200) {
                 assert!(died.elapsed() < PATIENCE, "nobody serves: {}", leader.log());
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
         took.push(died.elapsed());
+        moments.push((died, Instant::now()));
     }
-    let seen = Seen::default();
+    let seen = load.stop().await;
+    let pauses = moments.iter().map(|(from, until)| seen.longest(*from, *until)).collect();
     report("leader killed: until the next one serves", &seen, took, bound);
+    report("leader killed: streams of a front end", &seen, pauses, bound);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -288,6 +294,12 @@ async fn clients_see_a_pause_when_a_rank_breaks_and_nothing_else() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_that_is_cut_off_costs_a_pause() {
     cut_links(&SHORT, 1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_of_a_front_end_outlive_leaders() {
+    head();
+    coordinators(SHORT.runs, Duration::from_secs(20)).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -9,13 +9,13 @@ use shared::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wan
 use shared::protocol::control::{RESOURCE_NAME_MAX, RESOURCES_MAX};
 use shared::protocol::lora::{ADAPTER_NAME_MAX, ADAPTER_PATH_MAX, ADAPTERS_MAX};
 use shared::protocol::{
-    Adapter, BUILD_MAX, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig, EngineError,
-    EngineEvent, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker, FrontendHello,
-    FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello, LoadProgress,
-    Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Parting, Quantization,
-    Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed, StepMasks, StepPlan,
-    StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend, ToWorker, TokenLogprobs,
-    TokenMask, Whitespace, WorkerStats,
+    AcceptedChoice, Adapter, BUILD_MAX, CollectiveSpec, DeviceKind, Drafts, Dtype, EngineConfig,
+    EngineError, EngineEvent, FinishReason, Form, FormFailed, Formed, FromFrontend, FromWorker,
+    FrontendHello, FrontendId, FrontendWelcome, GROUP_ID_MAX, GroupId, GuideSpec, HeldShard, Hello,
+    LoadProgress, Lora, MODEL_NAME_MAX, MODEL_NAMES_MAX, NewSequence, NodeResources, Parting,
+    Quantization, Rejoin, SequenceOutput, SequenceStep, Serving, Start, Started, StepFailed,
+    StepMasks, StepPlan, StepResult, StepTimings, SubmitRequest, Swap, SwapPair, ToFrontend,
+    ToWorker, TokenLogprobs, TokenMask, Whitespace, WorkerStats,
 };
 use shared::sampling::{Pooling, SamplingParams};
 use shared::wire::codec::{self, CodecError};
@@ -324,6 +324,10 @@ fn submit() -> SubmitRequest {
         end_tokens: vec![0],
         waited_us: 12,
         response_id: "cmpl-1".to_owned(),
+        accepted: vec![
+            AcceptedChoice::GoesOn(vec![7, 70_000]),
+            AcceptedChoice::Over { tokens: 300 },
+        ],
     }
 }
 
@@ -404,6 +408,10 @@ fn the_form_of_messages_is_pinned() {
     assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");
     // Debug output does not show a secret.
     assert!(!format!("{id:?}").contains("171") && format!("{id:?}").contains("2 bytes"));
+    let goes_on = AcceptedChoice::GoesOn(vec![7, 70_000]);
+    assert_eq!(hex(codec::encode(&goes_on).unwrap()), "000207fc70110100");
+    let over = AcceptedChoice::Over { tokens: 300 };
+    assert_eq!(hex(codec::encode(&over).unwrap()), "01fb2c01");
     let entry = SequenceStep {
         seq: SeqId(9),
         start: 3,

@@ -13,6 +13,7 @@
 //! - [`priorities`]: who goes first, and who is put back
 //! - [`random`]: random schedules
 //! - [`readiness`]: when a replica counts as ready
+//! - [`resuming`]: requests that go on from what another coordinator accepted
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
 //! - [`draft_model`]: drafts by a model that rank 0 has
@@ -36,6 +37,7 @@ mod placement;
 mod priorities;
 mod random;
 mod readiness;
+mod resuming;
 mod rig;
 mod scenarios;
 mod speculation;

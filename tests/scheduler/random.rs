@@ -17,6 +17,7 @@ enum Event {
     Canary,
     Lost,
     Move,
+    LeadAnew,
     Ready(u32, u32),
 }
 
@@ -113,6 +114,7 @@ fn event(request: impl Strategy<Value = ClientRequest>) -> impl Strategy<Value =
         1 => Just(Event::Canary),
         1 => Just(Event::Lost),
         1 => Just(Event::Move),
+        1 => Just(Event::LeadAnew),
         2 => (7u32..30, host_blocks()).prop_map(|(blocks, host)| Event::Ready(blocks, host)),
     ]
 }
@@ -191,6 +193,7 @@ fn run(config: SchedulerConfig, host_blocks: u32, events: Vec<Event>) -> Result<
             Event::Canary => {}
             Event::Lost => rig.lost(),
             Event::Move => rig.move_on(),
+            Event::LeadAnew => rig.lead_anew(),
             Event::Ready(blocks, host_blocks) => {
                 rig.host_blocks = host_blocks;
                 rig.ready(blocks);

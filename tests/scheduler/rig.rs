@@ -2,7 +2,9 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
-use coordinator::engine::{EngineError, FinishReason, GenerateRequest, Guided, TokenGuide};
+use coordinator::engine::{
+    EngineError, FinishReason, GenerateRequest, Guided, Resumed, ResumedChoice, TokenGuide,
+};
 use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ToWorker};
@@ -92,6 +94,11 @@ pub(crate) struct Got {
 }
 
 impl Got {
+    fn has_begun(&self) -> bool {
+        self.tokens.iter().any(|tokens| !tokens.is_empty())
+            || self.reasons.iter().any(Option::is_some)
+    }
+
     fn ended(&self) -> bool {
         self.dropped.is_some() || self.reasons.iter().all(Option::is_some)
     }
@@ -225,30 +232,42 @@ impl Rig {
         self.settle();
     }
 
+    /// The coordinator dies. Another one, which has no replica yet, is asked to go on with what
+    /// clients have of their requests.
+    pub(crate) fn lead_anew(&mut self) {
+        self.worker = None;
+        self.planned.clear();
+        self.in_flight.clear();
+        self.running.clear();
+        self.stop_tokens.clear();
+        self.scheduler = Scheduler::new(self.config).unwrap();
+        self.scheduler.wake_with(self.woken.clone().into());
+        for (id, (client, got)) in &mut self.requests {
+            if got.ended() {
+                continue;
+            }
+            let request = resumed(asked(*id, client), got);
+            match self.scheduler.submit(request) {
+                Ok(seqs) => {
+                    let stops = seqs.iter().filter_map(|seq| Some((*seq, client.stop_token?)));
+                    self.stop_tokens.extend(stops);
+                    let ends = seqs.into_iter().map(|seq| (seq, None));
+                    self.scheduler.end_resumed(*id, ends, &mut self.effects);
+                }
+                Err(error) => {
+                    let full = matches!(error, EngineError::QueueFull { .. });
+                    assert!(full && !got.has_begun(), "{id}: {error}");
+                    got.dropped = Some(Some(error));
+                }
+            }
+        }
+        self.settle();
+    }
+
     pub(crate) fn submit(&mut self, client: ClientRequest) -> Result<RequestId, EngineError> {
         let id = RequestId(self.next);
         self.next += 1;
-        let sampling = |choice| SamplingParams {
-            choice,
-            seed: client.seed,
-            min_tokens: client.min_tokens,
-            prompt_logprobs: client.prompt_logprobs.then_some(0),
-            pooling: client.pooling,
-            ..SamplingParams::greedy()
-        };
-        let request = GenerateRequest {
-            guides: (0..client.n).filter_map(|choice| client.guide_of(choice)).collect(),
-            open_ended: client.open_ended,
-            priority: client.priority,
-            adapter: adapter_of(client.seed),
-            end_tokens: client.end_tokens.clone(),
-            ..GenerateRequest::new(
-                id,
-                client.prompt.clone(),
-                (0..client.n).map(sampling).collect(),
-                client.max_tokens,
-            )
-        };
+        let request = asked(id, &client);
         let before = self.scheduler.gauges();
         let seqs = self.scheduler.submit(request).inspect_err(|_| {
             assert_eq!(self.scheduler.gauges(), before, "a refused request changes nothing");
@@ -511,6 +530,62 @@ impl Rig {
         let generated: usize =
             self.requests.values().flat_map(|(_, got)| &got.tokens).map(Vec::len).sum();
         assert_eq!(self.totals.generated as usize, generated, "every token is in one step");
+    }
+}
+
+/// As a client asks for it who has this of it.
+fn resumed(mut request: GenerateRequest, got: &Got) -> GenerateRequest {
+    if got.prompt_logprobs.is_some() {
+        request.sampling.iter_mut().for_each(|sampling| sampling.prompt_logprobs = None);
+    }
+    if !got.has_begun() {
+        return request;
+    }
+    let is_over = |choice: u32| got.reasons[choice as usize].is_some();
+    let mut resumed = Resumed::default();
+    let guides = std::mem::take(&mut request.guides).into_iter().map(Some);
+    let guides = guides.chain(std::iter::repeat_with(|| None));
+    for (sampling, guide) in std::mem::take(&mut request.sampling).into_iter().zip(guides) {
+        let tokens = got.tokens[sampling.choice as usize].clone();
+        if is_over(sampling.choice) {
+            resumed.over.push((sampling.choice, tokens.len() as u32));
+            continue;
+        }
+        request.guides.extend(guide.map(|mut guide| {
+            for token in &tokens {
+                known(guide.as_mut());
+                assert_eq!(guide.accept(*token), Ok(Guided::GoesOn));
+            }
+            guide
+        }));
+        resumed.choices.push(ResumedChoice { tokens, end: None });
+        request.sampling.push(sampling);
+    }
+    GenerateRequest { resumed: Some(Box::new(resumed)), ..request }
+}
+
+/// A client's request, before anything is accepted of it.
+fn asked(id: RequestId, client: &ClientRequest) -> GenerateRequest {
+    let sampling = |choice| SamplingParams {
+        choice,
+        seed: client.seed,
+        min_tokens: client.min_tokens,
+        prompt_logprobs: client.prompt_logprobs.then_some(0),
+        pooling: client.pooling,
+        ..SamplingParams::greedy()
+    };
+    GenerateRequest {
+        guides: (0..client.n).filter_map(|choice| client.guide_of(choice)).collect(),
+        open_ended: client.open_ended,
+        priority: client.priority,
+        adapter: adapter_of(client.seed),
+        end_tokens: client.end_tokens.clone(),
+        ..GenerateRequest::new(
+            id,
+            client.prompt.clone(),
+            (0..client.n).map(sampling).collect(),
+            client.max_tokens,
+        )
     }
 }
 

@@ -155,7 +155,7 @@ impl World {
         }
         let Some(replica) = self.coordinator.route(&request) else {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
-            self.coordinator.hub.observer().refused(&error);
+            self.coordinator.hub.observer().refused(&events, &error);
             let _ = events.send(EngineEvent::Failed(error));
             drop(events);
             return self.hear_refused(index);

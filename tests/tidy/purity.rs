@@ -4,7 +4,11 @@ use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 /// Modules that are pure.
-const PURE: [&str; 6] = [
+const PURE: [&str; 10] = [
+    "coordinator/src/frontend/asked",
+    "coordinator/src/frontend/held",
+    "coordinator/src/frontend/requests",
+    "coordinator/src/frontends/resume",
     "coordinator/src/scheduler",
     "coordinator/src/cluster",
     "coordinator/src/replica/completions",

@@ -1,13 +1,15 @@
 //! PURE: requests that a front end holds while no coordinator can take them.
 //!
-//! A request of which nothing has been told to its client can be sent again: to the coordinator
-//! that leads next, or to the same one over another link. So clients of a front end see a change of
-//! the leader as a wait, unless their answer had begun.
-use std::collections::VecDeque;
+//! What a front end knows of a request is enough to go on with it elsewhere: at the coordinator
+//! that leads next, or at the same one over another link. So clients of a front end see a change of
+//! the leader as a wait.
+use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
-use shared::protocol::{EngineError, SubmitRequest};
+use shared::ids::RequestId;
+use shared::protocol::EngineError;
 
+use super::asked::Asked;
 use crate::engine::EventSender;
 
 /// How long requests are held for want of a coordinator that serves: more than a lease that ends
@@ -15,27 +17,34 @@ use crate::engine::EventSender;
 pub(super) const HELD_FOR: Duration = Duration::from_secs(45);
 /// Most requests held.
 const REQUESTS_MAX: usize = 16 << 10;
-/// Most prompt tokens of all requests held: 128 MiB.
-const TOKENS_MAX: usize = 32 << 20;
+/// Most tokens of all requests held: 128 MiB.
+pub(super) const TOKENS_MAX: usize = 32 << 20;
 
 /// A request, its client, and what the client is told if nobody takes it in time.
 #[derive(Debug)]
 pub(super) struct HeldRequest {
-    pub(super) submit: Box<SubmitRequest>,
+    pub(super) asked: Asked,
     pub(super) events: EventSender,
-    pub(super) arrived: Duration,
     /// Since when it is held.
     pub(super) since: Duration,
-    /// How often it was with a coordinator whose link broke: who is that every time may be the
-    /// cause.
-    pub(super) lost: u32,
     pub(super) error: EngineError,
+}
+
+/// There has been no link for a while, and how long requests wait for one at most.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Outage {
+    /// Since when.
+    pub(super) since: Duration,
+    pub(super) held_for: Duration,
 }
 
 /// The requests held, in the order in which they came here.
 #[derive(Debug, Default)]
 pub(super) struct Held {
-    requests: VecDeque<HeldRequest>,
+    requests: BTreeMap<u64, HeldRequest>,
+    /// Where each of them is.
+    places: HashMap<RequestId, u64>,
+    next: u64,
     tokens: usize,
 }
 
@@ -44,83 +53,78 @@ impl Held {
     ///
     /// # Errors
     /// The request, when there is no room for it.
-    pub(super) fn push(&mut self, request: HeldRequest) -> Result<(), HeldRequest> {
-        let tokens = self.tokens.saturating_add(request.submit.prompt.len());
+    pub(super) fn push(&mut self, request: HeldRequest) -> Result<(), Box<HeldRequest>> {
+        let tokens = self.tokens.saturating_add(request.asked.weight());
         if self.requests.len() >= REQUESTS_MAX || tokens > TOKENS_MAX {
-            return Err(request);
+            return Err(Box::new(request));
         }
         self.tokens = tokens;
-        self.requests.push_back(request);
+        self.places.insert(request.asked.id(), self.next);
+        self.requests.insert(self.next, request);
+        self.next += 1;
         Ok(())
     }
 
     /// The next one to be sent.
     pub(super) fn pop(&mut self) -> Option<HeldRequest> {
-        let request = self.requests.pop_front()?;
-        self.tokens -= request.submit.prompt.len();
-        Some(request)
+        let place = *self.requests.first_key_value()?.0;
+        self.take(place)
     }
 
-    /// Takes out those that have been held for too long, and drops those whose clients are gone.
-    pub(super) fn expired(&mut self, now: Duration) -> Vec<HeldRequest> {
-        let mut expired = Vec::new();
-        for _ in 0..self.requests.len() {
-            let Some(request) = self.pop() else { break };
-            if request.events.is_closed() {
-                continue;
-            }
-            if now.saturating_sub(request.since) >= HELD_FOR {
-                expired.push(request);
-            } else if let Err(request) = self.push(request) {
-                // There was room for it a moment ago.
-                expired.push(request);
-            }
+    /// Drops a request, if it is here: its client is gone.
+    pub(super) fn remove(&mut self, id: RequestId) {
+        if let Some(place) = self.places.get(&id).copied() {
+            self.take(place);
         }
-        expired
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.requests.is_empty()
+    }
+
+    /// Takes out those that have been held for [`HELD_FOR`], or for less in an `outage`, and drops
+    /// those whose clients are gone.
+    pub(super) fn expired(&mut self, now: Duration, outage: Option<Outage>) -> Vec<HeldRequest> {
+        let ends = |request: &HeldRequest| {
+            let waited = |since: Duration| now.saturating_sub(since.max(request.since));
+            request.events.is_closed()
+                || waited(Duration::ZERO) >= HELD_FOR
+                || outage.is_some_and(|it| waited(it.since) >= it.held_for)
+        };
+        let ending = self.requests.iter().filter(|(_, request)| ends(request));
+        let places: Vec<u64> = ending.map(|(place, _)| *place).collect();
+        let taken = places.into_iter().filter_map(|place| self.take(place));
+        taken.filter(|request| !request.events.is_closed()).collect()
+    }
+
+    fn take(&mut self, place: u64) -> Option<HeldRequest> {
+        let request = self.requests.remove(&place)?;
+        self.places.remove(&request.asked.id());
+        self.tokens -= request.asked.weight();
+        Some(request)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use shared::ids::RequestId;
     use shared::sampling::SamplingParams;
 
     use super::*;
     use crate::engine::{EngineCommand, EngineHandle, GenerateRequest};
-
-    fn submit(id: u64, tokens: usize) -> Box<SubmitRequest> {
-        Box::new(SubmitRequest {
-            id: RequestId(id),
-            prompt: vec![1; tokens],
-            sampling: SamplingParams::greedy(),
-            n: 1,
-            stops: Vec::new(),
-            keep_special: false,
-            goes_on: false,
-            max_tokens: 1,
-            open_ended: false,
-            guide: None,
-            priority: 0,
-            cache_salt: 0,
-            adapter: 0,
-            end_tokens: Vec::new(),
-            waited_us: 0,
-            response_id: String::new(),
-        })
-    }
 
     #[test]
     fn what_is_held_goes_on_in_order_or_ends_in_time_and_has_a_bound() {
         let (engine, mut commands) = EngineHandle::channel();
         let mut clients = Vec::new();
         let mut request = |id: u64, since: u64, tokens: usize| {
-            let asked =
-                GenerateRequest::new(RequestId(id), vec![1], vec![SamplingParams::greedy()], 1);
+            let greedy = vec![SamplingParams::greedy()];
+            let asked = GenerateRequest::new(RequestId(id), vec![1; tokens], greedy, 1);
             clients.push(Some(engine.submit(asked).unwrap()));
-            let Ok(EngineCommand::Submit { events, .. }) = commands.try_recv() else { panic!() };
-            let (submit, since) = (submit(id, tokens), Duration::from_secs(since));
-            let (arrived, error) = (Duration::ZERO, EngineError::ShuttingDown);
-            HeldRequest { submit, events, arrived, since, lost: 0, error }
+            let Ok(EngineCommand::Submit { request, events }) = commands.try_recv() else {
+                panic!()
+            };
+            let (asked, since) = (Asked::new(*request).unwrap(), Duration::from_secs(since));
+            HeldRequest { asked, events, since, error: EngineError::ShuttingDown }
         };
         let mut held = Held::default();
         for (id, since) in [(0, 5), (1, 0), (2, 1), (3, 6)] {
@@ -131,12 +135,21 @@ mod tests {
         assert!(held.push(request(6, 0, 1)).is_err(), "no room for a token");
         clients[3] = None;
         let ids = |requests: Vec<HeldRequest>| -> Vec<u64> {
-            requests.iter().map(|request| request.submit.id.0).collect()
+            requests.iter().map(|request| request.asked.id().0).collect()
         };
-        assert_eq!(ids(held.expired(HELD_FOR)), [1], "the one that is held for longest");
-        assert_eq!(ids(held.expired(HELD_FOR)), [0; 0]);
+        assert_eq!(ids(held.expired(HELD_FOR, None)), [1], "the one that is held for longest");
+        assert_eq!(ids(held.expired(HELD_FOR, None)), [0; 0]);
+        let outage = |since: u64, held_for: u64| {
+            let of = Duration::from_secs;
+            Some(Outage { since: of(since), held_for: of(held_for) })
+        };
+        // One that came at 1 s waits for a link that broke at 4 s, and that alone.
+        assert_eq!(ids(held.expired(Duration::from_secs(11), outage(4, 8))), [0; 0]);
+        assert_eq!(ids(held.expired(Duration::from_secs(12), outage(4, 8))), [2]);
+        held.remove(RequestId(0));
+        held.remove(RequestId(7));
         let rest = std::iter::from_fn(|| held.pop()).collect();
-        assert_eq!(ids(rest), [0, 2, 5], "without the one whose client left");
-        assert_eq!(held.tokens, 0);
+        assert_eq!(ids(rest), [5], "without those whose clients left");
+        assert_eq!((held.tokens, held.places.len()), (0, 0));
     }
 }

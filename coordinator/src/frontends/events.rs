@@ -132,17 +132,8 @@ impl RemoteEvents {
         if self.is_closed() {
             return Err(Gone);
         }
-        let left = &self.0.choices_left;
-        match &event {
-            EngineEvent::Failed(_) => left.store(0, Ordering::Relaxed),
-            EngineEvent::Finished { .. } => {
-                let less = |left: usize| Some(left.saturating_sub(1));
-                let _ = left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
-            }
-            EngineEvent::Token { .. }
-            | EngineEvent::PromptLogprobs(_)
-            | EngineEvent::Embedding(_) => {}
-        }
+        let less = |left: usize| Some(event.left_after(left));
+        let _ = self.0.choices_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
         match event {
             EngineEvent::PromptLogprobs(all) if all.len() > PROMPT_LOGPROBS_PIECE => all
                 .chunks(PROMPT_LOGPROBS_PIECE)

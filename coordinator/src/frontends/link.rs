@@ -30,7 +30,7 @@ pub(super) struct Receiver {
     /// The link's number in the actor runtime.
     peer: PeerId,
     node: String,
-    /// Its requests that wait for a grammar.
+    /// Its requests that wait for what must be made first.
     pub(super) making: Making,
 }
 
@@ -128,7 +128,7 @@ impl Receiver {
         let frontends = &self.frontends;
         let visit = frontends.gate.enter();
         let late = visit.is_none();
-        let Some(events) = self.requests.begin(submit.id, submit.n as usize, visit) else {
+        let Some(events) = self.requests.begin(submit.id, submit.choices_left(), visit) else {
             return self.impossible(&format!("request number {} runs already", submit.id.0));
         };
         if late {
@@ -144,7 +144,7 @@ impl Receiver {
             Ok(request) => Box::new(request),
             Err(reason) => return self.impossible(&reason),
         };
-        if request.guide_spec.is_some() {
+        if Making::is_for(&request) {
             self.making.make(self.frontends.clone(), request, events);
         } else {
             frontends.enter(request, events);

@@ -1,47 +1,61 @@
-//! Requests with structured output: their grammar is compiled first, off the link's reader task, so
-//! that later requests can overtake them.
+//! Requests that need something made before the engine gets them, off the link's reader task, so
+//! that later requests can overtake them: the grammar of structured output, and, where they are
+//! resumed, what their stop checks and guides know.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use shared::ids::RequestId;
+use tokio::sync::Semaphore;
 
+use super::resume::resume;
 use super::{Frontends, RemoteEvents};
-use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide};
-use crate::guide::{Grammar, GrammarError};
+use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, soon};
+use crate::guide::{Grammar, GrammarError, Guide};
 use crate::text::stream::StopRules;
+
+/// Most requests of a link that are resumed at a time: after a change of coordinators there are
+/// thousands, and the cores have other things to do.
+const RESUMED_MAX: usize = 2;
 
 /// The waiting requests of one link, with the receivers of their events: a cancelled request ends
 /// at once, however long its grammar takes. Clones share them.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Making(Arc<Mutex<HashMap<RequestId, RemoteEvents>>>);
+#[derive(Clone, Debug)]
+pub(super) struct Making {
+    waiting: Arc<Mutex<HashMap<RequestId, RemoteEvents>>>,
+    resuming: Arc<Semaphore>,
+}
+
+impl Default for Making {
+    fn default() -> Self {
+        Self { waiting: Arc::default(), resuming: Arc::new(Semaphore::new(RESUMED_MAX)) }
+    }
+}
 
 impl Making {
-    /// Compiles the request's grammar, if it has one, then passes the request to the engine.
+    /// Whether something must be made for a request first.
+    pub(super) fn is_for(request: &GenerateRequest) -> bool {
+        request.guide_spec.is_some() || request.resumed.is_some()
+    }
+
+    /// Makes what the request needs, then passes it to the engine.
     pub(super) fn make(
         &self,
         frontends: Arc<Frontends>,
         request: Box<GenerateRequest>,
         events: RemoteEvents,
     ) {
-        let Some(spec) = request.guide_spec.clone() else {
-            return frontends.enter(request, events);
-        };
-        let id = request.id;
+        let (id, goes_on) = (request.id, request.resumed.is_some());
         self.lock().insert(id, events);
         let making = self.clone();
         tokio::spawn(async move {
-            let made = frontends.text.grammars.make(&frontends.text, &spec).await;
+            let made = frontends.made(request, &making.resuming).await;
             // The client may have left meanwhile, so that the front end has dropped the request.
             let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
             match made {
-                Ok(grammar) => match frontends.guided(request, &grammar) {
-                    Ok(request) => frontends.enter(request, events),
-                    Err(message) => {
-                        let error = EngineError::Guide { message };
-                        frontends.refuse(&EventSender::Remote(events), error);
-                    }
-                },
-                Err(error) => frontends.refuse(&EventSender::Remote(events), engine_error(error)),
+                // Its client has part of its answer: it does not fail for a moment's crowd.
+                Ok(request) if goes_on => frontends.enter_when_room(request, events).await,
+                Ok(request) => frontends.enter(request, events),
+                Err(error) => frontends.refuse(&EventSender::Remote(events), error),
             }
         });
     }
@@ -67,35 +81,63 @@ impl Making {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<RequestId, RemoteEvents>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// An error that is not the request's fault becomes one upon which clients retry.
-fn engine_error(error: GrammarError) -> EngineError {
+fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
         GrammarError::Busy => {
-            EngineError::Overloaded { message: error.to_string(), retry_after_s: 1 }
+            EngineError::Overloaded { message: error.to_string(), retry_after_s: soon(id) }
         }
         GrammarError::Broke => EngineError::Broke { message: error.to_string() },
     }
 }
 
 impl Frontends {
-    /// Gives each choice of the request its guide.
-    fn guided(
-        &self,
+    /// The request with all that it needs.
+    pub(super) async fn made(
+        self: &Arc<Self>,
         mut request: Box<GenerateRequest>,
+        resuming: &Semaphore,
+    ) -> Result<Box<GenerateRequest>, EngineError> {
+        let guides = match request.guide_spec.clone() {
+            Some(spec) => {
+                let grammar = self.text.grammars.make(&self.text, &spec).await;
+                let grammar = grammar.map_err(|error| engine_error(request.id, error))?;
+                self.guides(&request, &grammar).map_err(|message| EngineError::Guide { message })?
+            }
+            None => Vec::new(),
+        };
+        if request.resumed.is_none() {
+            let guides = guides.into_iter();
+            request.guides = guides.map(|guide| Box::new(guide) as Box<dyn TokenGuide>).collect();
+            return Ok(request);
+        }
+        let max = self.serving.max_model_len;
+        let _turn = resuming.acquire().await;
+        // Text is made of up to a whole context of tokens: other tasks do not wait for it.
+        let resumed = tokio::task::spawn_blocking(move || {
+            resume(&mut request, guides, max)?;
+            Ok(request)
+        });
+        let message = "going on from what was accepted broke off";
+        let broke = |_| Err(EngineError::Broke { message: message.to_owned() });
+        resumed.await.unwrap_or_else(broke)
+    }
+
+    /// A guide for each choice of the request that goes on.
+    fn guides(
+        &self,
+        request: &GenerateRequest,
         grammar: &Arc<Grammar>,
-    ) -> Result<Box<GenerateRequest>, String> {
+    ) -> Result<Vec<Guide>, String> {
         let rules = StopRules { keep_special: request.keep_special, ..StopRules::default() };
         let prompt = request.goes_on.then_some(&request.prompt);
         let behind_text = self.text.stream(Arc::new(rules), prompt).has_text_before();
-        let guide =
-            |_| Ok::<_, String>(Box::new(grammar.guide(behind_text)?) as Box<dyn TokenGuide>);
-        request.guides = request.sampling.iter().map(guide).collect::<Result<_, _>>()?;
-        Ok(request)
+        request.sampling.iter().map(|_| grammar.guide(behind_text)).collect()
     }
 }
 
@@ -108,7 +150,8 @@ mod tests {
 
     #[test]
     fn clients_of_other_processes_get_the_same_status() {
-        let status = |error| ApiError::from(engine_error(error)).status_code().as_u16();
+        let status =
+            |error| ApiError::from(engine_error(RequestId(1), error)).status_code().as_u16();
         assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
         assert_eq!(status(GrammarError::Broke), 500);

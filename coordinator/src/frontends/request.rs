@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use shared::ids::RequestId;
-use shared::protocol::SubmitRequest;
+use shared::protocol::{AcceptedChoice, SubmitRequest};
 use shared::sampling::SUPPRESSED_MAX;
 
 use super::Frontends;
-use crate::engine::{GenerateRequest, StopCheck};
+use crate::engine::{GenerateRequest, Resumed, ResumedChoice, StopCheck};
 use crate::text::stream::StopRules;
 
 /// Longest response id, in bytes.
@@ -73,13 +73,18 @@ impl Frontends {
                 "an embedding with prompt_logprobs: a prompt has one or the other".to_owned()
             );
         }
+        check_accepted(&submit, vocab, max)?;
         let waited = Duration::from_micros(submit.waited_us);
         let stop_checks = self.stop_checks(&submit);
+        let resumed = resumed(submit.accepted);
+        let over = resumed.iter().flat_map(|resumed| &resumed.over);
+        let over: Vec<u32> = over.map(|(choice, _)| *choice).collect();
         let sampling = submit.sampling;
         Ok(GenerateRequest {
             id,
             prompt: submit.prompt,
             sampling: (0..submit.n)
+                .filter(|choice| !over.contains(choice))
                 .map(|choice| shared::sampling::SamplingParams { choice, ..sampling.clone() })
                 .collect(),
             stop_checks,
@@ -97,6 +102,7 @@ impl Frontends {
             goes_on: submit.goes_on,
             arrived: self.clock.now().saturating_sub(waited),
             response_id: submit.response_id.into(),
+            resumed,
         })
     }
 
@@ -116,6 +122,55 @@ impl Frontends {
             fenced: None,
         });
         let stream = self.text.stream(rules, submit.goes_on.then_some(&submit.prompt));
-        (0..submit.n).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
+        (0..submit.choices_left()).map(|_| Box::new(stream.clone()) as Box<dyn StopCheck>).collect()
     }
+}
+
+/// Checks what was accepted of a request before.
+fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Result<(), String> {
+    let SubmitRequest { accepted, n, max_tokens, .. } = submit;
+    if accepted.is_empty() {
+        return Ok(());
+    }
+    if submit.sampling.pooling.is_some() {
+        return Err("an embedding of which tokens were accepted".to_owned());
+    }
+    if accepted.len() != *n as usize || submit.choices_left() == 0 {
+        let (count, left) = (accepted.len(), submit.choices_left());
+        return Err(format!("accepted tokens of {count} choices of {n}, of which {left} go on"));
+    }
+    for choice in accepted {
+        let tokens = match choice {
+            AcceptedChoice::GoesOn(tokens) => tokens.len(),
+            AcceptedChoice::Over { tokens } => *tokens as usize,
+        };
+        let room = (max_model_len as usize).saturating_sub(submit.prompt.len());
+        let most = room.min(*max_tokens as usize);
+        if tokens > most {
+            return Err(format!("{tokens} accepted tokens of a choice, at most {most}"));
+        }
+        if let AcceptedChoice::GoesOn(tokens) = choice
+            && let Some(token) = tokens.iter().find(|token| **token >= vocab)
+        {
+            return Err(format!("accepted token {token} is not below the vocabulary's {vocab}"));
+        }
+    }
+    Ok(())
+}
+
+/// What was accepted before, where anything was. How choices ended by it is found out later.
+fn resumed(accepted: Vec<AcceptedChoice>) -> Option<Box<Resumed>> {
+    if accepted.is_empty() {
+        return None;
+    }
+    let mut resumed = Box::<Resumed>::default();
+    for (choice, accepted) in (0..).zip(accepted) {
+        match accepted {
+            AcceptedChoice::GoesOn(tokens) => {
+                resumed.choices.push(ResumedChoice { tokens, end: None });
+            }
+            AcceptedChoice::Over { tokens } => resumed.over.push((choice, tokens)),
+        }
+    }
+    Some(resumed)
 }

@@ -4,11 +4,13 @@ use std::path::Path;
 
 use shared::clock::SystemClock;
 use shared::metrics::Limits as MetricLimits;
-use shared::protocol::{FromFrontend, GuideSpec, SubmitRequest};
+use shared::protocol::{AcceptedChoice, FromFrontend, GuideSpec, SubmitRequest};
 use shared::sampling::{LOGPROBS_MAX, Pooling, SUPPRESSED_MAX, SamplingParams};
+use tokio::sync::Semaphore;
 
 use super::link::LINK_SHIFT;
 use super::*;
+use crate::engine::FinishReason;
 use crate::http::state::Readiness;
 use crate::text::samples::sentencepiece_bpe;
 
@@ -86,6 +88,7 @@ fn request() -> SubmitRequest {
         end_tokens: vec![1; SUPPRESSED_MAX],
         waited_us: 0,
         response_id: "cmpl-1".into(),
+        accepted: Vec::new(),
     }
 }
 
@@ -120,6 +123,100 @@ fn requests_that_would_harm_a_rank_end_the_link() {
     for (what, change) in wrong {
         assert!(!submit(change), "{what}");
     }
+}
+
+/// A request of two choices of which these were accepted before.
+fn with_accepted(submit: &mut SubmitRequest, first: AcceptedChoice) {
+    submit.accepted = vec![first, AcceptedChoice::GoesOn(vec![4])];
+}
+
+#[test]
+fn what_was_never_accepted_ends_the_link() {
+    let (receiver, _taken) = receiver();
+    let goes_on = |tokens: Vec<u32>| AcceptedChoice::GoesOn(tokens);
+    let kept = |change: Change<'_>| {
+        let mut submit = request();
+        change(&mut submit);
+        receiver.frontends.request(submit.id, submit).map(|request| request.resumed.is_some())
+    };
+    assert_eq!(kept(&|_| ()), Ok(false));
+    assert_eq!(kept(&|it| with_accepted(it, goes_on(vec![3; 5]))), Ok(true));
+    assert_eq!(kept(&|it| with_accepted(it, AcceptedChoice::Over { tokens: 5 })), Ok(true));
+    let wrong: [(&str, Change<'_>); 7] = [
+        ("1 choices of 2", &|it| it.accepted = vec![goes_on(vec![3])]),
+        ("of which 0 go on", &|it| it.accepted = vec![AcceptedChoice::Over { tokens: 1 }; 2]),
+        ("6 accepted tokens", &|it| with_accepted(it, goes_on(vec![3; 6]))),
+        ("6 accepted tokens", &|it| with_accepted(it, AcceptedChoice::Over { tokens: 6 })),
+        ("5 accepted tokens of a choice, at most 4", &|it| {
+            it.prompt = vec![1; 96];
+            with_accepted(it, goes_on(vec![3; 5]));
+        }),
+        ("is not below the vocabulary", &|it| with_accepted(it, goes_on(vec![u32::MAX]))),
+        ("an embedding", &|it| {
+            it.sampling.pooling = Some(Pooling::Last);
+            with_accepted(it, goes_on(Vec::new()));
+        }),
+    ];
+    for (what, change) in wrong {
+        let error = kept(change).unwrap_err();
+        assert!(error.contains(what), "{error} without {what}");
+    }
+}
+
+#[actix_rt::test]
+async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
+    let (receiver, mut taken) = receiver();
+    let letter = |it: &str| receiver.frontends.text.tokenizer.token_to_id(it).unwrap();
+    let (a, b, c) = (letter("a"), letter("b"), letter("c"));
+    let within = Duration::from_secs(60);
+    let ask = async |change: Change<'_>| {
+        let mut submit = SubmitRequest { n: 3, end_tokens: vec![c], ..request() };
+        submit.stops.clear();
+        let goes_on = AcceptedChoice::GoesOn;
+        submit.accepted =
+            vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
+        change(&mut submit);
+        let request = receiver.frontends.request(submit.id, submit).unwrap();
+        let made = receiver.frontends.made(Box::new(request), &Semaphore::new(1)).await;
+        let request = made.unwrap();
+        let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();
+        assert_eq!((choices, request.n()), (vec![1, 2], 3));
+        let resumed = request.resumed.clone().unwrap();
+        assert_eq!(resumed.over, [(0, 2)]);
+        let ends: Vec<_> = resumed.choices.iter().map(|choice| choice.end).collect();
+        (request, ends)
+    };
+    let (mut made, ends) = ask(&|it| {
+        it.id = RequestId(1);
+        it.guide = Some(GuideSpec::Regex("[a-z][b-d]d?".to_owned()));
+    })
+    .await;
+    assert_eq!(ends, [None, None]);
+    for (guide, next) in made.guides.iter_mut().zip([b, letter("d")]) {
+        let ready = std::future::poll_fn(|context| guide.poll(context));
+        tokio::time::timeout(within, ready).await.unwrap().unwrap();
+        let allowed = guide.allowed().unwrap();
+        assert!(allowed.allows(next) && !allowed.allows(a), "it knows what is there");
+    }
+    let (made, ends) = ask(&|it| {
+        it.id = RequestId(2);
+        it.guide = Some(GuideSpec::Regex("[a-z][b-d]".to_owned()));
+    })
+    .await;
+    assert_eq!(ends, [None, Some(FinishReason::Complete)]);
+    assert_eq!(made.guides.len(), 2);
+    // The stop string has begun before.
+    let (mut made, ends) = ask(&|it| (it.id, it.stops) = (RequestId(3), vec!["bab".into()])).await;
+    assert_eq!(ends, [None, None]);
+    let stops: Vec<bool> = made.stop_checks.iter_mut().map(|it| it.push(a) | it.push(b)).collect();
+    assert_eq!(stops, [false, true], "behind a, and behind ab");
+    let (_, ends) = ask(&|it| (it.id, it.stops) = (RequestId(4), vec!["ab".into()])).await;
+    assert_eq!(ends, [None, Some(FinishReason::StopString)]);
+    let mut submit = SubmitRequest { stops: Vec::new(), ..request() };
+    with_accepted(&mut submit, AcceptedChoice::GoesOn(vec![a]));
+    assert!(receiver.message(FromFrontend::Submit(Box::new(submit))));
+    let command = tokio::time::timeout(within, taken.recv()).await.unwrap().unwrap();
+    assert!(matches!(command, EngineCommand::Submit { .. }), "{command:?}");
 }
 
 #[test]
@@ -218,11 +315,8 @@ fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
         let link = LinkRequests::new(queue.clone(), Open::new());
         link.begin(RequestId(7), choices, None).unwrap()
     };
-    let finished = |choice| EngineEvent::Finished {
-        choice,
-        reason: crate::engine::FinishReason::Length,
-        cached: 0,
-    };
+    let finished =
+        |choice| EngineEvent::Finished { choice, reason: FinishReason::Length, cached: 0 };
     // One of two choices ends; the last clone reports the loss, once.
     let lost = remote(2);
     lost.send(finished(0)).unwrap();

@@ -266,6 +266,39 @@ impl Guide {
         }));
     }
 
+    /// Takes the next token of a sequence that is resumed: it was allowed when it was accepted, so
+    /// no mask is computed for it.
+    ///
+    /// # Errors
+    /// When the guide cannot go on, as where the token was accepted.
+    pub fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
+        if matches!(self.place, Place::Beginning(_)) && !self.first.allows(token) {
+            return Err(not_allowed(token));
+        }
+        self.advance(token)
+    }
+
+    /// Advances by a token that is allowed.
+    fn advance(&mut self, token: u32) -> Result<Guided, GuideEnd> {
+        let Way::Matched { matcher, is_json, .. } = &self.grammar.way else {
+            return Ok(Guided::GoesOn);
+        };
+        let mut matcher = match std::mem::replace(&mut self.place, Place::Ended) {
+            Place::Known(matcher, _) | Place::Behind(matcher) => matcher,
+            Place::Beginning(copy) => {
+                let copy = copy
+                    .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
+                copy.map_or_else(|| copy_of(matcher), Ok)?
+            }
+            Place::Computed(_) | Place::Ended => return Err(unknown()),
+        };
+        let taken = guarded(|| take(&mut matcher, token, *is_json))?;
+        if taken == Guided::GoesOn {
+            self.place = Place::Behind(matcher);
+        }
+        Ok(taken)
+    }
+
     /// Starts computing the mask that follows the accepted tokens.
     fn compute(&mut self) {
         let (Place::Behind(_), Way::Matched { vocab, masks, .. }) =
@@ -291,6 +324,10 @@ impl Guide {
             }
         }));
     }
+}
+
+fn not_allowed(token: u32) -> GuideEnd {
+    GuideEnd::Broke(format!("token {token} is not one of those allowed"))
 }
 
 fn unknown() -> GuideEnd {
@@ -354,27 +391,9 @@ impl TokenGuide for Guide {
 
     fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if !self.allowed().is_some_and(|allowed| allowed.allows(token)) {
-            let message = format!("token {token} is not one of those allowed");
-            return Err(GuideEnd::Broke(message));
+            return Err(not_allowed(token));
         }
-        let Way::Matched { matcher, is_json, .. } = &self.grammar.way else {
-            return Ok(Guided::GoesOn);
-        };
-        let mut matcher = match std::mem::replace(&mut self.place, Place::Ended) {
-            Place::Known(matcher, _) => matcher,
-            Place::Beginning(copy) => {
-                let copy = copy
-                    .and_then(|copy| copy.lock().unwrap_or_else(PoisonError::into_inner).take());
-                copy.map_or_else(|| copy_of(matcher), Ok)?
-            }
-            _ => return Err(unknown()),
-        };
-        let taken = take(&mut matcher, token, *is_json).map_err(GuideEnd::Refused)?;
-        if taken == Guided::IsOver {
-            return Ok(Guided::IsOver);
-        }
-        self.place = Place::Behind(matcher);
-        Ok(Guided::GoesOn)
+        self.advance(token)
     }
 }
 

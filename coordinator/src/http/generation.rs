@@ -139,6 +139,7 @@ impl RunningPrompt {
             goes_on: common.goes_on,
             arrived,
             response_id: response_id.clone(),
+            resumed: None,
         };
         // An embedding's caller may ask again, and counts prompts and what its client is told.
         let is_asked_once = common.sampling.pooling.is_none();

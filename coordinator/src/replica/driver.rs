@@ -137,7 +137,7 @@ impl ReplicaDriver {
     pub fn submit(&mut self, now: Duration, mut request: GenerateRequest, events: EventSender) {
         let id = request.id;
         let stop_checks = std::mem::take(&mut request.stop_checks);
-        let n = u32::try_from(request.sampling.len()).unwrap_or(u32::MAX);
+        let n = request.n();
         let summary = RequestSummary {
             prompt_tokens: request.prompt.len() as u64,
             n,
@@ -147,6 +147,7 @@ impl ReplicaDriver {
         let (arrived, response_id) = (request.arrived, request.response_id.clone());
         let (guide_spec, adapter) = (request.guide_spec.take(), request.adapter);
         let pools = request.sampling.first().is_some_and(|it| it.pooling.is_some());
+        let resumed = request.resumed.clone();
         match self.scheduler.submit(request) {
             Ok(seqs) => {
                 let mut recording = self.observer.record();
@@ -155,9 +156,12 @@ impl ReplicaDriver {
                 if let Some(spec) = guide_spec {
                     recording.guided(&spec);
                 }
+                if let Some(resumed) = &resumed {
+                    track.resume(resumed);
+                }
                 recording.routed(&mut track, self.id);
                 drop(recording);
-                self.stop_checks.extend(seqs.into_iter().zip(stop_checks));
+                self.stop_checks.extend(seqs.iter().copied().zip(stop_checks));
                 let waits_since = self.unavailable_since;
                 let reading = Reading::new(now);
                 let live = Live {
@@ -167,15 +171,23 @@ impl ReplicaDriver {
                     summary,
                     by_length: false,
                     waits_since,
-                    unscheduled_since: Some(arrived),
+                    unscheduled_since: resumed.is_none().then_some(arrived),
                 };
                 self.live.insert(id, live);
+                if let Some(resumed) = resumed {
+                    let ends = resumed.choices.iter().map(|choice| choice.end);
+                    self.scheduler.end_resumed(id, seqs.into_iter().zip(ends), &mut self.effects);
+                    self.deliver(now);
+                }
             }
             Err(mut error) => {
+                if resumed.is_some() {
+                    error = moving::outgrown(&error);
+                }
                 if let EngineError::QueueFull { retry_after_s, .. } = &mut error {
                     *retry_after_s = self.retry_after_s(now, id);
                 }
-                self.observer.refused(&error);
+                self.observer.refused(&events, &error);
                 // The receiver may be gone already; nothing is lost then.
                 let _ = events.send(EngineEvent::Failed(error));
             }

@@ -8,7 +8,7 @@ use shared::protocol::{Drafts, SequenceOutput, TokenLogprobs};
 use super::drafts::{Verifying, drafts_of};
 use super::sequence::Sequence;
 use super::{Effect, Scheduler, StepSummary, keep_full, plan};
-use crate::engine::{EngineError, FinishReason, Guided};
+use crate::engine::{EngineError, FinishReason, GuideEnd, Guided};
 
 /// An answer that does not belong to the oldest step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -63,6 +63,32 @@ fn take_drafts(seq: &mut Sequence, drafted: Option<Vec<u32>>) -> Option<Vec<u32>
     match std::mem::replace(&mut seq.drafts, Drafts::none()) {
         Drafts::Known(tokens) => Some(tokens),
         Drafts::UpTo(most) => drafted.filter(|drafted| drafted.len() <= most as usize),
+    }
+}
+
+/// How an accepted token ends its sequence, if it does: `is_end` says that it is an end token,
+/// `stops` that it completes a stop string, both where the sequence may end; `guided` asks the
+/// guide, only if neither does; `full` says that there is room for no other.
+///
+/// # Errors
+/// When the guide cannot go on.
+pub fn end_of(
+    token: u32,
+    is_end: bool,
+    stops: bool,
+    guided: impl FnOnce() -> Option<Result<Guided, GuideEnd>>,
+    full: bool,
+) -> Result<Option<FinishReason>, GuideEnd> {
+    if is_end {
+        return Ok(Some(FinishReason::EndToken(token)));
+    } else if stops {
+        return Ok(Some(FinishReason::StopString));
+    }
+    match guided() {
+        Some(Ok(Guided::IsOver)) => Ok(Some(FinishReason::Complete)),
+        _ if full => Ok(Some(FinishReason::Length)),
+        Some(Err(end)) => Err(end),
+        Some(Ok(Guided::GoesOn)) | None => Ok(None),
     }
 }
 
@@ -255,16 +281,11 @@ impl Scheduler {
         effects.push(Effect::Token { request, choice, token, logprobs });
         // The check sees every token, also one that ends the sequence otherwise.
         let stops = stopped(id, token) && may_end;
-        if ends {
-            return self.finish(slot, FinishReason::EndToken(token), effects);
-        } else if stops {
-            return self.finish(slot, FinishReason::StopString, effects);
-        }
-        match seq.guide.as_mut().map(|guide| guide.accept(token)) {
-            Some(Ok(Guided::IsOver)) => self.finish(slot, FinishReason::Complete, effects),
-            _ if full => self.finish(slot, FinishReason::Length, effects),
-            Some(Err(end)) => self.end_request(request, Some(end.into()), effects),
-            Some(Ok(Guided::GoesOn)) | None => {}
+        let guided = || seq.guide.as_mut().map(|guide| guide.accept(token));
+        match end_of(token, ends, stops, guided, full) {
+            Ok(Some(reason)) => self.finish(slot, reason, effects),
+            Ok(None) => {}
+            Err(end) => self.end_request(request, Some(end.into()), effects),
         }
     }
 

@@ -75,7 +75,8 @@ impl Load {
 }
 
 impl Scheduler {
-    /// Takes a request. Returns its sequences, one per choice.
+    /// Takes a request. Returns its sequences, one per choice. [`Scheduler::end_resumed`] is to
+    /// follow for one that is resumed.
     ///
     /// # Errors
     /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
@@ -86,9 +87,17 @@ impl Scheduler {
             return Err(EngineError::Unavailable { message });
         }
         let queued = Load::of(request.prompt.len(), request.sampling.len());
-        self.queued.check(queued, self.config.max_queued_requests)?;
+        let goes_on = request.resumed.is_some();
+        if !goes_on {
+            self.queued.check(queued, self.config.max_queued_requests)?;
+        }
         let num_prompt = request.prompt.len() as u32;
-        let needed = self.blocks_needed(request.tokens_needed());
+        // An open-ended one that has outgrown the cache ends by it.
+        let needed = match request.open_ended {
+            true => num_prompt + request.max_tokens.min(1),
+            false => request.tokens_needed(),
+        };
+        let needed = self.blocks_needed(needed);
         let available = match self.epoch {
             Some(_) => self.blocks.total(),
             None => self.config.blocks_for(self.config.max_model_len),
@@ -100,23 +109,30 @@ impl Scheduler {
         let prompt: Arc<[u32]> = std::mem::take(&mut request.prompt).into();
         let mut guides = std::mem::take(&mut request.guides).into_iter();
         let choices = std::mem::take(&mut request.sampling);
+        let accepted = request.resumed.take().into_iter().flat_map(|resumed| resumed.choices);
+        let mut accepted = accepted.map(|choice| choice.tokens);
         let mut live = Vec::with_capacity(choices.len());
         let mut ids = Vec::with_capacity(choices.len());
         for sampling in choices {
             let id = SeqId(self.next_seq);
             self.next_seq += 1;
             let guide = guides.next();
-            let mut sequence = Sequence::new(id, &request, sampling, prompt.clone(), guide);
+            let tokens = (prompt.clone(), accepted.next().unwrap_or_default());
+            let mut sequence = Sequence::new(id, &request, sampling, tokens, guide);
             if self.epoch.is_some() {
                 sequence.fit(self.room());
             }
             let slot = self.store(sequence);
-            self.wait_last(slot);
+            if goes_on {
+                self.wait_resumed(slot);
+            } else {
+                self.wait_last(slot);
+            }
             live.push(slot);
             ids.push(id);
         }
-        let end_tokens = request.end_tokens;
-        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled: false, queued };
+        let (end_tokens, scheduled) = (request.end_tokens, goes_on);
+        let owner = Request { live, end_tokens, admitted: 0, swapped: 0, scheduled, queued };
         self.own(request.id, owner);
         Ok(ids)
     }

@@ -83,12 +83,13 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    /// A choice of a request that has not run.
+    /// A choice of a request that has not run here; `accepted` are the tokens that it has from
+    /// another coordinator.
     pub(super) fn new(
         id: SeqId,
         request: &GenerateRequest,
         mut sampling: SamplingParams,
-        prompt: Arc<[u32]>,
+        (prompt, accepted): (Arc<[u32]>, Vec<u32>),
         guide: Option<Box<dyn TokenGuide>>,
     ) -> Self {
         let wants_prompt = sampling.prompt_logprobs.is_some() && sampling.choice == 0;
@@ -96,7 +97,10 @@ impl Sequence {
             sampling.prompt_logprobs = None;
         }
         let num_prompt = prompt.len() as u32;
-        let tokens = Tokens::new(prompt, request.max_tokens as usize);
+        let mut tokens = Tokens::new(prompt, request.max_tokens as usize);
+        accepted.iter().for_each(|token| tokens.push(*token));
+        // All but the last was computed once, so computing it again is recomputation.
+        let computed_max = if accepted.is_empty() { 0 } else { tokens.len() as u32 - 1 };
         Self {
             id,
             request: request.id,
@@ -118,7 +122,7 @@ impl Sequence {
             looked_up: false,
             cached: 0,
             computed: 0,
-            computed_max: 0,
+            computed_max,
             progressed: false,
             suspicion: 0,
             pending: 0,

@@ -116,7 +116,7 @@ use GaugeMerge::{Max, Ratio, Sum};
 catalogue! {
     // Requests. Each is counted once, by the coordinator.
     counter REQUESTS_ACCEPTED: "tutti_requests_accepted_total", Requests, model [], Coordinator,
-        "Requests taken into the queue. Equals finished by reason plus in flight.";
+        "Requests taken into the queue; a front end's request that the next leader goes on with, once by each. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
         "Requests not taken, by the reason that their clients are told; never counted as accepted.";
@@ -164,7 +164,7 @@ catalogue! {
         Coordinator, "Tokens generated and accepted.";
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
         Coordinator,
-        "Tokens computed again after a preemption or failover; in no other token series.";
+        "Tokens computed again after a preemption, a failover or another leader's end, prompts included; in no other token series.";
     counter TOKENS_WASTED: "tutti_tokens_wasted_total", Tokens, model [REPLICA], Coordinator,
         "Tokens sampled and not accepted, because steps run ahead: their sequence had ended or was preempted; in no other token series.";
     gauge(Sum) PROMPT_THROUGHPUT: "tutti_prompt_throughput_tokens_per_second", Tokens, model [],
@@ -235,7 +235,8 @@ catalogue! {
 
     // Latencies. They start at arrival and survive the loss of a replica.
     histogram(TTFT_SECONDS) TIME_TO_FIRST_TOKEN: "tutti_time_to_first_token_seconds", Seconds,
-        model [], Coordinator, "Arrival to first token, once per request.";
+        model [], Coordinator,
+        "Arrival to first token, once per request, by the coordinator that accepted that token.";
     histogram(TOKEN_SECONDS) INTER_TOKEN_LATENCY: "tutti_inter_token_latency_seconds", Seconds,
         model [], Coordinator, "Between two tokens of one choice, once per gap.";
     histogram(TOKEN_SECONDS) REQUEST_TIME_PER_OUTPUT_TOKEN:

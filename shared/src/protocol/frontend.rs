@@ -158,6 +158,30 @@ pub struct SubmitRequest {
     pub waited_us: u64,
     /// The response id that the client sees.
     pub response_id: String,
+    /// What a coordinator that is gone accepted of it, one entry for each choice; empty for a
+    /// request of which no token was accepted and no choice is over. It goes on from there.
+    pub accepted: Vec<AcceptedChoice>,
+}
+
+impl SubmitRequest {
+    /// Number of choices that are not over yet.
+    #[must_use]
+    pub fn choices_left(&self) -> usize {
+        let is_over = |choice: &&AcceptedChoice| matches!(choice, AcceptedChoice::Over { .. });
+        (self.n as usize).saturating_sub(self.accepted.iter().filter(is_over).count())
+    }
+}
+
+/// What was accepted of one choice by a coordinator that is gone.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AcceptedChoice {
+    /// These tokens, in order, perhaps none; the choice goes on, unless they complete it.
+    GoesOn(Vec<u32>),
+    /// So many tokens, and its end: it is not run again.
+    Over {
+        /// How many tokens it has, for figures of the whole request.
+        tokens: u32,
+    },
 }
 
 /// An event of a request; events are in order. A request ends with `Finished` for each choice, or
@@ -189,6 +213,18 @@ pub enum EngineEvent {
     },
     /// The request failed as a whole.
     Failed(EngineError),
+}
+
+impl EngineEvent {
+    /// How many choices are unfinished after this event, of so many before it.
+    #[must_use]
+    pub fn left_after(&self, left: usize) -> usize {
+        match self {
+            Self::Failed(_) => 0,
+            Self::Finished { .. } => left.saturating_sub(1),
+            Self::Token { .. } | Self::PromptLogprobs(_) | Self::Embedding(_) => left,
+        }
+    }
 }
 
 /// Why a choice ended.

@@ -102,7 +102,7 @@ impl ClusterActor {
                 } else {
                     EngineError::Unavailable { message: self.not_ready() }
                 };
-                self.hub.observer().refused(&error);
+                self.hub.observer().refused(&events, &error);
                 let _ = events.send(EngineEvent::Failed(error));
             }
             EngineCommand::Cancel { id } => {

@@ -1,14 +1,16 @@
 //! A front end whose coordinator stops reading but still answers pings.
 use shared::actor::ActorRuntime;
-use shared::clock::SystemClock;
-use shared::ids::Incarnation;
+use shared::actor::link::Connection;
+use shared::actor::link::join::join;
+use shared::clock::{ManualClock, SystemClock};
+use shared::ids::{Incarnation, RequestId};
 use shared::metrics::application::Metrics;
-use shared::protocol::FrontendId;
+use shared::protocol::{EngineEvent, FrontendId, FrontendWelcome};
 use shared::sampling::SamplingParams;
 use tokio::net::TcpListener;
 
 use super::*;
-use crate::engine::EngineHandle;
+use crate::engine::{EngineHandle, GenerateRequest};
 use crate::http::options::ApiOptions;
 
 /// Time limit for what must happen, on a busy machine.
@@ -92,7 +94,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     let uplink = Uplink::new(options, hello, serving(), clock, FrontendStats::new(), commands);
     let readiness = uplink.readiness();
     let (stop, stopped) = oneshot::channel();
-    let running = tokio::spawn(uplink.run(to, connection, welcome, stopped));
+    let running = tokio::spawn(uplink.run((to, connection, welcome), stopped));
     // More than a queue, a socket's buffers and the write in progress hold together.
     let mut asked = Vec::new();
     for id in 0..400 {
@@ -105,29 +107,90 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     assert!(end.is_none(), "{end:?}");
 }
 
-/// A client whose own cancellation did not fit into the command queue.
+/// Commands came so often that a timer made anew for each of them never fired.
 #[tokio::test]
-async fn a_request_without_its_client_is_cancelled_with_its_next_event_or_soon() {
-    let (clock, options) = options("127.0.0.1:1");
+async fn what_is_held_for_too_long_ends_though_commands_keep_coming() {
+    // Nobody listens there.
+    let (_, options) = options("127.0.0.1:1");
+    let clock = Arc::new(ManualClock::default());
+    let (engine, commands) = EngineHandle::channel();
+    let to = options.coordinator.current().unwrap();
+    let mut uplink =
+        Uplink::new(options, hello(), serving(), clock.clone(), FrontendStats::new(), commands);
+    let dialling = tokio::spawn(async move { uplink.dial(to).await.is_ok() });
+    let small = |id| {
+        let greedy = vec![SamplingParams::greedy()];
+        engine.submit(GenerateRequest::new(RequestId(id), vec![1], greedy, 1)).unwrap()
+    };
+    let mut first = small(0);
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    clock.advance(HELD_FOR_THE_ONE);
+    let keep_coming = async {
+        for id in 1.. {
+            drop(small(id));
+            tokio::time::sleep(LOOK / 10).await;
+        }
+    };
+    let within = tokio::time::timeout(PATIENCE, first.next());
+    let event =
+        tokio::select! { event = within => event.expect("it ends"), () = keep_coming => None };
+    assert!(
+        matches!(event, Some(EngineEvent::Failed(EngineError::Unavailable { .. }))),
+        "{event:?}"
+    );
+    dialling.abort();
+}
+
+/// Welcomes one front end, says that a replica serves, and reads slowly; returns what it has read
+/// when it has read so many requests: which of the messages were requests.
+async fn coordinator_that_reads_slowly(listener: TcpListener, requests: usize) -> Vec<bool> {
+    let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
+    connection.receive(PATIENCE).await.unwrap();
+    let welcome =
+        FrontendWelcome { frontend: FrontendId(1), stats_interval_ms: 10, serving: serving() };
+    connection.send(FrameKind::Welcome, &codec::encode(&welcome).unwrap()).await.unwrap();
+    let mut read = Vec::new();
+    while read.iter().filter(|is_request| **is_request).count() < requests {
+        let frame = connection.receive(PATIENCE).await.unwrap();
+        if matches!(frame.kind, FrameKind::Request | FrameKind::Control) {
+            read.push(frame.kind == FrameKind::Request);
+        }
+        if read.len().is_multiple_of(16) {
+            connection.send(FrameKind::Ping, &[]).await.unwrap();
+        }
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    read
+}
+
+/// Requests that were held while there was no coordinator are many.
+#[tokio::test]
+async fn reports_go_between_the_requests_that_were_held() {
+    const REQUESTS: u64 = 700;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let reading = tokio::spawn(coordinator_that_reads_slowly(listener, REQUESTS as usize));
+    let (clock, options) = options(&address);
+    let to = options.coordinator.current().unwrap();
+    let (connection, welcome) =
+        join(&address, None, FrameKind::FrontendHello, &hello()).await.unwrap();
     let (engine, commands) = EngineHandle::channel();
     let mut uplink =
         Uplink::new(options, hello(), serving(), clock, FrontendStats::new(), commands);
-    for id in 0..3 {
-        drop(engine.submit(request(id)).unwrap());
+    let mut asked = Vec::new();
+    for id in 0..REQUESTS {
+        // About 40 KB each: more than the link takes at once.
+        let greedy = vec![SamplingParams::greedy()];
+        let request = GenerateRequest::new(RequestId(id), vec![70_000; 8_000], greedy, 1);
+        asked.push(engine.submit(request).unwrap());
+        let command = uplink.commands.try_recv().unwrap();
+        uplink.requests.command(Duration::ZERO, command);
     }
-    let stays = engine.submit(request(3)).unwrap();
-    while let Ok(command) = uplink.commands.try_recv() {
-        if matches!(command, EngineCommand::Submit { .. }) {
-            assert!(uplink.message(command).is_some());
-        }
-    }
-    let token = |id| (RequestId(id), EngineEvent::Token { choice: 0, token: 1, logprobs: None });
-    uplink.take(ToFrontend::Events(vec![token(1), token(3)]));
-    assert_eq!(uplink.gone, [RequestId(1)]);
-    uplink.find_gone();
-    uplink.gone.sort_unstable();
-    assert_eq!(uplink.gone, [0, 1, 2].map(RequestId));
-    uplink.find_gone();
-    assert_eq!((uplink.gone.len(), uplink.live.len()), (3, 1), "each once");
-    drop(stays);
+    let (stop, stopped) = oneshot::channel();
+    let running = tokio::spawn(uplink.run((to, connection, welcome), stopped));
+    let read = tokio::time::timeout(PATIENCE, reading).await.expect("it reads all").unwrap();
+    let reports = read.iter().filter(|is_request| !**is_request).count();
+    assert!(reports >= 3, "{reports} reports among {REQUESTS} requests");
+    stop.send(()).unwrap();
+    running.await.unwrap();
 }

@@ -13,7 +13,7 @@ use shared::metrics::labels::{
 use shared::protocol::GuideSpec;
 
 use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
-use crate::engine::EngineError;
+use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`] or
 /// [`Recording::failed`]; dropped without, it stays in flight for ever.
@@ -25,6 +25,8 @@ pub struct RequestTrack {
     adapter: u32,
     /// Its output is an embedding.
     pools: bool,
+    /// It goes on from what another coordinator accepted of it, which has observed its beginning.
+    resumed: bool,
     response_id: Arc<str>,
     arrived: Duration,
     first_scheduled: Option<Duration>,
@@ -97,6 +99,21 @@ impl RequestTrack {
         Self { pools, ..self }
     }
 
+    /// It has these tokens from another coordinator, which counted them.
+    pub fn resume(&mut self, resumed: &Resumed) {
+        self.resumed = true;
+        let going_on = resumed.choices.iter().map(|choice| choice.tokens.len() as u64);
+        let over = |choice: &usize| resumed.over.iter().any(|(over, _)| *over as usize == *choice);
+        let left = (0..self.choices.len()).filter(|choice| !over(choice)).zip(going_on);
+        let over = resumed.over.iter().map(|(choice, tokens)| (*choice as usize, *tokens as u64));
+        for (choice, tokens) in left.chain(over).collect::<Vec<_>>() {
+            self.tokens += tokens;
+            if let Some(choice) = self.choices.get_mut(choice) {
+                choice.tokens = tokens;
+            }
+        }
+    }
+
     /// One of its sequences is in the batch no more.
     pub(super) fn preempted(&mut self) {
         self.preemptions += 1;
@@ -110,11 +127,13 @@ impl RequestTrack {
 }
 
 impl Observer {
-    /// Counts that a request is not taken, but for a full queue: whoever asked may ask again, and
-    /// what counts is what clients are told in the end. Front ends count it.
-    pub fn refused(&self, error: &EngineError) {
+    /// Counts that a request is not taken: what counts is what clients are told in the end. So a
+    /// full queue does not count here, nor the end of this coordinator for a front end in another
+    /// process, which asks again; front ends count what they give up.
+    pub fn refused(&self, events: &EventSender, error: &EngineError) {
         let reason = RejectReason::from(error);
-        if reason != RejectReason::QueueFull {
+        let is_sent_again = events.is_remote() && reason == RejectReason::ShuttingDown;
+        if reason != RejectReason::QueueFull && !is_sent_again {
             self.record().rejected(reason);
         }
     }
@@ -133,6 +152,7 @@ impl Recording<'_> {
             place: Place::NoReplica,
             adapter: 0,
             pools: false,
+            resumed: false,
             response_id: response_id.clone(),
             arrived,
             first_scheduled: None,
@@ -183,7 +203,7 @@ impl Recording<'_> {
         if track.first_scheduled.is_none() {
             track.first_scheduled = Some(now);
             // Now, and not at the end: who waited so long that its client leaves waited, too.
-            if !track.pools {
+            if !track.pools && !track.resumed {
                 let waited = now.saturating_sub(track.arrived);
                 let Cells { stats, fixed, .. } = &mut *cells;
                 stats.observe_exemplar(fixed.queue, waited, 1, &track.response_id, now);
@@ -226,8 +246,10 @@ impl Recording<'_> {
         let Cells { stats, fixed, .. } = cells;
         if track.first_token.is_none() {
             track.first_token = Some(now);
-            let waited = now.saturating_sub(track.arrived);
-            stats.observe_exemplar(fixed.ttft, waited, 1, &track.response_id, now);
+            if !track.resumed {
+                let waited = now.saturating_sub(track.arrived);
+                stats.observe_exemplar(fixed.ttft, waited, 1, &track.response_id, now);
+            }
         }
         track.last_token = Some(now);
         track.tokens += u64::from(count);
@@ -354,6 +376,10 @@ impl Cells {
             return observe(fixed.pooling, track.arrived, now);
         }
         observe(fixed.e2e, track.arrived, now);
+        if track.resumed {
+            // Where its phases began and ended another coordinator knew.
+            return;
+        }
         let Some(scheduled) = track.first_scheduled else { return };
         let (Some(first), Some(last)) = (track.first_token, track.last_token) else { return };
         observe(fixed.prefill, scheduled, first);

@@ -105,7 +105,7 @@ impl ReplicaDriver {
 
 /// A request was accepted where there was room for it: that there is none any more is not its
 /// fault.
-fn outgrown(error: &EngineError) -> EngineError {
+pub(super) fn outgrown(error: &EngineError) -> EngineError {
     match error {
         EngineError::TooLarge { needed, available } => EngineError::Unavailable {
             message: format!(

@@ -1,0 +1,300 @@
+//! PURE: what a client asked for, with what was accepted of it so far: all that is needed to ask
+//! again where a coordinator is gone, so that no token is missing and none comes twice.
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::protocol::{AcceptedChoice, EngineEvent, SubmitRequest};
+
+use crate::engine::GenerateRequest;
+
+/// Most tokens of a request that is sent again, prompt and output: of 5 bytes each, so that a frame
+/// of 16 MiB holds them and everything else.
+const SENT_AGAIN_MAX: usize = 2 << 20;
+
+/// A request, for as long as its client waits for something of it.
+#[derive(Debug)]
+pub(super) struct Asked {
+    submit: Box<SubmitRequest>,
+    arrived: Duration,
+    /// How often it was with a coordinator whose link broke.
+    lost: u32,
+    /// Of each choice.
+    accepted: Vec<AcceptedChoice>,
+    /// Tokens of choices that are not over.
+    tokens: usize,
+    /// Choices that are not over.
+    left: usize,
+    /// Something of its answer was delivered.
+    has_begun: bool,
+    /// Its tokens are kept, so it can be asked for again.
+    is_kept: bool,
+    prompt: PromptLogprobs,
+    is_embedded: bool,
+}
+
+/// How many of a prompt's log-probabilities there are. They come in pieces.
+#[derive(Debug, Default)]
+struct PromptLogprobs {
+    /// There was a piece, perhaps an empty one: a prompt of one token has none.
+    has_begun: bool,
+    delivered: usize,
+    /// Of the coordinator that has the request now.
+    received: usize,
+}
+
+impl Asked {
+    /// A client's request; `None` for one without choices, which does not occur.
+    pub(super) fn new(request: GenerateRequest) -> Option<Self> {
+        let arrived = request.arrived;
+        let submit = Box::new(submit(request)?);
+        let left = submit.n as usize;
+        Some(Self {
+            submit,
+            arrived,
+            lost: 0,
+            accepted: vec![AcceptedChoice::GoesOn(Vec::new()); left],
+            tokens: 0,
+            left,
+            has_begun: false,
+            is_kept: true,
+            prompt: PromptLogprobs::default(),
+            is_embedded: false,
+        })
+    }
+
+    pub(super) fn id(&self) -> shared::ids::RequestId {
+        self.submit.id
+    }
+
+    /// Tokens that are kept of it, which its memory is counted by.
+    pub(super) fn weight(&self) -> usize {
+        self.submit.prompt.len() + self.tokens
+    }
+
+    /// Whether its answer is complete.
+    pub(super) fn is_over(&self) -> bool {
+        self.left == 0
+    }
+
+    /// Whether something of its answer was delivered.
+    pub(super) fn has_begun(&self) -> bool {
+        self.has_begun
+    }
+
+    /// Whether it can be sent again.
+    pub(super) fn is_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    /// Frees its tokens: it cannot be sent again.
+    pub(super) fn let_go(&mut self) {
+        self.is_kept = false;
+        self.tokens = 0;
+        self.submit.prompt = Vec::new();
+        for choice in &mut self.accepted {
+            if let AcceptedChoice::GoesOn(tokens) = choice {
+                *tokens = Vec::new();
+            }
+        }
+    }
+
+    /// Its coordinator is lost; returns how often that has happened.
+    pub(super) fn lose(&mut self) -> u32 {
+        self.lost += 1;
+        self.lost
+    }
+
+    /// The message that asks a coordinator for what is missing.
+    pub(super) fn message(&mut self, now: Duration) -> Box<SubmitRequest> {
+        self.prompt.received = 0;
+        let mut submit = self.submit.clone();
+        let waited = now.saturating_sub(self.arrived);
+        submit.waited_us = u64::try_from(waited.as_micros()).unwrap_or(u64::MAX);
+        if self.tokens > 0 || self.left < self.accepted.len() {
+            submit.accepted = self.accepted.clone();
+        }
+        if self.prompt.has_begun && self.prompt.delivered + 1 >= submit.prompt.len() {
+            submit.sampling.prompt_logprobs = None;
+        }
+        submit
+    }
+
+    /// Notes an event; returns what of it the client does not have yet.
+    pub(super) fn take(&mut self, event: EngineEvent) -> Option<EngineEvent> {
+        let news = match event {
+            EngineEvent::Token { choice, token, .. } => {
+                self.accept(choice, token)?;
+                event
+            }
+            EngineEvent::Finished { choice, .. } => {
+                self.finish(choice)?;
+                event
+            }
+            EngineEvent::PromptLogprobs(mut all) => {
+                let known = self.prompt.delivered.saturating_sub(self.prompt.received);
+                let known = known.min(all.len());
+                self.prompt.received += all.len();
+                if self.prompt.has_begun && known == all.len() {
+                    return None;
+                }
+                all.drain(..known);
+                self.prompt.has_begun = true;
+                self.prompt.delivered += all.len();
+                EngineEvent::PromptLogprobs(all)
+            }
+            EngineEvent::Embedding(_) if std::mem::replace(&mut self.is_embedded, true) => {
+                return None;
+            }
+            EngineEvent::Embedding(_) => event,
+            EngineEvent::Failed(_) => {
+                self.left = 0;
+                return Some(event);
+            }
+        };
+        self.has_begun = true;
+        Some(news)
+    }
+
+    /// Notes a token; `None` for one of no choice that goes on.
+    fn accept(&mut self, choice: u32, token: u32) -> Option<()> {
+        let Some(AcceptedChoice::GoesOn(tokens)) = self.accepted.get_mut(choice as usize) else {
+            return None;
+        };
+        if self.is_kept {
+            tokens.push(token);
+            self.tokens += 1;
+            if self.weight() > SENT_AGAIN_MAX {
+                self.let_go();
+            }
+        }
+        Some(())
+    }
+
+    /// Notes a choice's end; `None` for one of no choice that goes on.
+    fn finish(&mut self, choice: u32) -> Option<()> {
+        let choice = self.accepted.get_mut(choice as usize)?;
+        let AcceptedChoice::GoesOn(accepted) = &*choice else { return None };
+        let tokens = accepted.len();
+        self.tokens -= tokens;
+        self.left -= 1;
+        *choice = AcceptedChoice::Over { tokens: u32::try_from(tokens).unwrap_or(u32::MAX) };
+        Some(())
+    }
+}
+
+/// The request in wire form; `None` for one without choices. How long it has waited, and what was
+/// accepted of it, is said when it is sent.
+fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
+    let n = u32::try_from(request.sampling.len()).ok()?;
+    Some(SubmitRequest {
+        id: request.id,
+        prompt: request.prompt,
+        sampling: request.sampling.into_iter().next()?,
+        n,
+        stops: request.stops.to_vec(),
+        keep_special: request.keep_special,
+        goes_on: request.goes_on,
+        guide: request.guide_spec.map(Arc::unwrap_or_clone),
+        max_tokens: request.max_tokens,
+        open_ended: request.open_ended,
+        priority: request.priority,
+        cache_salt: request.cache_salt,
+        adapter: request.adapter,
+        end_tokens: request.end_tokens,
+        waited_us: 0,
+        response_id: request.response_id.as_ref().to_owned(),
+        accepted: Vec::new(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use shared::ids::RequestId;
+    use shared::protocol::{FinishReason, TokenLogprobs};
+    use shared::sampling::SamplingParams;
+
+    use super::*;
+
+    fn asked(prompt: usize, n: u32) -> Asked {
+        let sampling = |choice| SamplingParams {
+            choice,
+            prompt_logprobs: Some(0),
+            ..SamplingParams::greedy()
+        };
+        let sampling = (0..n).map(sampling).collect();
+        Asked::new(GenerateRequest::new(RequestId(1), vec![9; prompt], sampling, 5)).unwrap()
+    }
+
+    fn token(choice: u32, token: u32) -> EngineEvent {
+        EngineEvent::Token { choice, token, logprobs: None }
+    }
+
+    fn finished(choice: u32) -> EngineEvent {
+        EngineEvent::Finished { choice, reason: FinishReason::Length, cached: 0 }
+    }
+
+    fn piece(tokens: std::ops::Range<u32>) -> EngineEvent {
+        let of = |token| TokenLogprobs { token, logprob: 0.0, rank: 1, top: Vec::new() };
+        EngineEvent::PromptLogprobs(tokens.map(of).collect())
+    }
+
+    #[test]
+    fn what_is_asked_for_again_is_what_is_missing() {
+        let mut asked = asked(3, 3);
+        let first = asked.message(Duration::from_micros(7));
+        assert_eq!((first.n, first.waited_us, &*first.accepted), (3, 7, &[][..]));
+        assert_eq!(first.sampling.prompt_logprobs, Some(0));
+        assert!(!asked.has_begun());
+        for event in [piece(0..2), token(0, 4), token(2, 5), token(2, 6), finished(2)] {
+            assert_eq!(asked.take(event.clone()), Some(event));
+        }
+        // Behind its end a choice has nothing, and there is no fourth one.
+        for event in [token(2, 7), finished(2), token(3, 1), finished(3)] {
+            assert_eq!(asked.take(event), None);
+        }
+        assert!(asked.has_begun() && !asked.is_over());
+        assert_eq!(asked.weight(), 3 + 1);
+        let again = asked.message(Duration::from_micros(9));
+        let going_on = |tokens: &[u32]| AcceptedChoice::GoesOn(tokens.to_vec());
+        let accepted = [going_on(&[4]), going_on(&[]), AcceptedChoice::Over { tokens: 2 }];
+        assert_eq!((again.n, &*again.accepted), (3, &accepted[..]));
+        assert_eq!((again.waited_us, again.choices_left()), (9, 2));
+        assert_eq!(again.sampling.prompt_logprobs, None, "the client has them");
+        assert_eq!(asked.take(finished(0)), Some(finished(0)));
+        assert_eq!(asked.take(finished(1)), Some(finished(1)));
+        assert!(asked.is_over());
+    }
+
+    #[test]
+    fn pieces_of_a_prompt_and_embeddings_come_once() {
+        let mut asked = asked(8, 1);
+        assert_eq!(asked.take(piece(0..3)), Some(piece(0..3)));
+        // Another coordinator begins with the first of them, in pieces of its own.
+        assert_eq!(asked.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
+        assert_eq!(asked.take(piece(0..2)), None);
+        assert_eq!(asked.take(piece(2..5)), Some(piece(3..5)));
+        assert_eq!(asked.take(piece(5..7)), Some(piece(5..7)));
+        assert_eq!(asked.message(Duration::ZERO).sampling.prompt_logprobs, None);
+        let mut of_one = self::asked(1, 1);
+        assert_eq!(of_one.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
+        assert_eq!(of_one.take(piece(0..0)), Some(piece(0..0)), "said to be none");
+        assert_eq!(of_one.message(Duration::ZERO).sampling.prompt_logprobs, None);
+        let embedding = EngineEvent::Embedding(vec![0.5]);
+        assert_eq!(of_one.take(embedding.clone()), Some(embedding.clone()));
+        of_one.message(Duration::ZERO);
+        assert_eq!(of_one.take(embedding), None);
+        assert_eq!(of_one.take(finished(0)), Some(finished(0)));
+    }
+
+    #[test]
+    fn what_no_frame_holds_is_not_kept() {
+        let mut asked = asked(SENT_AGAIN_MAX - 1, 1);
+        asked.take(token(0, 1));
+        assert!(asked.is_kept());
+        assert_eq!(asked.take(token(0, 2)), Some(token(0, 2)));
+        assert!(!asked.is_kept());
+        assert_eq!(asked.weight(), 0);
+        assert_eq!(asked.take(token(0, 3)), Some(token(0, 3)), "the client has it all the same");
+        assert_eq!(asked.take(finished(0)), Some(finished(0)));
+    }
+}

@@ -1,0 +1,88 @@
+//! Dialling the coordinator, or whoever leads next, until one welcomes this front end.
+use std::sync::Arc;
+use std::time::Duration;
+
+use shared::actor::link::Connection;
+use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, join};
+use shared::clock::{Clock, jittered};
+use shared::membership::{CoordinatorAddress, Destination};
+use shared::protocol::{FrontendHello, FrontendWelcome};
+use shared::wire::auth::Secret;
+use shared::wire::frame::FrameKind;
+
+use super::{FrontendError, FrontendOptions};
+
+/// Where the front end was welcomed, and how.
+pub(super) type Joined = (Destination, Connection, FrontendWelcome);
+
+/// Dials without end.
+#[derive(Debug)]
+pub(super) struct Dialler {
+    address: CoordinatorAddress,
+    secret: Option<Secret>,
+    /// Spreads the attempts of processes that were cut off together.
+    run: u64,
+    attempts: u64,
+    clock: Arc<dyn Clock>,
+}
+
+impl Dialler {
+    /// For a front end with these `options`.
+    pub(super) fn new(options: &FrontendOptions, clock: Arc<dyn Clock>) -> Self {
+        let (address, secret) = (options.coordinator.clone(), options.secret.clone());
+        Self { address, secret, run: options.run, attempts: 0, clock }
+    }
+
+    /// Dials until a coordinator answers: at once for the first time, after a short pause where the
+    /// link to `last` broke; whoever leads instead is dialled without a pause.
+    ///
+    /// # Errors
+    /// [`FrontendError::Refused`].
+    pub(super) async fn dial(
+        &mut self,
+        hello: &FrontendHello,
+        last: Option<Destination>,
+    ) -> Result<Joined, FrontendError> {
+        let (mut wait, mut unreached) = (REDIAL_MIN, Unreached::default());
+        let mut to = match last {
+            Some(last) => self.pause(&mut wait, last).await,
+            None => self.address.other(None).await,
+        };
+        loop {
+            let kind = FrameKind::FrontendHello;
+            let mut address = self.address.clone();
+            let joined = tokio::select! {
+                joined = join(&to.address, self.secret.as_ref(), kind, hello) => joined,
+                _ = address.other(Some(&to)) => {
+                    Err(JoinError::Retry("another coordinator leads".to_owned()))
+                }
+            };
+            match joined {
+                Ok((connection, welcome)) => return Ok((to, connection, welcome)),
+                Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
+                Err(JoinError::Retry(reason)) => {
+                    if let Some(seconds) = unreached.failed(self.clock.now()) {
+                        let coordinator = to.address.as_str();
+                        tracing::warn!(coordinator, %reason, seconds, "cannot join yet; dialling until it answers");
+                    }
+                }
+            }
+            wait = (wait * 2).min(REDIAL_MAX);
+            to = self.pause(&mut wait, to).await;
+        }
+    }
+
+    /// Waits before the next attempt; returns whom to dial then.
+    async fn pause(&mut self, wait: &mut Duration, last: Destination) -> Destination {
+        self.attempts += 1;
+        let pause = jittered(*wait, self.run, self.attempts);
+        match tokio::time::timeout(pause, self.address.other(Some(&last))).await {
+            Ok(other) => {
+                // A new leader may not listen yet, but will in a moment.
+                *wait = REDIAL_MIN;
+                other
+            }
+            Err(_) => last,
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! PURE: the requests of a front end, from the time they come in until their clients have
+//! everything: held while no coordinator can take them, live while one has them, held again when it
+//! is lost, and sent again with what was accepted of them.
+//!
+//! Events, commands and the time go in, messages come out; no socket, and no clock.
+use std::collections::HashMap;
+use std::time::Duration;
+
+use shared::ids::RequestId;
+use shared::metrics::labels::RejectReason;
+use shared::protocol::{EngineError, EngineEvent, FromFrontend};
+
+use super::asked::Asked;
+use super::held::{HELD_FOR, Held, HeldRequest, Outage, TOKENS_MAX};
+use crate::engine::{EngineCommand, EventSender, Reading};
+use crate::metrics::FrontendStats;
+
+/// How often a request may lose its coordinator before it is not sent again: one that is there
+/// every time may be the cause.
+const LOST_MAX: u32 = 2;
+
+/// A request that the coordinator is working on.
+#[derive(Debug)]
+struct Live {
+    asked: Asked,
+    events: EventSender,
+    reading: Reading,
+}
+
+/// Which of the links, one after the other, to the coordinators.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct LinkNumber(u64);
+
+/// The requests of a front end; see the module's documentation.
+#[derive(Debug)]
+pub(super) struct Requests {
+    stats: FrontendStats,
+    live: HashMap<RequestId, Live>,
+    /// Tokens of live requests that are kept.
+    live_tokens: usize,
+    /// Most of them.
+    live_tokens_max: usize,
+    /// Requests whose clients are gone and whose cancellation has not been sent yet.
+    gone: Vec<RequestId>,
+    /// Requests to be sent.
+    held: Held,
+    /// Since when requests are held though there is a link: until a replica serves.
+    unsettled_since: Option<Duration>,
+    /// The coordinator refuses requests, because it is told to end.
+    is_leaving: bool,
+    link: LinkNumber,
+}
+
+impl Requests {
+    /// None yet; refusals are counted in `stats`.
+    pub(super) fn new(stats: FrontendStats) -> Self {
+        Self {
+            stats,
+            live: HashMap::new(),
+            live_tokens: 0,
+            live_tokens_max: TOKENS_MAX,
+            gone: Vec::new(),
+            held: Held::default(),
+            unsettled_since: None,
+            is_leaving: false,
+            link: LinkNumber::default(),
+        }
+    }
+
+    /// There is a link, for the first time or again; events that come over it are of this number.
+    pub(super) fn linked(&mut self, now: Duration, again: bool) -> LinkNumber {
+        self.is_leaving = false;
+        // A coordinator that has just begun to lead has no replica yet.
+        self.unsettled_since = again.then_some(now);
+        self.link.0 += 1;
+        self.link
+    }
+
+    /// A replica serves.
+    pub(super) fn settled(&mut self) {
+        self.unsettled_since = None;
+    }
+
+    /// Takes what the HTTP side wants.
+    pub(super) fn command(&mut self, now: Duration, command: EngineCommand) {
+        match command {
+            EngineCommand::Submit { request, events } => {
+                let Some(asked) = Asked::new(*request) else { return };
+                let message = "there is no coordinator that takes requests".to_owned();
+                let error = EngineError::Unavailable { message };
+                self.hold(HeldRequest { asked, events, since: now, error });
+            }
+            EngineCommand::Cancel { id } => match self.forget(id) {
+                Some(_) => self.gone.push(id),
+                None => self.held.remove(id),
+            },
+        }
+    }
+
+    /// The next message to the coordinator, if there is one to be sent now.
+    pub(super) fn next(&mut self, now: Duration) -> Option<FromFrontend> {
+        if let Some(id) = self.gone.pop() {
+            return Some(FromFrontend::Cancel(id));
+        }
+        while !self.is_holding(now) {
+            let HeldRequest { mut asked, events, .. } = self.held.pop()?;
+            if events.is_closed() {
+                continue;
+            }
+            let message = FromFrontend::Submit(asked.message(now));
+            if self.live_tokens.saturating_add(asked.weight()) > self.live_tokens_max {
+                asked.let_go();
+            }
+            self.live_tokens += asked.weight();
+            let live = Live { asked, events, reading: Reading::new(now) };
+            self.live.insert(live.asked.id(), live);
+            return Some(message);
+        }
+        None
+    }
+
+    /// Whether requests wait to be sent.
+    pub(super) fn has_held(&self) -> bool {
+        !self.held.is_empty()
+    }
+
+    /// Whether requests are kept back from the coordinator that is linked.
+    fn is_holding(&self, now: Duration) -> bool {
+        let waits = |since| now.saturating_sub(since) < HELD_FOR;
+        self.is_leaving || self.unsettled_since.is_some_and(waits)
+    }
+
+    /// Passes an event of a link on to its client.
+    pub(super) fn deliver(
+        &mut self,
+        now: Duration,
+        link: LinkNumber,
+        id: RequestId,
+        event: EngineEvent,
+    ) {
+        if link != self.link {
+            return;
+        }
+        // Events of a request that has since been cancelled may still arrive.
+        let Some(live) = self.live.get_mut(&id) else { return };
+        if event == EngineEvent::Failed(EngineError::ShuttingDown) {
+            // The coordinator that leads next goes on with it.
+            self.is_leaving = true;
+            if live.asked.is_kept()
+                && let Some(Live { asked, events, .. }) = self.forget(id)
+            {
+                let error = EngineError::ShuttingDown;
+                return self.hold(HeldRequest { asked, events, since: now, error });
+            }
+            return self.fail(id, EngineError::ShuttingDown);
+        }
+        let before = live.asked.weight();
+        let news = live.asked.take(event);
+        self.live_tokens = self.live_tokens + live.asked.weight() - before;
+        if self.live_tokens > self.live_tokens_max {
+            self.live_tokens -= live.asked.weight();
+            live.asked.let_go();
+        }
+        let Some(event) = news else { return };
+        // The HTTP side cancels the request of a client that left, but only if the command queue
+        // had room.
+        let is_gone = live.events.send(event).is_err();
+        live.reading.sent();
+        let is_over = live.asked.is_over();
+        if is_over || is_gone {
+            self.forget(id);
+        }
+        if is_gone && !is_over {
+            self.gone.push(id);
+        }
+    }
+
+    /// Finds requests whose clients are gone while no events arrive, or have long stopped reading.
+    pub(super) fn find_gone(&mut self, now: Duration) {
+        let gone = |(id, live): (&RequestId, &mut Live)| {
+            let waiting = live.events.waiting();
+            (live.events.is_closed() || live.reading.is_stuck(now, waiting)).then_some(*id)
+        };
+        let ids: Vec<RequestId> = self.live.iter_mut().filter_map(gone).collect();
+        for id in ids {
+            self.forget(id);
+            self.gone.push(id);
+        }
+    }
+
+    /// Tells clients that have waited for too long.
+    pub(super) fn give_up(&mut self, now: Duration, outage: Option<Outage>) {
+        for request in self.held.expired(now, outage) {
+            self.refuse(request);
+        }
+    }
+
+    /// With the link, the coordinator has dropped its side of every request. They go on at the next
+    /// one.
+    pub(super) fn link_lost(&mut self, now: Duration, reason: &str) {
+        self.gone.clear();
+        self.live_tokens = 0;
+        let mut lost: Vec<(RequestId, Live)> = self.live.drain().collect();
+        lost.sort_unstable_by_key(|(id, _)| *id);
+        for (_, Live { mut asked, events, .. }) in lost {
+            let why = match asked.lose() {
+                _ if !asked.is_kept() => "; too many tokens are under way to keep those of all",
+                times if times > LOST_MAX => "; so did those before that had this request",
+                _ => "",
+            };
+            let message = format!("the link to the coordinator ended: {reason}{why}");
+            let error = EngineError::Unavailable { message };
+            if why.is_empty() {
+                self.hold(HeldRequest { asked, events, since: now, error });
+            } else {
+                let _ = events.send(EngineEvent::Failed(error));
+            }
+        }
+    }
+
+    /// Fails all requests.
+    pub(super) fn end_all(&mut self, error: &EngineError) {
+        self.gone.clear();
+        self.live_tokens = 0;
+        for (_, live) in self.live.drain() {
+            let _ = live.events.send(EngineEvent::Failed(error.clone()));
+        }
+        while let Some(request) = self.held.pop() {
+            self.refuse(HeldRequest { error: error.clone(), ..request });
+        }
+    }
+
+    fn hold(&mut self, request: HeldRequest) {
+        if let Err(request) = self.held.push(request) {
+            self.refuse(*request);
+        }
+    }
+
+    /// Ends a request that cannot be held or has been for too long.
+    fn refuse(&self, HeldRequest { asked, events, error, .. }: HeldRequest) {
+        // One that has begun was taken.
+        if !asked.has_begun() {
+            self.stats.rejected(match error {
+                EngineError::ShuttingDown => RejectReason::ShuttingDown,
+                _ => RejectReason::Unavailable,
+            });
+        }
+        let _ = events.send(EngineEvent::Failed(error));
+    }
+
+    fn fail(&mut self, id: RequestId, error: EngineError) {
+        if let Some(live) = self.forget(id) {
+            let _ = live.events.send(EngineEvent::Failed(error));
+        }
+    }
+
+    /// A request is live no more.
+    fn forget(&mut self, id: RequestId) -> Option<Live> {
+        let live = self.live.remove(&id)?;
+        self.live_tokens -= live.asked.weight();
+        Some(live)
+    }
+}
+
+#[cfg(test)]
+mod random;
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,200 @@
+//! Streams of a front end outlive the coordinator that computes them: their clients get, after a
+//! pause, what they would have got anyway.
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use serde_json::{Value, json};
+use testkit::client::Client;
+use testkit::local_cluster::LocalCluster;
+use testkit::scrape::Scrape;
+
+use crate::STORY;
+use crate::counters::check_invariants;
+use crate::etcd::{Meeting, PATIENCE, sum, until};
+
+/// Pieces of its answer that each client has when the coordinator ends.
+const BEGUN: usize = 6;
+
+/// What a client makes of a stream, as far as it does not tell when it came.
+#[derive(Clone, Debug, Default, PartialEq)]
+struct Answer {
+    /// Of each choice: text, log-probabilities, why it ended.
+    choices: BTreeMap<u64, (String, Vec<Value>, Value)>,
+    /// Tokens of the prompt, and of the answer.
+    tokens: (u64, u64),
+}
+
+impl Answer {
+    fn take(&mut self, event: &Value) {
+        assert!(event["error"].is_null(), "{event}");
+        if let Some(tokens) = event["usage"]["prompt_tokens"].as_u64() {
+            self.tokens = (tokens, event["usage"]["completion_tokens"].as_u64().unwrap());
+        }
+        for choice in event["choices"].as_array().unwrap() {
+            let own = self.choices.entry(choice["index"].as_u64().unwrap()).or_default();
+            let piece = choice["text"].as_str().or(choice["delta"]["content"].as_str());
+            own.0.push_str(piece.unwrap_or_default());
+            if !choice["logprobs"].is_null() {
+                own.1.push(choice["logprobs"].clone());
+            }
+            if !choice["finish_reason"].is_null() {
+                assert!(own.2.is_null(), "it ends once: {event}");
+                own.2 = json!([choice["finish_reason"], choice["stop_reason"]]);
+            }
+        }
+    }
+}
+
+/// Streams an answer; counts its pieces in `pieces`.
+async fn stream(client: Client, (path, body): (String, Value), pieces: Arc<AtomicUsize>) -> Answer {
+    let mut response = client.open(&path, &body).await.unwrap();
+    assert_eq!(response.status(), 200);
+    let (mut answer, mut buffer) = (Answer::default(), Vec::new());
+    while let Some(chunk) = response.chunk().await.unwrap() {
+        buffer.extend_from_slice(&chunk);
+        while let Some(end) = buffer.windows(2).position(|it| it == b"\n\n") {
+            let event: Vec<u8> = buffer.drain(..end + 2).collect();
+            let event = String::from_utf8(event).unwrap();
+            match event.trim_end().strip_prefix("data: ") {
+                Some("[DONE]") => return answer,
+                Some(event) => {
+                    answer.take(&serde_json::from_str(event).unwrap());
+                    pieces.fetch_add(1, Ordering::Relaxed);
+                }
+                None => assert!(event.starts_with(':'), "{event}"),
+            }
+        }
+    }
+    panic!("the stream broke off behind {answer:?}");
+}
+
+fn completion(change: Value) -> (String, Value) {
+    let mut body = json!({"prompt": STORY, "max_tokens": 400, "temperature": 0, "stream": true,
+        "ignore_eos": true, "stream_options": {"include_usage": true}});
+    body.as_object_mut().unwrap().extend(change.as_object().unwrap().clone());
+    ("/v1/completions".to_owned(), body)
+}
+
+/// A stop string that lies in a text's second half, and not before.
+fn late_stop(text: &str) -> &str {
+    let from = text.len() / 2;
+    let mut stops = (from..text.len()).filter_map(|at| text.get(at..at + 9));
+    stops.find(|stop| text.find(*stop).is_some_and(|at| at >= from)).expect("a text of words")
+}
+
+/// Everything that must go on with what it has: how tokens are chosen, what ends a text, what it
+/// must be, what is said of it.
+async fn requests(client: &Client) -> Vec<(String, Value)> {
+    let alone = |request| stream(client.clone(), request, Arc::default());
+    let mut stopped = json!({"temperature": 1.0, "seed": 11, "logprobs": 2});
+    let text = alone(completion(stopped.clone())).await.choices.remove(&0).unwrap().0;
+    stopped["stop"] = json!(late_stop(&text));
+    let sampled = json!({"temperature": 0.9, "seed": 7, "n": 2, "top_p": 0.95});
+    let of_two = alone(completion(sampled.clone())).await.choices;
+    // Of the second choice: it ends early, while the first one may go on.
+    let mut of_two_one_stops = sampled.clone();
+    of_two_one_stops["stop"] = json!(of_two[&1].0.get(20..32).unwrap());
+    let numbers = json!({"type": "array", "minItems": 90, "maxItems": 90,
+        "items": {"type": "integer", "minimum": -500, "maximum": 500}});
+    let numbers = json!({"type": "json_schema",
+        "json_schema": {"name": "numbers", "schema": numbers}});
+    let chat = json!({"messages": [{"role": "user", "content": "Tell me of a rabbit."}],
+        "max_tokens": 500, "temperature": 1.0, "seed": 3, "stream": true,
+        "stream_options": {"include_usage": true}, "response_format": numbers});
+    vec![
+        completion(json!({})),
+        completion(sampled),
+        completion(of_two_one_stops),
+        completion(stopped),
+        completion(json!({"temperature": 1.0, "seed": 5, "response_format": numbers,
+            "ignore_eos": false})),
+        completion(json!({"temperature": 1.0, "seed": 9, "frequency_penalty": 0.6,
+            "presence_penalty": 0.3, "repetition_penalty": 1.1, "logprobs": 0, "echo": true})),
+        ("/v1/chat/completions".to_owned(), chat),
+    ]
+}
+
+/// Asks for everything at once; `ends` is called when each answer has begun, and none is over.
+async fn disturbed(
+    client: &Client,
+    requests: &[(String, Value)],
+    ends: impl FnOnce(),
+) -> Vec<Answer> {
+    let mut streams = Vec::new();
+    for request in requests {
+        let pieces = Arc::<AtomicUsize>::default();
+        let task = tokio::spawn(stream(client.clone(), request.clone(), pieces.clone()));
+        streams.push((task, pieces));
+    }
+    until("all answers begin", async || {
+        let begun = |pieces: &Arc<AtomicUsize>| pieces.load(Ordering::Relaxed) >= BEGUN;
+        streams.iter().all(|(_, pieces)| begun(pieces)).then_some(())
+    })
+    .await;
+    assert!(streams.iter().all(|(task, _)| !task.is_finished()), "one is over already");
+    ends();
+    let mut answers = Vec::new();
+    for (task, _) in streams {
+        answers.push(tokio::time::timeout(PATIENCE * 2, task).await.expect("it ends").unwrap());
+    }
+    answers
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn streams_go_on_to_the_bit_when_their_coordinator_dies_or_ends() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let quick = ["--leader-lease", "2", "--checkpoint-interval", "1", "--drain-timeout", "0"];
+    let mut first = meeting.coordinator(&quick).await;
+    let _workers = [meeting.worker(0), meeting.worker(1)];
+    first.wait_ready().await.unwrap();
+    let mut second = meeting.coordinator(&quick).await;
+    let frontend = meeting.frontend().await;
+    let client = frontend.client().unwrap();
+    let requests = requests(&client).await;
+    let mut expected = Vec::new();
+    for request in &requests {
+        expected.push(stream(client.clone(), request.clone(), Arc::default()).await);
+    }
+    let answers =
+        disturbed(&client, &requests, || LocalCluster::signal(first.pid(), "KILL").unwrap()).await;
+    for (request, (answer, expected)) in requests.iter().zip(answers.iter().zip(&expected)) {
+        assert_eq!(answer, expected, "{request:?}");
+    }
+
+    // One that ends in order hands over its totals, too: what it had accepted is counted once.
+    let leader = second.client().unwrap();
+    let idle = async |client: &Client| {
+        let now = client.scrape().await.unwrap();
+        let now = sum(&now, "tutti_totals_checkpoint_timestamp_seconds");
+        let settled = |s: &Scrape| {
+            sum(s, "tutti_totals_checkpoint_timestamp_seconds") > now + 2.5
+                && sum(s, "tutti_requests_in_flight") == 0.0
+        };
+        let scrape = client.scrape_until(PATIENCE, settled).await.unwrap();
+        assert!(settled(&scrape));
+        check_invariants(&scrape);
+        scrape
+    };
+    // Something is to be counted, or nothing is written.
+    let short = || completion(json!({"max_tokens": 1}));
+    stream(client.clone(), short(), Arc::default()).await;
+    let before = idle(&leader).await;
+    let third = meeting.coordinator(&quick).await;
+    let end = || LocalCluster::signal(second.pid(), "TERM").unwrap();
+    let answers = disturbed(&client, &requests, end).await;
+    for (request, (answer, expected)) in requests.iter().zip(answers.iter().zip(&expected)) {
+        assert_eq!(answer, expected, "{request:?}");
+    }
+    assert!(second.wait_end().unwrap().success(), "{}", second.log());
+    let leader = third.client().unwrap();
+    let after = idle(&leader).await;
+    let more = |name| sum(&after, name) - sum(&before, name);
+    let tokens: u64 = expected.iter().map(|answer| answer.tokens.1).sum();
+    assert_eq!(more("tutti_generation_tokens_total"), tokens as f64);
+    let prompts = expected.iter().map(|it| it.tokens.0 * it.choices.len() as u64).sum::<u64>();
+    assert_eq!(more("tutti_prompt_tokens_total"), prompts as f64);
+    assert_eq!(more("tutti_time_to_first_token_seconds_count"), requests.len() as f64);
+    assert_eq!(more("tutti_requests_accepted_total"), 2.0 * requests.len() as f64);
+    assert_eq!(sum(&after, "tutti_requests_rejected_total"), 0.0);
+}
