@@ -215,6 +215,7 @@ fn widen_floats_body<const FMA: bool>(rows: &[Int4Row], room: &mut [PairRow; ROO
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::E2M1;
 
     #[test]
     fn every_float_is_exact_in_any_place() {

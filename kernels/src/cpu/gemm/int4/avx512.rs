@@ -57,7 +57,7 @@ pub(super) fn load_zeros(zeros: &[i8; 16]) -> __m512i {
 /// Converts 16 words to four pairs of bf16 each.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
-pub(super) fn four_pairs<const SYMMETRIC: bool>(
+fn four_pairs<const SYMMETRIC: bool>(
     words: &[u32; 16],
     zeros: __m512i,
     table: __m512i,
@@ -125,8 +125,9 @@ pub(super) fn difference([even, odd]: [__m512i; 2], pair: usize, table: __m512i)
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 fn look_up(table: __m512i, index: __m512i) -> __m512bh {
+    let found = _mm512_permutexvar_epi16(index, table);
     // SAFETY: both are 512 bits of plain data.
-    unsafe { std::mem::transmute::<__m512i, __m512bh>(_mm512_permutexvar_epi16(index, table)) }
+    unsafe { std::mem::transmute::<__m512i, __m512bh>(found) }
 }
 
 /// The lookup table of a panel's weights; zero points are to be subtracted before the lookup.

@@ -1,19 +1,19 @@
 //! Products of activations of one bf16 term, row by row, with 4-bit weights, by AVX-512 with bf16
 //! dot products.
 //!
-//! A tile that is alone converts weights in registers. Of several tiles, the first leaves what it
-//! converts in a piece of memory for the others. All of them scale a group's sums from registers
+//! A tile that is alone converts weights in registers. Of several tiles, one leaves what it converts
+//! in a piece of memory for the others. All of them scale a group's sums from registers
 //! into the outputs.
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use super::super::super::pack::{Int4Panel, PANEL};
 use super::super::{
-    Acc, BLOCK_PAIRS, FEW_TILES, Product, SMALL_BLOCK, TILE_ROWS, WIDE, num_tiles, tile_rows,
+    Acc, BLOCK_PAIRS, FEW_TILES, Product, SMALL_BLOCK, TILE_ROWS, num_tiles, tile_rows,
 };
 use super::Sums;
-use super::blocks::Block;
-use super::tile::{self, Four, converted, packed, row};
+use super::blocks::{Block, Piece};
+use super::tile::{self, Four, converted, packed};
 
 /// Most rows of words, four pairs each, that are converted for several tiles at a time.
 const ROOM: usize = BLOCK_PAIRS / 4;
@@ -46,6 +46,10 @@ enum Source {
     Room,
 }
 
+/// An inner loop: `packed` or `converted`.
+type Multiply<const M: usize> =
+    unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [Four], tile::Sums<'_, '_, M>);
+
 struct Tile<'a> {
     stride: usize,
     panel: usize,
@@ -58,14 +62,6 @@ struct Tile<'a> {
 impl Product<'_> {
     /// As [`Product::panels`], for 4-bit weights and activations of one term.
     pub(super) fn int4_one_term(&self, range: Range<usize>, stride: usize) {
-        if self.acts.rows == 1 {
-            // Zero points take registers, too.
-            let panel = range.clone().next().and_then(|first| self.weight.int4_panel(first));
-            return match panel.is_some_and(|panel| panel.is_symmetric()) {
-                true => self.int4_rows::<WIDE>(range),
-                false => self.int4_rows::<2>(range),
-            };
-        }
         let mut room = Room([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
         let tiles = num_tiles(self.acts.rows);
         for index in range {
@@ -107,11 +103,12 @@ impl Product<'_> {
             if num_tiles(rows) == 1 {
                 tile.source = Source::Packed;
             }
-            for (i, index) in tiles.clone().enumerate() {
+            // The last tile, which is never larger than others, converts: that takes registers.
+            for (i, index) in tiles.clone().enumerate().rev() {
                 let (rows, sums) = (tile_rows(rows, index), sums.get_mut(i));
-                // Only a single row makes a tile of one, and only two make one of two.
                 match rows.len() {
-                    ..=2 => self.block_tile::<2>(rows, &tile, room, sums),
+                    ..=1 => self.block_tile::<1>(rows, &tile, room, sums),
+                    2 => self.block_tile::<2>(rows, &tile, room, sums),
                     3 => self.block_tile::<3>(rows, &tile, room, sums),
                     4 => self.block_tile::<4>(rows, &tile, room, sums),
                     5 => self.block_tile::<5>(rows, &tile, room, sums),
@@ -131,7 +128,13 @@ impl Product<'_> {
     ) {
         let Tile { stride, panel, is_whole, ref block, source } = *tile;
         let mut cut = sums.and_then(|sums| sums.first_chunk_mut());
-        let is_symmetric = block.panel.is_symmetric();
+        let multiply: Multiply<M> = match (source, block.panel.is_symmetric()) {
+            (Source::Packed, true) => packed::<M, true, false>,
+            (Source::Packed, false) => packed::<M, false, false>,
+            (Source::Kept, true) => packed::<M, true, true>,
+            (Source::Kept, false) => packed::<M, false, true>,
+            (Source::Room, _) => converted::<M>,
+        };
         let mut run = |out: &mut [&mut Acc; M]| {
             let mut room = &mut room.0[..];
             for piece in block.pieces() {
@@ -142,27 +145,14 @@ impl Product<'_> {
                     &self.acts.words[(rows.start + i) * stride + first..][..4 * len]
                 });
                 let sums = tile::Sums { cut: cut.as_deref_mut(), out: &mut *out };
-                if let Source::Packed = source {
-                    // SAFETY: only an instruction set that this machine has lays out rows.
-                    unsafe {
-                        match is_symmetric {
-                            true => packed::<M, true, false>(&acts, piece, &mut [], sums),
-                            false => packed::<M, false, false>(&acts, piece, &mut [], sums),
-                        }
-                    }
-                    continue;
-                }
-                let (own, others) = room.split_at_mut(len);
+                let (own, others) = match source {
+                    Source::Packed => (&mut [][..], room),
+                    Source::Kept | Source::Room => room.split_at_mut(len),
+                };
                 room = others;
-                // SAFETY: as above. What reads the room does so after the first tile of the same
-                // block has left its weights there.
-                unsafe {
-                    match (source, is_symmetric) {
-                        (Source::Room, _) => converted::<M>(&acts, piece, own, sums),
-                        (_, true) => packed::<M, true, true>(&acts, piece, own, sums),
-                        (_, false) => packed::<M, false, true>(&acts, piece, own, sums),
-                    }
-                }
+                // SAFETY: only an instruction set that this machine has lays out rows. What reads
+                // the room does so after another tile of the same block has left its weights there.
+                unsafe { multiply(&acts, piece, own, sums) };
             }
         };
         let is_last = block.ends_panel();
@@ -188,34 +178,6 @@ impl Product<'_> {
             for row in rows {
                 self.finish(panel, self.columns(row, panel));
             }
-        }
-    }
-
-    /// One row times these panels, `P` at once as long as that many are left.
-    fn int4_rows<const P: usize>(&self, range: Range<usize>) {
-        let rest = range.end - range.len() % P;
-        for first in (range.start..rest).step_by(P) {
-            self.int4_row::<P>(first);
-        }
-        for panel in rest..range.end {
-            self.int4_row::<1>(panel);
-        }
-    }
-
-    /// One row times `P` panels.
-    fn int4_row<const P: usize>(&self, first: usize) {
-        let panels: [Option<Int4Panel<'_>>; P] =
-            std::array::from_fn(|i| self.weight.int4_panel(first + i));
-        let mut out = [[[0.0; 16]; 4]; P];
-        if panels.iter().flatten().all(Int4Panel::is_symmetric) {
-            // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { row::<P, true>(self.acts.words, &panels, &mut out) };
-        } else {
-            // SAFETY: as above.
-            unsafe { row::<P, false>(self.acts.words, &panels, &mut out) };
-        }
-        for (i, out) in out.iter().enumerate() {
-            self.store(0, first + i, out, true);
         }
     }
 }

@@ -9,16 +9,14 @@ use std::arch::x86_64::{
 };
 use std::mem::MaybeUninit;
 
-use super::super::super::pack::{Int4Group, Int4Panel, Int4Row, MIDDLE, PANEL, PairRow};
+use super::super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
 use super::super::Acc;
 use super::super::vector::{broadcast, load, load_bf16, store};
-use super::avx512::{
-    difference, differences, four_pairs, load_table, load_zeros, number, table_of,
-};
+use super::avx512::{difference, differences, load_table, load_zeros, number, table_of};
 use super::blocks::Piece;
 
 /// Prefetch distance, in rows of words.
-const AHEAD: usize = 16;
+const AHEAD: usize = 32;
 
 /// Four pairs in bf16, where they have been written.
 pub(super) type Four = [MaybeUninit<PairRow>; 4];
@@ -95,10 +93,10 @@ pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
 pub(super) unsafe fn converted<const M: usize>(
     rows: &[&[u32]; M],
     piece: &Piece<'_>,
-    room: &[Four],
+    room: &mut [Four],
     sums: Sums<'_, '_, M>,
 ) {
-    tile(rows, room, piece, sums, |_, four, pair| {
+    tile(rows, &*room, piece, sums, |_, four, pair| {
         // SAFETY: they have been written (the caller's promise).
         let row = unsafe { four[pair].assume_init_ref() };
         [load_bf16(&row[0]), load_bf16(&row[1]), load_bf16(&row[2]), load_bf16(&row[3])]
@@ -181,66 +179,4 @@ fn fetch_scales(group: &Int4Group<'_>) {
         // SAFETY: as in `fetch`.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(64 * line)) };
     }
-}
-
-/// One row times `P` panels: `out[p] = row * panels[p]`. After the row's last pair, `words`
-/// contains zeros.
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-pub(super) fn row<const P: usize, const SYMMETRIC: bool>(
-    words: &[u32],
-    panels: &[Option<Int4Panel<'_>>; P],
-    out: &mut [Acc; P],
-) {
-    let is_float = panels.iter().flatten().any(Int4Panel::is_float);
-    let table = load_table(table_of(is_float, SYMMETRIC));
-    let groups = panels.iter().flatten().map(Int4Panel::num_groups).min().unwrap_or(0);
-    for index in 0..groups {
-        let Some(groups) = all(panels, index) else { return };
-        let first = &groups[0];
-        // In groups of four pairs: those after the last pair are multiplied by zero.
-        let fours = words[first.first_pair..].as_chunks::<4>().0;
-        let fours = &fours[..first.rows.len()];
-        let rows: [&[[[u32; 16]; 4]]; P] = std::array::from_fn(|p| &groups[p].rows[..fours.len()]);
-        let mut zeros = [[_mm512_setzero_si512(); 4]; P];
-        if !SYMMETRIC {
-            for (zeros, group) in zeros.iter_mut().zip(&groups) {
-                let own = group.zeros.unwrap_or(const { &[MIDDLE; PANEL] });
-                for (to, own) in zeros.iter_mut().zip(own.as_chunks().0) {
-                    *to = load_zeros(own);
-                }
-            }
-        }
-        let mut sums = [[_mm512_setzero_ps(); 4]; P];
-        for (i, four) in fours.iter().enumerate() {
-            for p in 0..P {
-                fetch(&rows[p][i]);
-                for q in 0..4 {
-                    let pairs = four_pairs::<SYMMETRIC>(&rows[p][i][q], zeros[p][q], table);
-                    for (&word, pair) in four.iter().zip(pairs) {
-                        // SAFETY: both are 512 bits of plain data.
-                        let pair = unsafe { std::mem::transmute::<__m512i, __m512bh>(pair) };
-                        sums[p][q] = _mm512_dpbf16_ps(sums[p][q], broadcast(word), pair);
-                    }
-                }
-            }
-        }
-        for ((sums, group), out) in sums.iter().zip(&groups).zip(out.iter_mut()) {
-            for ((&sum, scales), out) in sums.iter().zip(group.scales.as_chunks().0).zip(out) {
-                store(out, _mm512_add_ps(load(out), _mm512_mul_ps(sum, load(scales))));
-            }
-        }
-    }
-}
-
-/// Group `index` of all panels.
-fn all<'a, const P: usize>(
-    panels: &[Option<Int4Panel<'a>>; P],
-    index: usize,
-) -> Option<[Int4Group<'a>; P]> {
-    let first = panels.first()?.as_ref()?.group(index);
-    let mut groups = [first; P];
-    for (to, panel) in groups.iter_mut().zip(panels) {
-        *to = panel.as_ref()?.group(index);
-    }
-    Some(groups)
 }
