@@ -1,8 +1,8 @@
 //! Products of activations of one bf16 term, row by row, with 4-bit weights, by AVX-512 with bf16
 //! dot products.
 //!
-//! A tile that is alone converts weights in registers. Of several tiles, one leaves what it converts
-//! in a piece of memory for the others. All of them scale a group's sums from registers
+//! A tile that is alone converts weights in registers. Of several tiles, one leaves what it
+//! converts in a piece of memory for the others. All of them scale a group's sums from registers
 //! into the outputs.
 use std::mem::MaybeUninit;
 use std::ops::Range;

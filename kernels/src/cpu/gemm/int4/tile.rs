@@ -1,8 +1,8 @@
 //! Inner loops of products of activations of one bf16 term with 4-bit weights, by AVX-512 with bf16
 //! dot products.
 //!
-//! A loop goes over one group, or a part of one, and everything that it does with the sums is in one
-//! function: so they stay in registers from the first pair to the scaled result.
+//! A loop goes over one group, or a part of one, and everything that it does with the sums is in
+//! one function: so they stay in registers from the first pair to the scaled result.
 use std::arch::x86_64::{
     __m512bh, __m512i, _MM_HINT_T0, _mm_prefetch, _mm512_add_ps, _mm512_dpbf16_ps, _mm512_mul_ps,
     _mm512_setzero_ps, _mm512_setzero_si512, _mm512_storeu_si512,
@@ -28,8 +28,8 @@ pub(super) struct Sums<'a, 'o, const M: usize> {
     pub(super) out: &'a mut [&'o mut Acc; M],
 }
 
-/// Multiplies a tile by a piece; leaves the converted weights in `room`, if `KEEP`. `rows` begin with
-/// the piece's first pair; after the last pair of all they contain zeros.
+/// Multiplies a tile by a piece; leaves the converted weights in `room`, if `KEEP`. `rows` begin
+/// with the piece's first pair; after the last pair of all they contain zeros.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
     rows: &[&[u32]; M],
