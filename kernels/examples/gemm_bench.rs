@@ -1,8 +1,10 @@
 //! How fast this machine multiplies:
-//! `cargo run --release -p kernels --example gemm_bench [THREADS]`.
+//! `cargo run --release -p kernels --example gemm_bench [THREADS] [ROWS,..] [INSTRUCTIONS]`,
+//! the last as in `avx512_bf16 bfloat16`, or a part of that.
 //!
 //! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
-//! show arithmetic. Prints; asserts nothing.
+//! show arithmetic. Formats of weights take turns, so that what else runs on the machine meets them
+//! alike. Prints; asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
@@ -11,70 +13,97 @@ use kernels::backend::{
     AttentionAt, AttentionShape, Batch, Buffer, DType, HostMatrix, KvShape, Scales, SeqRows,
 };
 use kernels::collective::single_rank;
-use kernels::cpu::{CpuBackend, Isa, Precision};
+use kernels::cpu::{CpuBackend, CpuMatrix, Isa, Precision};
 use kernels::error::KernelError;
 use kernels::weights::{Groups, Packed, Packing};
 
-/// Inputs of a group of 4 bits.
+/// Inputs of a group of 4-bit integers.
 const GROUP: usize = 128;
+/// Inputs of a group of 4-bit floats.
+const FLOAT_GROUP: usize = 32;
+/// Inputs and outputs of a matrix.
+const SHAPE: (usize, usize) = (2048, 5632);
+/// Matrices per format: together larger than the caches, in 4 bits too.
+const MATRICES: usize = 24;
 
 /// What weights are kept in.
 #[derive(Clone, Copy, PartialEq)]
 enum Format {
     Bf16,
     Int8,
-    /// With zeros of their own, or without.
-    Int4 {
-        symmetric: bool,
-    },
+    Int4,
+    /// With zero points.
+    Int4Zeros,
+    Mxfp4,
 }
 
-fn products(
-    isa: Isa,
-    precision: Precision,
-    format: Format,
-    threads: usize,
-) -> Result<(), KernelError> {
-    let (cols, rows) = (2048usize, 5632usize);
+impl Format {
+    const ALL: [Self; 5] = [Self::Bf16, Self::Int8, Self::Int4, Self::Int4Zeros, Self::Mxfp4];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+            Self::Int4 => "4 bits",
+            Self::Int4Zeros => "4 bits with zeros",
+            Self::Mxfp4 => "MXFP4",
+        }
+    }
+
+    /// Bytes per weight, in memory.
+    fn size(self) -> f64 {
+        match self {
+            Self::Bf16 => 2.0,
+            Self::Int8 => 1.0,
+            Self::Int4 => 0.5 + 4.0 / GROUP as f64,
+            Self::Int4Zeros => 0.5 + 5.0 / GROUP as f64,
+            Self::Mxfp4 => 0.5 + 4.0 / FLOAT_GROUP as f64,
+        }
+    }
+
+    fn load(self, backend: &mut CpuBackend) -> Result<CpuMatrix, KernelError> {
+        let (cols, rows) = SHAPE;
+        let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
+        let (data, col_start, row_stride) = (&bytes[..], 0, cols);
+        let scales = None;
+        let plain =
+            HostMatrix { data, dtype: DType::Bf16, rows, cols, col_start, row_stride, scales };
+        let is_float = self == Self::Mxfp4;
+        let group = if is_float { FLOAT_GROUP } else { GROUP };
+        // Scales of floats are powers of two near 1.
+        let powers = vec![127; cols * rows / FLOAT_GROUP];
+        let packed = Packed {
+            packing: if is_float { Packing::Mxfp4 { step: 1 } } else { Packing::Compressed },
+            bits: 4,
+            rows,
+            cols,
+            words: &bytes,
+            zeros: (self == Self::Int4Zeros).then_some(&bytes),
+            scales: if is_float { &powers } else { &bytes },
+            scale_type: if is_float { DType::E8M0 } else { DType::Bf16 },
+            num_groups: cols / group,
+            groups: Groups::Even(group),
+            first_row: 0,
+        };
+        let scales = Some(Scales::Packed(packed));
+        let four = HostMatrix { data: &[], dtype: DType::Packed, scales, ..plain };
+        match self {
+            Self::Int8 => backend.load_int8_matrix(&[plain]),
+            Self::Bf16 => backend.load_matrix(&[plain]),
+            Self::Int4 | Self::Int4Zeros | Self::Mxfp4 => backend.load_matrix(&[four]),
+        }
+    }
+}
+
+fn products(isa: Isa, precision: Precision, threads: usize) -> Result<(), KernelError> {
+    let (cols, rows) = SHAPE;
     let mut backend = CpuBackend::with_isa(threads, isa, precision, single_rank())?;
-    let bytes: Vec<u8> = (0..cols * rows).flat_map(|i| [(i * 37) as u8, 0x3B]).collect();
-    let plain = HostMatrix {
-        data: &bytes,
-        dtype: DType::Bf16,
-        rows,
-        cols,
-        col_start: 0,
-        row_stride: cols,
-        scales: None,
-    };
-    let packed = Packed {
-        packing: Packing::Compressed,
-        bits: 4,
-        rows,
-        cols,
-        words: &bytes,
-        zeros: (format != Format::Int4 { symmetric: true }).then_some(&bytes),
-        scales: &bytes,
-        scale_type: DType::Bf16,
-        num_groups: cols / GROUP,
-        groups: Groups::Even(GROUP),
-        first_row: 0,
-    };
-    let scales = Some(Scales::Packed(packed));
-    let four = HostMatrix { data: &[], dtype: DType::Packed, scales, ..plain };
-    let mut load = || match format {
-        Format::Int8 => backend.load_int8_matrix(&[plain]),
-        Format::Bf16 => backend.load_matrix(&[plain]),
-        Format::Int4 { .. } => backend.load_matrix(&[four]),
-    };
-    // Together larger than the caches, in 4 bits too.
-    let matrices = (0..24).map(|_| load()).collect::<Result<Vec<_>, KernelError>>()?;
-    let (size, format) = match format {
-        Format::Bf16 => (2.0, "bf16"),
-        Format::Int8 => (1.0, "int8"),
-        Format::Int4 { symmetric: true } => (0.5 + 4.0 / GROUP as f64, "4 bits"),
-        Format::Int4 { symmetric: false } => (0.5 + 5.0 / GROUP as f64, "4 bits less zeros"),
-    };
+    let mut matrices = Vec::new();
+    for format in Format::ALL {
+        for _ in 0..MATRICES {
+            matrices.push(format.load(&mut backend)?);
+        }
+    }
     for m in std::env::args().nth(2).map_or_else(
         || vec![1usize, 2, 4, 8, 16, 32, 64, 512],
         |n| n.split(",").filter_map(|n| n.parse().ok()).collect(),
@@ -82,23 +111,34 @@ fn products(
         let mut x = backend.new_buffer(m, cols)?;
         x.values_mut().iter_mut().enumerate().for_each(|(i, x)| *x = (i % 101) as f32 * 0.01);
         let mut out = backend.new_buffer(m, rows)?;
-        let calls = (600 / m).clamp(3, 120);
-        let mut times = Vec::new();
-        for call in 0..calls + 2 {
-            let start = Instant::now();
-            backend.linear(&x, &matrices[call % matrices.len()], None, &mut out)?;
-            times.push(start.elapsed().as_secs_f64());
+        let mut times = [const { Vec::new() }; Format::ALL.len()];
+        // Some calls of one format, then some of the next; the first of each is not counted.
+        let (turns, calls) = ((200 / m).clamp(6, 24), (48 / m).clamp(2, 12));
+        for turn in 0..turns {
+            for (matrices, times) in matrices.chunks(MATRICES).zip(&mut times) {
+                for call in 0..=calls {
+                    let matrix = &matrices[(turn * (calls + 1) + call) % MATRICES];
+                    let start = Instant::now();
+                    backend.linear(&x, matrix, None, &mut out)?;
+                    if call > 0 {
+                        times.push(start.elapsed().as_secs_f64());
+                    }
+                }
+            }
         }
-        times.drain(..2);
-        times.sort_by(f64::total_cmp);
-        let median = times[times.len() / 2];
-        println!(
-            "{}, {format}: {m} x {cols} x {rows}: {:.0} us, {:.1} GB/s of weights, {:.0} GFLOP/s",
-            backend.describe(),
-            median * 1e6,
-            (cols * rows) as f64 * size / median / 1e9,
-            (2 * m * cols * rows) as f64 / median / 1e9
-        );
+        for (format, times) in Format::ALL.into_iter().zip(&mut times) {
+            times.sort_by(f64::total_cmp);
+            let median = times[times.len() / 2];
+            println!(
+                "{}, {}: {m} x {cols} x {rows}: {:.0} us, at best {:.0}, {:.1} GB/s of weights, {:.0} GFLOP/s",
+                backend.describe(),
+                format.name(),
+                median * 1e6,
+                times[0] * 1e6,
+                (cols * rows) as f64 * format.size() / median / 1e9,
+                (2 * m * cols * rows) as f64 / median / 1e9
+            );
+        }
     }
     Ok(())
 }
@@ -158,18 +198,14 @@ fn attention(isa: Isa, precision: Precision, threads: usize) -> Result<(), Kerne
 
 fn main() -> Result<(), KernelError> {
     let threads = std::env::args().nth(1).and_then(|n| n.parse().ok()).unwrap_or(1);
+    let wanted = std::env::args().nth(3).unwrap_or_default();
     for isa in Isa::ALL.into_iter().filter(|isa| isa.is_supported()) {
-        for precision in [Precision::Float32, Precision::Bfloat16] {
-            for format in [
-                Format::Bf16,
-                Format::Int8,
-                Format::Int4 { symmetric: true },
-                Format::Int4 { symmetric: false },
-            ] {
-                products(isa, precision, format, threads)?;
-            }
+        let precisions = [Precision::Float32, Precision::Bfloat16];
+        let precisions = precisions.into_iter().filter(|p| format!("{isa} {p}").contains(&wanted));
+        for precision in precisions.clone() {
+            products(isa, precision, threads)?;
         }
-        for precision in [Precision::Float32, Precision::Bfloat16] {
+        for precision in precisions {
             attention(isa, precision, threads)?;
         }
     }

@@ -152,8 +152,9 @@ impl Four {
 
 /// (outputs, (inputs of the tensor, first taken, number taken), inputs per group): one input, one
 /// group, a partial last group and partial words, first groups that are cut, groups of several
-/// blocks of pairs, partial panels.
-const SHAPES: [(usize, (usize, usize, usize), usize); 9] = [
+/// blocks of pairs, more groups or a longer one than many rows' weights are converted of at a time,
+/// partial panels.
+const SHAPES: [(usize, (usize, usize, usize), usize); 11] = [
     (1, (1, 0, 1), 8),
     (65, (7, 0, 7), 7),
     (64, (40, 0, 40), 16),
@@ -163,6 +164,8 @@ const SHAPES: [(usize, (usize, usize, usize), usize); 9] = [
     (64, (64, 33, 20), 64),
     (300, (331, 0, 331), 331),
     (320, (512, 0, 512), 128),
+    (70, (2304, 0, 2304), 128),
+    (66, (2500, 0, 2500), 2200),
 ];
 
 #[test]
@@ -240,6 +243,8 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
             (704, (200, 0, 200), 64, true),
             (384, (1000, 40, 900), 96, true),
             (128, (600, 0, 600), 600, false),
+            (128, (2328, 24, 2304), 128, false),
+            (128, (2500, 0, 2500), 2200, true),
         ] {
             let cols = taken.2;
             let weight =

@@ -79,6 +79,16 @@ type ActPair<const M: usize> = [[u32; M]; 2];
 /// The sums of one row over a panel.
 type Acc = [[f32; 16]; 4];
 
+/// Weights converted to bf16. Aligned, so that no vector lies in two cache lines.
+#[repr(C, align(64))]
+struct Room<const PAIRS: usize>([PairRow; PAIRS]);
+
+impl<const PAIRS: usize> Room<PAIRS> {
+    fn new() -> Self {
+        Self([[[0; 16]; 4]; PAIRS])
+    }
+}
+
 /// The destination of a product.
 pub(crate) struct Output<'a> {
     /// `[rows, stride]`.
@@ -184,8 +194,8 @@ impl Product<'_> {
         // No larger than needed: clearing it takes time.
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),
-            FEW_PAIRS => self.panels_in(range, &mut [[[0; 16]; 4]; FEW_PAIRS]),
-            _ => self.panels_in(range, &mut [[[0; 16]; 4]; ROOM_PAIRS]),
+            FEW_PAIRS => self.panels_in(range, &mut Room::<FEW_PAIRS>::new().0),
+            _ => self.panels_in(range, &mut Room::<ROOM_PAIRS>::new().0),
         }
     }
 

@@ -22,7 +22,7 @@ mod int4;
 mod rows;
 
 use int4::{Int4, Int4Elements};
-pub(crate) use int4::{Int4Group, Int4Panel, MIDDLE};
+pub(crate) use int4::{Int4Group, Int4Panel, Int4Row, MIDDLE};
 use rows::pack_all;
 
 /// Outputs per panel.

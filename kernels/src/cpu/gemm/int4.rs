@@ -3,29 +3,25 @@
 //! times the group's scale is added to the output, group by group in ascending order. That product
 //! and that addition are rounded separately on all instruction sets. So a row gets the same bits
 //! alone and in a batch.
-#[cfg(target_arch = "x86_64")]
-use std::arch::x86_64::{
-    __m512bh, __m512i, _mm_loadu_si128, _mm512_add_ps, _mm512_and_si512, _mm512_cvtepi8_epi32,
-    _mm512_dpbf16_ps, _mm512_loadu_si512, _mm512_mul_ps, _mm512_or_si512, _mm512_permutexvar_epi16,
-    _mm512_set1_epi8, _mm512_setzero_ps, _mm512_setzero_si512, _mm512_slli_epi32,
-    _mm512_srli_epi16, _mm512_storeu_si512, _mm512_sub_epi8,
-};
+//!
+//! - `blocks`: which groups are converted together
+//! - `avx512`: conversion to bf16 by AVX-512
+//! - `one_term`: products of activations of one bf16 term, `tile` their inner loops
 use std::ops::Range;
 
 use super::super::isa::{Isa, multiversion};
-use super::super::pack::{Int4Group, MIDDLE, PANEL, PairRow};
-#[cfg(target_arch = "x86_64")]
-use super::super::pack::{Int4Panel, PairRows};
-#[cfg(target_arch = "x86_64")]
-use super::WIDE;
+use super::super::pack::{Int4Group, Int4Row, MIDDLE, PANEL, PairRow};
 use super::layout::Layout;
+use super::{Acc, Product, Room, TILE_ROWS, num_tiles, tile_rows};
+
 #[cfg(target_arch = "x86_64")]
-use super::one_term::{self, Ahead};
+mod avx512;
 #[cfg(target_arch = "x86_64")]
-use super::vector::{broadcast, load, store};
-use super::{Acc, Product, TILE_ROWS, num_tiles, tile, tile_rows};
+mod blocks;
 #[cfg(target_arch = "x86_64")]
-use crate::weights::E2M1;
+mod one_term;
+#[cfg(target_arch = "x86_64")]
+mod tile;
 
 /// Pairs converted to bf16 at a time: 16 KiB, which stay in the L1 cache for all tiles of a block.
 const ROOM: usize = 64;
@@ -35,52 +31,21 @@ const BLOCK_TILES: usize = 8;
 /// The group sums of each row of a tile.
 type Sums = [Acc; TILE_ROWS];
 
+/// The sums of a block of tiles, aligned as [`Room`] is.
+#[repr(C, align(64))]
+struct BlockSums([Sums; BLOCK_TILES]);
+
 impl Product<'_> {
     /// As [`Product::panels`], for 4-bit weights.
     pub(super) fn int4_panels(&self, range: Range<usize>) {
         #[cfg(target_arch = "x86_64")]
-        if let (Layout::Rows { .. }, 1) = (self.acts.layout, self.acts.rows) {
-            // Zero points take registers, too.
-            let panel = range.clone().next().and_then(|first| self.weight.int4_panel(first));
-            return match panel.is_some_and(|panel| panel.is_symmetric()) {
-                true => self.int4_rows::<WIDE>(range),
-                false => self.int4_rows::<2>(range),
-            };
+        if let Layout::Rows { stride } = self.acts.layout {
+            return self.int4_one_term(range, stride);
         }
-        let mut room = [[[0; 16]; 4]; ROOM];
-        let mut sums = [[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES];
+        let mut room = Room::<ROOM>::new();
+        let mut sums = BlockSums([[[[0.0; 16]; 4]; TILE_ROWS]; BLOCK_TILES]);
         for panel in range {
-            self.int4_tiles(panel, &mut room, &mut sums);
-        }
-    }
-
-    /// One row times these panels, `P` at once as long as that many are left.
-    #[cfg(target_arch = "x86_64")]
-    fn int4_rows<const P: usize>(&self, range: Range<usize>) {
-        let rest = range.end - range.len() % P;
-        for first in (range.start..rest).step_by(P) {
-            self.int4_row::<P>(first);
-        }
-        for panel in rest..range.end {
-            self.int4_row::<1>(panel);
-        }
-    }
-
-    /// One row times `P` panels.
-    #[cfg(target_arch = "x86_64")]
-    fn int4_row<const P: usize>(&self, first: usize) {
-        let panels: [Option<Int4Panel<'_>>; P] =
-            std::array::from_fn(|i| self.weight.int4_panel(first + i));
-        let mut out = [[[0.0; 16]; 4]; P];
-        if panels.iter().flatten().all(Int4Panel::is_symmetric) {
-            // SAFETY: only an instruction set that this machine has lays out rows.
-            unsafe { row::<P, true>(self.acts.words, &panels, &mut out) };
-        } else {
-            // SAFETY: as above.
-            unsafe { row::<P, false>(self.acts.words, &panels, &mut out) };
-        }
-        for (i, out) in out.iter().enumerate() {
-            self.store(0, first + i, out, true);
+            self.int4_tiles(panel, &mut room.0, &mut sums.0);
         }
     }
 
@@ -148,27 +113,13 @@ impl Product<'_> {
         first: bool,
     ) {
         let Some(sums) = sums.first_chunk_mut::<M>() else { return };
-        match self.acts.layout {
-            Layout::Tiles => {
-                let all_pairs = self.weight.num_pairs();
-                let words = &self.acts.words[rows.start * all_pairs * 2..rows.end * all_pairs * 2];
-                let acts = &words.as_chunks::<M>().0.as_chunks::<2>().0[pairs];
-                if first {
-                    *sums = [[[0.0; 16]; 4]; M];
-                }
-                tile(self.isa, acts, weights, sums);
-            }
-            #[cfg(target_arch = "x86_64")]
-            Layout::Rows { stride } => {
-                let acts: [&[u32]; M] = std::array::from_fn(|i| {
-                    &self.acts.words[(rows.start + i) * stride..][pairs.clone()]
-                });
-                let ahead = Ahead { line: 0, lines: 0, distance: 0 };
-                let (weights, mut sums) = (PairRows::Bf16(weights), sums.each_mut());
-                // SAFETY: only an instruction set that this machine has lays out rows.
-                unsafe { one_term::tile(&acts, weights, &mut [], &mut sums, first, ahead) };
-            }
+        let all_pairs = self.weight.num_pairs();
+        let words = &self.acts.words[rows.start * all_pairs * 2..rows.end * all_pairs * 2];
+        let acts = &words.as_chunks::<M>().0.as_chunks::<2>().0[pairs];
+        if first {
+            *sums = [[[0.0; 16]; 4]; M];
         }
+        super::tile(self.isa, acts, weights, sums);
     }
 }
 
@@ -205,7 +156,7 @@ fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairR
     match isa {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the backend refuses an instruction set that this machine lacks.
-        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { widen_512(rows, group, room) },
+        Isa::Avx512Bf16 | Isa::Avx512 => unsafe { avx512::widen(rows, group, room) },
         _ if group.is_float => widen_floats(isa, rows, room),
         _ => widen_rows(isa, rows, group.zeros, room),
     }
@@ -213,12 +164,12 @@ fn widen(isa: Isa, group: &Int4Group<'_>, range: Range<usize>, room: &mut [PairR
 
 multiversion! {
     /// Converts `rows` (four pairs each) minus their zero points; `room` is large enough.
-    fn widen_rows(rows: &[[[u32; 16]; 4]], zeros: Option<&[i8; PANEL]>, room: &mut [PairRow; ROOM]) = widen_body
+    fn widen_rows(rows: &[Int4Row], zeros: Option<&[i8; PANEL]>, room: &mut [PairRow; ROOM]) = widen_body
 }
 
 #[inline(always)]
 fn widen_body<const FMA: bool>(
-    rows: &[[[u32; 16]; 4]],
+    rows: &[Int4Row],
     zeros: Option<&[i8; PANEL]>,
     room: &mut [PairRow; ROOM],
 ) {
@@ -239,11 +190,11 @@ fn widen_body<const FMA: bool>(
 
 multiversion! {
     /// Converts `rows` of floats (four pairs each); `room` is large enough.
-    fn widen_floats(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) = widen_floats_body
+    fn widen_floats(rows: &[Int4Row], room: &mut [PairRow; ROOM]) = widen_floats_body
 }
 
 #[inline(always)]
-fn widen_floats_body<const FMA: bool>(rows: &[[[u32; 16]; 4]], room: &mut [PairRow; ROOM]) {
+fn widen_floats_body<const FMA: bool>(rows: &[Int4Row], room: &mut [PairRow; ROOM]) {
     // Twice the value, which is an integer: not all instruction sets can look up sixteen values.
     let worth = |bits: u32| {
         let (exponent, mantissa) = (bits >> 1 & 3, bits & 1);
@@ -261,180 +212,10 @@ fn widen_floats_body<const FMA: bool>(rows: &[[[u32; 16]; 4]], room: &mut [PairR
     }
 }
 
-/// The values of 5 bits in bf16, all 32 looked up at once: with `SYMMETRIC`, the lower four bits
-/// minus 8; otherwise all five as a signed integer.
-#[cfg(target_arch = "x86_64")]
-const fn table<const SYMMETRIC: bool>() -> [u16; 32] {
-    let mut table = [0; 32];
-    let mut index = 0;
-    while index < 32 {
-        let value = match SYMMETRIC {
-            true => (index & 15) as i32 - 8,
-            false if index < 16 => index as i32,
-            false => index as i32 - 32,
-        };
-        table[index] = ((value as f32).to_bits() >> 16) as u16;
-        index += 1;
-    }
-    table
-}
-
-/// The same for floats: the values of the lower four bits.
-#[cfg(target_arch = "x86_64")]
-const FLOATS: [u16; 32] = {
-    let mut table = [0; 32];
-    let mut index = 0;
-    while index < 32 {
-        table[index] = (E2M1[index & 15].to_bits() >> 16) as u16;
-        index += 1;
-    }
-    table
-};
-
-/// Loads a lookup table.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw")]
-#[inline]
-fn load_table(table: &[u16; 32]) -> __m512i {
-    // SAFETY: the array has 64 bytes.
-    unsafe { _mm512_loadu_si512(table.as_ptr().cast()) }
-}
-
-/// The zero points of 16 outputs, copied to all bytes of their words.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw")]
-#[inline]
-fn load_zeros(zeros: &[i8; 16]) -> __m512i {
-    // SAFETY: the array has 16 bytes.
-    let zeros = _mm512_cvtepi8_epi32(unsafe { _mm_loadu_si128(zeros.as_ptr().cast()) });
-    let zeros = _mm512_or_si512(zeros, _mm512_slli_epi32::<8>(zeros));
-    _mm512_or_si512(zeros, _mm512_slli_epi32::<16>(zeros))
-}
-
-/// Converts 16 words to four pairs of bf16 each.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw")]
-#[inline]
-fn four_pairs<const SYMMETRIC: bool>(
-    words: &[u32; 16],
-    zeros: __m512i,
-    table: __m512i,
-) -> [__m512i; 4] {
-    // SAFETY: the array has 64 bytes.
-    let words = unsafe { _mm512_loadu_si512(words.as_ptr().cast()) };
-    let shifted = _mm512_srli_epi16::<4>(words);
-    // The lookup uses only the lower five bits.
-    let [even, odd] = match SYMMETRIC {
-        true => [words, shifted],
-        false => [words, shifted].map(|words| {
-            let integers = _mm512_and_si512(words, _mm512_set1_epi8(15));
-            _mm512_sub_epi8(integers, zeros)
-        }),
-    };
-    let pairs = [even, odd, _mm512_srli_epi16::<8>(even), _mm512_srli_epi16::<8>(odd)];
-    pairs.map(|pair| _mm512_permutexvar_epi16(pair, table))
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn widen_512(rows: &[[[u32; 16]; 4]], group: &Int4Group<'_>, room: &mut [PairRow; ROOM]) {
-    match group.zeros {
-        _ if group.is_float => widen_512_of::<true>(rows, &[0; PANEL], &FLOATS, room),
-        Some(zeros) => {
-            widen_512_of::<false>(rows, zeros, const { &table::<false>() }, room);
-        }
-        None => widen_512_of::<true>(rows, &[0; PANEL], const { &table::<true>() }, room),
-    }
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw")]
-#[inline]
-fn widen_512_of<const SYMMETRIC: bool>(
-    rows: &[[[u32; 16]; 4]],
-    zeros: &[i8; PANEL],
-    table: &[u16; 32],
-    room: &mut [PairRow; ROOM],
-) {
-    let table = load_table(table);
-    for (quarter, zeros) in zeros.as_chunks::<16>().0.iter().enumerate() {
-        let zeros = load_zeros(zeros);
-        for (row, out) in rows.iter().zip(room.as_chunks_mut::<4>().0) {
-            let pairs = four_pairs::<SYMMETRIC>(&row[quarter], zeros, table);
-            for (pair, out) in pairs.into_iter().zip(out) {
-                // SAFETY: the array has 64 bytes.
-                unsafe { _mm512_storeu_si512(out[quarter].as_mut_ptr().cast(), pair) };
-            }
-        }
-    }
-}
-
-/// One row times `P` panels: `out[p] = row * panels[p]`. After the row's last pair, `words`
-/// contains zeros.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
-fn row<const P: usize, const SYMMETRIC: bool>(
-    words: &[u32],
-    panels: &[Option<Int4Panel<'_>>; P],
-    out: &mut [Acc; P],
-) {
-    let is_float = panels.iter().flatten().any(Int4Panel::is_float);
-    let table = load_table(if is_float { &FLOATS } else { const { &table::<SYMMETRIC>() } });
-    let groups = panels.iter().flatten().map(Int4Panel::num_groups).min().unwrap_or(0);
-    for index in 0..groups {
-        let Some(groups) = all(panels, index) else { return };
-        let first = &groups[0];
-        // In groups of four pairs: those after the last pair are multiplied by zero.
-        let fours = words[first.first_pair..].as_chunks::<4>().0;
-        let fours = &fours[..first.rows.len()];
-        let rows: [&[[[u32; 16]; 4]]; P] = std::array::from_fn(|p| &groups[p].rows[..fours.len()]);
-        let mut zeros = [[_mm512_setzero_si512(); 4]; P];
-        if !SYMMETRIC {
-            for (zeros, group) in zeros.iter_mut().zip(&groups) {
-                let own = group.zeros.unwrap_or(const { &[MIDDLE; PANEL] });
-                for (to, own) in zeros.iter_mut().zip(own.as_chunks().0) {
-                    *to = load_zeros(own);
-                }
-            }
-        }
-        let mut sums = [[_mm512_setzero_ps(); 4]; P];
-        for (i, four) in fours.iter().enumerate() {
-            for p in 0..P {
-                for q in 0..4 {
-                    let pairs = four_pairs::<SYMMETRIC>(&rows[p][i][q], zeros[p][q], table);
-                    for (&word, pair) in four.iter().zip(pairs) {
-                        // SAFETY: both are 512 bits of plain data.
-                        let pair = unsafe { std::mem::transmute::<__m512i, __m512bh>(pair) };
-                        sums[p][q] = _mm512_dpbf16_ps(sums[p][q], broadcast(word), pair);
-                    }
-                }
-            }
-        }
-        for ((sums, group), out) in sums.iter().zip(&groups).zip(out.iter_mut()) {
-            for ((&sum, scales), out) in sums.iter().zip(group.scales.as_chunks().0).zip(out) {
-                store(out, _mm512_add_ps(load(out), _mm512_mul_ps(sum, load(scales))));
-            }
-        }
-    }
-}
-
-/// Group `index` of all panels.
-#[cfg(target_arch = "x86_64")]
-fn all<'a, const P: usize>(
-    panels: &[Option<Int4Panel<'a>>; P],
-    index: usize,
-) -> Option<[Int4Group<'a>; P]> {
-    let first = panels.first()?.as_ref()?.group(index);
-    let mut groups = [first; P];
-    for (to, panel) in groups.iter_mut().zip(panels) {
-        *to = panel.as_ref()?.group(index);
-    }
-    Some(groups)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::weights::E2M1;
 
     #[test]
     fn every_float_is_exact_in_any_place() {

@@ -200,12 +200,6 @@ impl<'a> Int4Panel<'a> {
         self.zeros.is_none()
     }
 
-    /// Whether the weights are floats rather than integers.
-    #[cfg(target_arch = "x86_64")]
-    pub(crate) fn is_float(&self) -> bool {
-        self.groups.is_float
-    }
-
     pub(crate) fn group(&self, index: usize) -> Int4Group<'a> {
         let Int4Groups { first_len, len, .. } = self.groups;
         let edge = |index: usize| match index {
