@@ -14,6 +14,7 @@
 //! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
 //! - [`promtool`]: Prometheus's linter of pages
 //! - [`models`]: the model folders and their golden values
+//! - [`tools`]: programs of others: etcd, Prometheus, promtool
 #![forbid(unsafe_code)]
 
 pub mod adapters;
@@ -30,3 +31,4 @@ pub mod models;
 pub mod promtool;
 pub mod relay;
 pub mod scrape;
+pub mod tools;
