@@ -13,6 +13,7 @@
 //! - `operate`, `asking`: commands to a running cluster, and how they reach it
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
 //! - `options`, `config_file`: options and files of them
+//! - `reference`: the page of all options
 //! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: parts of the options, and vLLM's
 //!   names for them
 //! - `secret`, `core_dumps`: the cluster's secret; no core dumps that would show it
@@ -39,6 +40,7 @@ mod open_files;
 mod operate;
 mod options;
 mod output;
+mod reference;
 mod resources;
 mod secret;
 mod serve;
@@ -123,6 +125,10 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
         }
         Command::Metrics(args) => {
             print_line(&catalogue(args.markdown));
+            Ok(())
+        }
+        Command::Options(args) => {
+            print_line(&reference::text(&options::command(), &args));
             Ok(())
         }
         Command::CheckConfig(args) => config_file::check(&args.file).map(|(keys, refusal)| {

@@ -21,7 +21,7 @@ impl MappedFile {
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
         // SAFETY: the map is read only and private to this process. A model file that is changed
-        // or truncated while it is mapped is outside of what can be checked for good; operations.md
+        // or truncated while it is mapped is outside of what can be checked for good; security.md
         // tells operators to replace model folders, not to write into them, and `len_now` finds
         // most of those that were cut.
         let map = unsafe { Mmap::map(&file)? };

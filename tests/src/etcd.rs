@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::certificates::Certificates;
 use crate::fleet::free_port;
-use crate::models::repository;
+use crate::tools;
 
 /// A running member of etcd.
 #[derive(Debug)]
@@ -27,14 +27,6 @@ struct Member {
     quota: Option<u64>,
     /// Names and addresses of all members, in etcd's format.
     cluster: String,
-}
-
-/// The program: in PATH, or where `tests/run` unpacks it.
-fn program() -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    let unpacked = repository().join("target/tools/usr/bin");
-    let folders = std::env::split_paths(&path).chain([unpacked]);
-    folders.map(|folder| folder.join("etcd")).find(|file| file.is_file())
 }
 
 impl Etcd {
@@ -103,7 +95,7 @@ impl Etcd {
         count: usize,
         certificates: Option<&Certificates>,
     ) -> Result<Option<Vec<Self>>, String> {
-        let Some(program) = program() else {
+        let Some(program) = tools::find("etcd") else {
             if std::env::var_os("CI").is_some() {
                 return Err("etcd is needed in continuous integration".to_owned());
             }

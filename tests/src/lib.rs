@@ -14,6 +14,7 @@
 //! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
 //! - [`promtool`]: Prometheus's linter of pages
 //! - [`models`]: the model folders and their golden values
+//! - [`tools`]: programs of others: etcd, Prometheus, promtool
 //! - [`wait`]: waiting for something with a bound
 #![forbid(unsafe_code)]
 
@@ -31,4 +32,5 @@ pub mod models;
 pub mod promtool;
 pub mod relay;
 pub mod scrape;
+pub mod tools;
 pub mod wait;

@@ -2,6 +2,8 @@
 use std::io::{self, Write as _};
 use std::process::{Command, Stdio};
 
+use crate::tools;
+
 /// The output of `promtool check metrics` for a page; empty if it finds nothing. `None` where the
 /// tool is missing; it comes with the Prometheus server.
 ///
@@ -9,21 +11,20 @@ use std::process::{Command, Stdio};
 /// When it cannot be run; in continuous integration, also when it is missing; and when it fails
 /// without any output.
 pub fn check_metrics(page: &str) -> io::Result<Option<String>> {
-    let child = Command::new("promtool")
+    let Some(program) = tools::find("promtool") else {
+        if std::env::var_os("CI").is_some() {
+            return Err(io::Error::other("promtool is needed in continuous integration"));
+        }
+        let notice = b"promtool is not here; the linter was not asked (tests/run gets it)\n";
+        io::stderr().write_all(notice)?;
+        return Ok(None);
+    };
+    let mut child = Command::new(program)
         .args(["check", "metrics"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        .spawn();
-    let mut child = match child {
-        Ok(child) => child,
-        Err(error) if std::env::var_os("CI").is_none() => {
-            let notice = format!("promtool is not here ({error}); the linter was not asked\n");
-            io::stderr().write_all(notice.as_bytes())?;
-            return Ok(None);
-        }
-        Err(error) => return Err(error),
-    };
+        .spawn()?;
     if let Some(mut stdin) = child.stdin.take() {
         stdin.write_all(page.as_bytes())?;
     }

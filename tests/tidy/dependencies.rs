@@ -106,6 +106,46 @@ fn bincode_is_hidden(files: &[File]) -> Vec<String> {
     findings
 }
 
+/// Dependencies that no source of their crate names, and why they are there.
+const NOT_NAMED: [(&str, &str); 1] = [
+    // Fetched so that .cargo/protoc finds it.
+    ("shared", "protoc-bin-vendored"),
+];
+
+/// Dependencies in manifests that no source of their crate names.
+fn unused_dependencies(manifests: &[File], sources: &[File]) -> Vec<String> {
+    let mut findings = Vec::new();
+    for manifest in manifests {
+        let Some((owner, _)) = manifest.path.split_once('/') else { continue };
+        let folder = format!("{owner}/");
+        let of_owner = sources.iter().filter(|file| file.path.starts_with(&folder));
+        let code: Vec<String> = of_owner.map(|file| split(&file.text).code).collect();
+        let table: toml::Table = manifest.text.parse().unwrap_or_default();
+        for name in dependency_keys(&table) {
+            let in_code = name.replace('-', "_");
+            let known = NOT_NAMED.contains(&(owner, name.as_str()));
+            if !known && code.iter().all(|code| crate_mentions(code, &in_code).is_empty()) {
+                findings.push(format!("{}: no source names {name}", manifest.path));
+            }
+        }
+    }
+    findings
+}
+
+/// The names by which a manifest's dependencies are known to its sources.
+fn dependency_keys(manifest: &toml::Table) -> BTreeSet<String> {
+    let mut names = BTreeSet::new();
+    for (key, table) in manifest.iter().filter_map(|(key, it)| Some((key, it.as_table()?))) {
+        if key.ends_with("dependencies") {
+            names.extend(table.keys().cloned());
+        } else if key == "target" {
+            let targets = table.values().filter_map(toml::Value::as_table);
+            names.extend(targets.flat_map(dependency_keys));
+        }
+    }
+    names
+}
+
 /// What lies below the seam between the HTTP front end and the engine.
 const BELOW_THE_SEAM: [&str; 3] = ["crate::cluster", "crate::replica", "crate::scheduler"];
 
@@ -159,6 +199,24 @@ fn only_the_wire_module_names_bincode() {
     let mut files = tree::rust_files();
     files.extend(manifests());
     crate::assert_kept("bincode is hidden", &bincode_is_hidden(&files));
+}
+
+#[test]
+fn every_dependency_is_used() {
+    let (manifests, sources) = (manifests(), tree::rust_files());
+    crate::assert_kept("dependencies", &unused_dependencies(&manifests, &sources));
+
+    let manifest = |text| [File::sample("kernels/Cargo.toml", text)];
+    let rule = |text, path, source| {
+        unused_dependencies(&manifest(text), &[File::sample(path, source)]).len()
+    };
+    let named = "[dev-dependencies]\na-b.workspace = true";
+    assert_eq!(rule(named, "kernels/src/x.rs", "use a_b::c;"), 0);
+    assert_eq!(rule(named, "kernels/src/x.rs", "fn f() { a_b::c() }"), 0);
+    assert_eq!(rule(named, "kernels/src/x.rs", "// a_b::c"), 1);
+    assert_eq!(rule(named, "worker/src/x.rs", "use a_b::c;"), 1);
+    let target = "[target.'cfg(unix)'.dependencies]\na-b = \"1\"";
+    assert_eq!(rule(target, "kernels/src/x.rs", "fn f() {}"), 1);
 }
 
 #[test]

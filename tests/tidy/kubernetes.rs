@@ -115,6 +115,27 @@ fn what_is_listed_is_there_and_what_is_there_is_listed() {
     crate::assert_kept("the list of manifests", &findings);
 }
 
+/// The tag that the list gives the image.
+fn tag(text: &str) -> Option<String> {
+    let documents = Yaml::load_from_str(text).ok()?;
+    let images = at(documents.first()?, &["images"]).and_then(Yaml::as_sequence)?;
+    let ours = images.iter().find(|it| at(it, &["name"]).and_then(Yaml::as_str) == Some(NAME))?;
+    at(ours, &["newTag"]).and_then(Yaml::as_str).map(str::to_owned)
+}
+
+#[test]
+fn the_image_is_of_this_version() {
+    let text = tree::read(LIST).unwrap().text;
+    let version = env!("CARGO_PKG_VERSION");
+    assert_eq!(tag(&text).as_deref(), Some(version), "{LIST}: newTag");
+    let pushed = format!("-t REGISTRY/tutti:{version} ");
+    for path in [LIST, "docs/operations.md"] {
+        assert!(tree::read(path).unwrap().text.contains(&pushed), "{path}: no `{pushed}`");
+    }
+    assert_eq!(tag("images: [{name: tutti, newTag: latest}]").as_deref(), Some("latest"));
+    assert_eq!(tag("images: [{name: other, newTag: latest}]"), None);
+}
+
 #[test]
 fn the_kubernetes_rules_can_fail() {
     let on = |args: &str, grace: u32, label: &str, root: bool, path: &str| {

@@ -19,6 +19,7 @@ mod documents;
 mod kubernetes;
 mod licences;
 mod metric_names;
+mod options;
 mod program;
 mod purity;
 mod rust_code;

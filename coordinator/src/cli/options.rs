@@ -24,6 +24,7 @@ pub(crate) use self::serving::{
 use super::api::ApiArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::reference::OptionsArgs;
 use super::resources::ResourceArgs;
 
 /// Serve language models on your own nodes: one binary, one scheduler, one /metrics.
@@ -65,6 +66,8 @@ pub(crate) enum Command {
     Devices(DevicesArgs),
     /// Print the metrics catalogue
     Metrics(MetricsArgs),
+    /// Print every option and the commands that have it
+    Options(OptionsArgs),
     /// Check a configuration file and say what is wrong with it
     CheckConfig(CheckConfigArgs),
 }

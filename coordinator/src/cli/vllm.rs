@@ -1,5 +1,5 @@
 //! Options of vLLM that have another name here, or none: what operators bring along is understood
-//! or answered with what to say instead. docs/operations.md has the same in a table.
+//! or answered with what to say instead. docs/from-vllm.md has the same in a table.
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
@@ -200,13 +200,11 @@ mod tests {
 
     #[test]
     fn the_documentation_says_the_same() {
-        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations.md");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/from-vllm.md");
         let text = std::fs::read_to_string(path).unwrap();
-        let (_, section) = text.split_once("## Coming from vLLM").unwrap();
-        let section = section.split("\n## ").next().unwrap();
         for (name, here) in OPTIONS {
             let name = if name.starts_with('-') { (*name).to_owned() } else { format!("--{name}") };
-            let mut rows = section.lines().filter(|row| {
+            let mut rows = text.lines().filter(|row| {
                 let names = row.split('`').skip(1).step_by(2);
                 names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
             });
