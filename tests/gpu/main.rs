@@ -1,25 +1,26 @@
-//! What can only be known on a GPU, as one table. `tests/gpu/run` runs it there; nothing but a
-//! driver is needed besides this program and the model folders.
+//! Checks what only a GPU can show, and prints one table. `tests/gpu/run` runs it there. Besides
+//! this program and the model folders it needs nothing but a driver.
 //!
-//! - `operations`: every operation against the float32 reference, outputs poisoned before
+//! - `operations`: every operation against the float32 reference, with poisoned outputs
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
-//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one that is
+//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one rank that is
 //!   killed or frozen
 //! - `ranks-nccl`: one rank, and two on two GPUs or, where NCCL can, on one
-//! - `ranks-threads`: how long a sum takes where both ranks run at once on one GPU
+//! - `ranks-threads`: the time for a sum when both ranks run at once on one GPU
 //!
-//! Each part is a process of its own with a time limit (`supervisor`): a kernel that hangs or
-//! leaves its memory costs the step that it is in. Lines are printed as they come, and appended to
-//! `$OUT/gpu-check.txt` where `OUT` names a folder.
+//! Each part is a process of its own with a time limit (`supervisor`), so a kernel that hangs or
+//! leaves its memory costs only its own step. Lines are printed as they come, and appended to the
+//! file that `--report` names.
 //!
-//! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
-//! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on
-//! the stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it
-//! are complete; `--only PART,..` runs the parts whose names contain one of these, and
-//! `--step TEXT`, once or several times, only the steps of these whose names contain such a text.
-//! All parts together may not fit into the time of one call: `operations,goldens`, `speed` and
-//! `ranks` do, one at a time.
+//! - `--only PART,..`: only the parts whose names contain one of these
+//! - `--step TEXT`, once or several times: only steps of these whose names contain such a text
+//! - `--time-limit SECONDS`: stops after that; what is left is reported as not run
+//! - `--no-overlap`: every kernel begins when those before it are complete
+//!
+//! Exit codes: 0 all is well, 1 something is wrong or not run, 2 no usable GPU or a wrong option.
+//! `cargo test` runs it without `--require-gpu`: on a host without a GPU it then checks itself, in
+//! small sizes (`--quick`), on the stand-in of `tests/fake_cuda`.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
@@ -84,8 +85,10 @@ struct Options {
     keep_going: bool,
     /// Seconds that a step may take, if not the usual ones.
     step_limit: Option<u64>,
-    /// Seconds that all may take, likewise.
-    limit: Option<u64>,
+    /// Seconds that all parts together may take, likewise.
+    time_limit: Option<u64>,
+    /// The file that each line is appended to.
+    report: Option<PathBuf>,
 }
 
 impl Options {
@@ -111,7 +114,8 @@ impl Options {
             skip: 0,
             keep_going: false,
             step_limit: None,
-            limit: None,
+            time_limit: None,
+            report: None,
         };
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or_else(|| format!("{arg} wants a value"));
@@ -144,7 +148,11 @@ impl Options {
                 "--part" => options.part = Some(value()?),
                 "--skip" => options.skip = value()?.parse().map_err(|_| "--skip wants a number")?,
                 "--step-limit" => options.step_limit = value()?.parse().ok(),
-                "--limit" => options.limit = value()?.parse().ok(),
+                "--time-limit" => {
+                    let wanted = value()?.parse();
+                    options.time_limit = Some(wanted.map_err(|_| "--time-limit wants seconds")?);
+                }
+                "--report" => options.report = Some(PathBuf::from(value()?)),
                 "--keep-going" => options.keep_going = true,
                 "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,

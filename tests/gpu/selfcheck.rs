@@ -16,12 +16,14 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     let mut counts = Vec::new();
     for (code, told) in FAULTS {
         let folder = tempfile::tempdir().map_err(words)?;
+        let report = folder.path().join("report.txt");
         let output = Command::new(std::env::current_exe().map_err(words)?)
             .args(options.common())
             .args(["--require-gpu", "--only", "operations", "--gpu", "0", "--step-limit", LIMIT])
+            .arg("--report")
+            .arg(&report)
             .env("FAKE_CUDA_FAIL", format!("cuLaunchKernel:7={code}"))
             .env("FAKE_CUDA_ONCE", folder.path().join("done"))
-            .env("OUT", folder.path())
             .output()
             .map_err(words)?;
         let table = String::from_utf8_lossy(&output.stdout);
@@ -32,7 +34,7 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
         if failed.len() != 1 || !failed[0].contains(told) {
             return Err(format!("a fault {code} is not told, or costs other steps:\n{table}"));
         }
-        let file = std::fs::read_to_string(folder.path().join("gpu-check.txt")).map_err(words)?;
+        let file = std::fs::read_to_string(&report).map_err(words)?;
         if file != table {
             return Err(format!("the file is not the table:\n{file}\n{table}"));
         }
@@ -72,7 +74,7 @@ fn time_that_is_up_is_no_failure(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let output = Command::new(std::env::current_exe().map_err(words)?)
         .args(options.common())
-        .args(["--require-gpu", "--only", "operations,goldens", "--gpu", "0", "--limit", "1"])
+        .args(["--require-gpu", "--only", "operations,goldens", "--gpu", "0", "--time-limit", "1"])
         .output()
         .map_err(words)?;
     let table = String::from_utf8_lossy(&output.stdout);
