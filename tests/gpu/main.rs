@@ -58,28 +58,29 @@ struct Options {
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
     nccl_lib: Option<PathBuf>,
-    /// To be one of two processes: rank, name of the shared memory, file for rank 0's word.
+    /// Set in one of two processes of ranks: rank, name of the shared memory, file for rank 0's
+    /// message.
     child: Option<(u32, String, PathBuf)>,
-    /// How such a process exchanges data, and whether it does so until the other is gone.
+    /// How such a process exchanges data, and whether it goes on until the other is gone.
     exchange: Exchange,
     endless: bool,
     /// The model folder whose golden values such a process follows.
     golden: Option<PathBuf>,
-    /// Up to which sizes which of this project's exchanges is used; measured when none are given,
-    /// with messages of up to so many bytes.
+    /// The sizes up to which each of this project's exchanges is used; measured when none are
+    /// given, with messages of at most this many bytes.
     thresholds: Option<Thresholds>,
     measured_most: usize,
     ordinal: Option<u32>,
     quick: bool,
-    /// Kernels begin before those before them are complete.
+    /// Kernels may begin before those before them are complete.
     overlap: bool,
     require_gpu: bool,
-    /// Only parts whose name contains one of these.
+    /// Only parts whose names contain one of these.
     only: Vec<String>,
-    /// Likewise steps.
+    /// Only steps whose names contain one of these.
     steps: Vec<String>,
-    /// To be one part, from this step on, and whether it goes on in the same process when one
-    /// fails.
+    /// Set in the process of one part: the part, its first step, and whether it goes on in the same
+    /// process when a step fails.
     part: Option<String>,
     skip: usize,
     keep_going: bool,
@@ -157,7 +158,7 @@ impl Options {
                 "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,
                 "--require-gpu" => options.require_gpu = true,
-                // What `cargo test` passes on.
+                // Options that `cargo test` passes on.
                 _ if arg.starts_with('-') => {}
                 _ => options.only.push(arg),
             }
@@ -173,7 +174,7 @@ impl Options {
         self.steps.is_empty() || self.steps.iter().any(|text| step.contains(text.as_str()))
     }
 
-    /// What another process of this program is told, besides what it is to do.
+    /// The options that are passed to other processes of this program, besides what they are to do.
     fn common(&self) -> Vec<std::ffi::OsString> {
         let mut args: Vec<std::ffi::OsString> = Vec::new();
         let mut pair = |name: &str, value: &std::ffi::OsStr| {
@@ -219,16 +220,16 @@ impl Options {
     }
 }
 
-/// The lines of a part so far: told to the supervisor as soon as each is known.
+/// The lines of a part so far: each is passed to the supervisor at once.
 #[derive(Debug, Default)]
 struct Table {
     faults: usize,
-    /// A kernel has failed: whatever this process asks of the GPU from then on fails alike.
+    /// A kernel has failed, so every later call to the GPU in this process fails too.
     is_broken: bool,
 }
 
-/// How errors name what leaves a context of no use: an address out of bounds or misaligned, a
-/// kernel that failed, an instruction that is none.
+/// How errors name what makes a context useless: an address out of bounds or misaligned, a kernel
+/// that failed, an illegal instruction.
 const BROKEN: [&str; 4] = [
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "CUDA_ERROR_MISALIGNED_ADDRESS",
@@ -236,7 +237,8 @@ const BROKEN: [&str; 4] = [
     "CUDA_ERROR_ILLEGAL_INSTRUCTION",
 ];
 
-/// Marks of what a part tells its supervisor; whatever else it prints is passed on as it is.
+/// Marks of a part's messages to its supervisor; anything else that it prints is passed on as it
+/// is.
 const STEP: &str = "@step ";
 const ROW: &str = "@row ";
 
@@ -253,7 +255,7 @@ impl Table {
     }
 }
 
-/// A step of a part: what it is called, and what it does.
+/// A step of a part: its name and what it does.
 struct Step<'a> {
     name: String,
     run: Box<dyn FnOnce(&mut Table) + 'a>,
@@ -265,13 +267,13 @@ impl<'a> Step<'a> {
     }
 }
 
-/// The parts, in the order of what they need to be right before them.
+/// The parts. Each comes after those whose correctness it depends on.
 const PARTS: [&str; 6] =
     ["operations", "goldens", "speed", "ranks-peers", "ranks-nccl", "ranks-threads"];
-/// A part ended before its last step, since one failed, and is to be begun again behind it.
+/// Exit code of a part that ended after a failed step, and that has further steps to run.
 const AGAIN: u8 = 3;
 
-/// Is one part: a failed step ends the process, for it may have broken the context.
+/// Runs one part. A failed step ends the process, because it may have broken the context.
 fn part(options: &Options, name: &str) -> ExitCode {
     let ordinal = options.ordinal.unwrap_or(0);
     let mut steps = match name {
@@ -283,8 +285,8 @@ fn part(options: &Options, name: &str) -> ExitCode {
     steps.retain(|step| options.wants_step(&step.name));
     let count = steps.len();
     let mut table = Table::default();
-    // Each step makes backends of its own. The context under them stays, as it does in a worker:
-    // libraries that keep something in it may not outlive it well.
+    // Each step makes backends of its own. The context under them stays, as in a worker: libraries
+    // that keep something in it may not survive its end.
     let folders = options.cuda(ordinal).folders;
     let _context = Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal));
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {

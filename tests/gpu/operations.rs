@@ -13,9 +13,9 @@ use crate::sampling::Sample;
 use crate::{Options, Step, Table};
 use crate::{adapters, attention, experts, int4};
 
-/// Relative error of one rounding to bf16, and some.
+/// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
-/// Relative error of a sum in another order.
+/// Relative error of a sum made in another order.
 pub(crate) const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
@@ -108,7 +108,7 @@ fn load<B: Backend>(
     }
 }
 
-/// What the name of a case with such weights ends with.
+/// The suffix of the name of a case with such weights.
 fn weights(quantization: Quantization) -> &'static str {
     match quantization {
         Quantization::None => "",
@@ -158,7 +158,7 @@ pub(crate) trait Case {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
 }
 
-/// What is wrong with values, if anything: how many, where, the first ones.
+/// Describes wrong values, if there are any: how many, where, the first ones.
 fn difference(
     got: &[f32],
     expected: &[f32],
@@ -190,7 +190,7 @@ fn difference(
     ))
 }
 
-/// The backend that is checked, made when it is first needed.
+/// The backend under test, made when it is first needed.
 struct Checked<'a> {
     options: &'a Options,
     ordinal: u32,
@@ -218,7 +218,7 @@ fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table)
         };
         let first = checked.get().and_then(|cuda| case.run(cuda)).map_err(words).and_then(judge);
         let Err(fault) = first else { return first };
-        // Kernels that begin early are the first thing to suspect.
+        // When something is wrong, kernels that begin early are the first suspects.
         let plain = Options { overlap: false, ..checked.options.clone() };
         let second = plain.backend(checked.ordinal, false);
         let second = second.and_then(|mut cuda| case.run(&mut cuda)).map_err(words).and_then(judge);
@@ -259,7 +259,7 @@ impl Case for Norm {
     }
 }
 
-/// With what is added normalised too.
+/// Add and norm, with a norm of the addend too.
 struct NormedNorm {
     rows: usize,
     width: usize,

@@ -19,9 +19,9 @@ const EACH_OF_SPEED: Duration = Duration::from_secs(150);
 /// driver starts then, and about a gigabyte (this program, its kernels, NVIDIA's libraries) is read
 /// from disk.
 const COLD: Duration = Duration::from_secs(180);
-/// One step on a stand-in, which takes its time.
+/// One step on a stand-in, which is slow.
 const EACH_SLOWLY: Duration = Duration::from_secs(600);
-/// New processes of a part; after that it goes on in the same one, whatever fails.
+/// New processes of a part. After that it goes on in the same process, whatever fails.
 const RESTARTS: usize = 12;
 
 /// Where lines go.
@@ -90,7 +90,7 @@ impl Part {
         if let Some(ordinal) = options.ordinal {
             command.args(["--gpu", &ordinal.to_string()]);
         }
-        // A group of its own, so that its own processes end with it.
+        // A process group of its own, so that its children end with it.
         command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
         let mut process = command.spawn()?;
         let (sender, lines) = channel();
@@ -106,8 +106,8 @@ impl Part {
         Ok(Self { process, lines })
     }
 
-    /// Hands each line to `on_line` until there are no more. The first step, with what is before it,
-    /// may take `first`, others `each`; all together may last until `deadline`.
+    /// Hands each line to `on_line` until there are no more. The first step, with what is before
+    /// it, may take `first`, others `each`; all together may last until `deadline`.
     fn follow(
         &mut self,
         (first, each): (Duration, Duration),
@@ -154,7 +154,7 @@ impl Part {
     fn kill(&mut self) -> Result<(), String> {
         let group = format!("-{}", self.process.id());
         let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
-        // Where there is no such program.
+        // In case there is no such program.
         let _ = self.process.kill();
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(15) {
@@ -210,7 +210,8 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
             Ok(End::Exit(status)) => {
                 report.row("FAILED", &step, &format!("its process ended: {status}"));
             }
-            // No step may begin after that, and one that had its time has failed.
+            // At the deadline no further step may begin, and a step that used up its own time has
+            // failed.
             Ok(End::Late { waited, allowed }) if waited < allowed && Instant::now() >= deadline => {
                 let words = process.kill().err().unwrap_or_default();
                 return report.not_run(part, &format!("{step} and the rest{words}"));
@@ -233,8 +234,8 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
     }
 }
 
-/// Prints the table's head. Returns the GPU that is used, or why there is none, if that has not been
-/// printed.
+/// Prints the table's head. Returns the GPU that is used, or why there is none, if that has not
+/// been printed.
 fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
@@ -285,7 +286,7 @@ fn run_all(options: &Options, report: &mut Report) -> ExitCode {
     if verdict == "PASS" { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The whole check: on a GPU, or of itself on a stand-in.
+/// The whole check on a GPU, or the check of itself on a stand-in.
 pub(crate) fn run(mut options: Options) -> ExitCode {
     if !PARTS.into_iter().any(|part| options.wants(part)) {
         println!("no such part; there are {}", PARTS.join(", "));
@@ -316,8 +317,8 @@ pub(crate) fn run(mut options: Options) -> ExitCode {
     }
 }
 
-/// On a host without a GPU: checks that every part works, as far as a stand-in shows, and that steps
-/// which fail, break the context or hang are reported and cost no others.
+/// On a host without a GPU: checks that every part works, as far as a stand-in shows, and that
+/// steps which fail, break the context or hang are reported and cost no others.
 fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {
@@ -340,7 +341,7 @@ fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     if !options.only.is_empty() {
         return run_all(&options, report);
     }
-    // Other tests show that models are right on the stand-in.
+    // Other tests show that models are computed correctly on the stand-in.
     let mut all_well = ExitCode::SUCCESS;
     for part in ["operations", "ranks"] {
         options.only = vec![part.to_owned()];
