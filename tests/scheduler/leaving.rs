@@ -1,4 +1,4 @@
-//! How long it takes when many requests end at once, and readers that have stopped reading.
+//! The time it takes when many requests end at once; and readers that have stopped reading.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -18,7 +18,7 @@ use crate::agreement::{self, Sent, WORKERS, operation, operation_of, request, re
 
 const REQUESTS: u64 = 1024;
 const CHOICES: u32 = 128;
-/// A pass over the queue for each of 131,072 sequences takes minutes.
+/// With a pass over the queue for each of 131,072 sequences it would take minutes.
 const MOMENT: Duration = Duration::from_secs(20);
 
 fn full_queue() -> Scheduler {
@@ -79,7 +79,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     operation.submit(ms(1), other, EventSender::Local(slow), &mut sent);
     operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     let mut cancelled = None;
-    // A step every 4 s, as on a machine that is very slow: both requests last for two minutes.
+    // A step every 4 s, as on a very slow machine: both requests last for two minutes.
     for at in (50..110_000).step_by(50).map(ms) {
         operation.tick(at, &mut sent);
         if at.as_millis().is_multiple_of(4_000)
@@ -105,7 +105,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     assert!(!slow_events.is_closed() && sent.ends.is_empty(), "{:?}", sent.ends);
 }
 
-/// Looking for each among those handed over before takes minutes.
+/// Looking for each request among those handed over before would take minutes.
 #[test]
 fn a_long_queue_is_handed_over_in_a_moment() {
     const WAITING: u64 = 60_000;
@@ -200,13 +200,13 @@ fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
         })
         .collect::<Vec<u32>>()
     };
-    // Four may wait; nobody gets done with anything.
+    // Four may wait; none ends.
     let full = told(&mut operation, &mut sent, 1, 0..40);
     assert_eq!(full.len(), 36);
     assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
     let apart: std::collections::BTreeSet<_> = full.iter().collect();
     assert!(apart.len() > 4, "they do not come again together: {full:?}");
-    // Those that waited leave, all in one second: so would four others.
+    // Those that waited leave, all in one second: four others would, too.
     (0..4).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
     let full = told(&mut operation, &mut sent, 2, 40..80);
     assert!(full.len() == 36 && full.iter().all(|wait| (1..=2).contains(wait)), "{full:?}");
