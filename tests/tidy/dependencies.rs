@@ -1,5 +1,4 @@
-//! Who may know whom: the direction of dependencies between the crates, and who may name a
-//! foreign crate.
+//! The direction of dependencies between the crates, and the modules that may name a foreign crate.
 use std::collections::BTreeSet;
 
 use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
