@@ -36,7 +36,7 @@ fn manifest_dependencies(manifest: &toml::Table) -> BTreeSet<String> {
     names
 }
 
-/// Manifests that name a crate of ours which they must not know.
+/// Manifests that name one of our crates although they may not depend on it.
 fn manifest_direction(manifests: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in manifests {
@@ -60,7 +60,7 @@ fn manifest_direction(manifests: &[File]) -> Vec<String> {
     findings
 }
 
-/// Sources that name a crate of ours which they must not know.
+/// Sources that name one of our crates although they may not depend on it.
 fn source_direction(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {
