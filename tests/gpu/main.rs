@@ -86,7 +86,7 @@ struct Options {
     keep_going: bool,
     /// Seconds that a step may take, if not the usual ones.
     step_limit: Option<u64>,
-    /// Seconds that all parts together may take, likewise.
+    /// Seconds that all parts together may take, if not the usual ones.
     time_limit: Option<u64>,
     /// The file that each line is appended to.
     report: Option<PathBuf>,

@@ -199,7 +199,7 @@ impl World {
         }
     }
 
-    /// An executor that hangs is asked for something: from now on it has to be noticed.
+    /// An executor that hangs is asked for something: from now on it must be noticed.
     pub(crate) fn hung_is_asked(&mut self, slot: usize, leaves: bool) {
         let process = &mut self.processes[slot];
         let incarnation = process.incarnation;
