@@ -1,25 +1,26 @@
-// Sums and gathers over GPUs that see each other's memory, by kernels of this project: quicker for
-// small messages than a library that has to be right for all, and able to leave when a rank is gone.
+// Sums and gathers over GPUs that see each other's memory, with kernels of this project: quicker
+// for small messages than a general library, and able to leave when a rank is gone.
 //
 // Everything is made of one step, the exchange. In it every rank pushes data into a slot of its own
-// at each of the others, raises a flag there, and waits for their flags; then all that was pushed
+// at each of the others, raises a flag there, and waits for their flags. Then all that was pushed
 // to it lies in its own memory. Blocks do not know of each other: block b of a rank exchanges with
-// block b of the other ranks, by slots, flags and a count of exchanges (rounds) of its own.
+// block b of the other ranks, with slots, flags and a count of exchanges (rounds) of its own.
 //
-// - A flag is the number of the round, which only grows, so none is ever set back, a flag that is
-//   ahead is as good as the one waited for, and replays of a graph go on where the last one ended.
-// - Slots alternate between two halves by the round's parity, and nobody waits until a slot has
+// - A flag is the number of the round, which only grows. So no flag is ever reset, a flag that is
+//   ahead counts like the one waited for, and replays of a graph continue where the last one ended.
+// - Slots alternate between two halves by the round's parity, and no rank waits until a slot has
 //   been read. Two halves suffice: rank A writes round n + 2 into the half of round n after its
 //   wait of round n + 1, so after it has seen B's flag of round n + 1. B raised that flag (release)
 //   after its threads had met at a barrier, behind all their reads of round n. So B's reads are
 //   over before A's writes begin. (With one half they need not be: A may write round n + 1 when B
 //   has just raised its flag of round n, and not read yet.)
-// - A wait ends when the flag is there, when the host says so, or when its time is over. The block
-//   then says what happened, sets a word that keeps later launches from beginning, and leaves:
-//   nothing is left spinning. Threads decide that together, so none is left at a barrier.
+// - A wait ends when the flag is there, when the host says so, or when its time is over. In the
+//   last two cases the block records what happened, sets a word that keeps later launches from
+//   beginning, and leaves: nothing is left spinning. Threads decide that together, so none is left
+//   at a barrier.
 //
-// Launches may wait long, so they release the next kernel only after their last exchange: blocks
-// of it that sit and wait could keep the other rank's kernels from a GPU that both share.
+// Launches may wait long, so they release the next kernel only after their last exchange. Otherwise
+// waiting blocks of that kernel could keep the other rank's kernels from a GPU that both share.
 #include "rows.cuh"
 
 namespace tutti {

@@ -1,34 +1,36 @@
 // Attention of sequences with one row, their tokens split into parts ("split K"), and the reduction
 // of the parts' results by a second kernel.
 //
-//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V, which the
-//   first warp of the first part counts
+//   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V, which
+//   the first warp of the first part counts
 //
-// The host lists all parts there are. As many blocks run as the GPU has room for, and each takes every
-// n-th part of the list, so what a step costs follows its tokens: a sequence of many among short ones
-// costs no blocks of theirs.
+// The host lists all parts. As many blocks run as the GPU has room for, and each takes every n-th
+// part of the list, so a step's cost follows its tokens: a long sequence among short ones adds no
+// blocks for the short ones.
 //
-// A block computes up to 16 query heads of one KV head over one part at a time: the heads are the 16
-// rows of the tensor cores' A, so K and V are read once for a whole group. Every lane asks for 16 bytes
-// at a time, of which no other lane makes use:
+// A block computes up to 16 query heads of one KV head over one part at a time: the heads are the
+// 16 rows of the tensor cores' A, so K and V are read once for a whole group. Every lane loads 16
+// bytes at a time, which no other lane uses:
 // - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
 //   permuted alike.
 // - weighted sum: B's k is the token. A lane loads the same 8 dims of tokens 2t, 2t+1, 2t+8, 2t+9
 //   and pairs them; B's column n of product j is dim 8n + j.
-// 4 warps take the split's tiles of 16 tokens in turn, and are put together in a fixed order at the
-// end. Weights are rounded to bf16 before they are summed and before they meet V, so numerator and
-// denominator agree: a constant V comes out exact.
 //
-// Of heads up to 64 K and V of a tile go to registers, all of it before any is used. Wider ones have not
-// that many registers, and the assembler would put V off until K has been used: there each lane copies
-// what it will read to shared memory in the background, K and V of the next tile as soon as this tile's
-// have been used. As each reads only what it copied itself, no lane waits for another.
+// 4 warps take the part's tiles of 16 tokens in turn, and their results are combined in a fixed
+// order at the end. Weights are rounded to bf16 before they are summed and before they meet V, so
+// numerator and denominator agree: a constant V comes out exact.
 //
-// Heads of 256 have twice the sums: q waits in shared memory instead of registers, K is not copied ahead,
-// and the warps are put together 128 dims at a time.
+// With heads up to 64, K and V of a tile go to registers, all of it before any is used. Wider heads
+// have too few registers for that, and the assembler would postpone V until K has been used. There
+// each lane copies what it will read to shared memory in the background: K and V of the next tile
+// as soon as this tile's have been used. As each lane reads only what it copied itself, no lane
+// waits for another.
 //
-// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s, which of one part is o / l: then it is
-// written at once. How a sequence is split depends on its length and the launch's constants alone,
+// Heads of 256 have twice the sums: q waits in shared memory instead of registers, K is not copied
+// ahead, and the warps' results are combined 128 dims at a time.
+//
+// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For one part that is o / l, and is
+// written at once. How a sequence is split depends only on its length and the launch's constants,
 // hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
 #include "attention.cuh"
 

@@ -4,18 +4,19 @@
 //
 // A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
 // group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come
-// in tiles of 64 tokens through shared memory, two of them, the next being copied in the background
-// while one is computed with. The running softmax is FlashAttention 2's.
+// through shared memory in tiles of 64 tokens, two at a time: the next one is copied in the
+// background while this one is computed with. The running softmax is FlashAttention 2's.
 //
 // Tiles of tokens begin at multiples of 64 of the position, and one that a query does not see
-// changes none of its bits, so a row's result does not depend on how a prompt is cut into chunks or
+// changes none of its bits. So a row's result does not depend on how a prompt is cut into chunks or
 // which queries share its tile. Weights are rounded to bf16 before they are summed and before they
 // meet V.
 //
 // Shared memory: rows of head_dim bf16 in pieces of 16 bytes, permuted within a row so that the 8
 // rows that ldmatrix reads at once lie in different banks.
-// Heads of 256 have twice the sums, so their q stays in shared memory and is read from there for each
-// tile of tokens; they take 160 KiB of it, so a multiprocessor has one block of theirs.
+//
+// Heads of 256 have twice the sums, so their q stays in shared memory and is read from there for
+// each tile of tokens. They take 160 KiB of it, so a multiprocessor has room for one such block.
 // Limits: head_dim 16, 32, 64, 96, 128 or 256; any group; blocks of a power of two of tokens.
 #include "attention.cuh"
 

@@ -245,9 +245,9 @@ __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-// What a block does before it ends that has nothing to do: it has read nothing but inputs, and written
-// nothing. It need not wait for the kernels before, and gives its registers to whoever can use them. But
-// some block of the grid has to: a kernel behind this one waits for this one alone ("blocks until all
+// What a block without work does before it ends: it has read nothing but inputs, and written nothing.
+// It need not wait for the kernels before, and so frees its registers for other blocks. But some block
+// of the grid has to wait: a kernel behind this one waits only for this one ("blocks until all
 // primary kernels the secondary depends on have completed and flushed results to global memory":
 // cudaGridDependencySynchronize in the CUDA programming guide; griddepcontrol.wait in the PTX manual,
 // "until all prerequisite grids in flight have completed"), so it may read what kernels further back have

@@ -1,8 +1,9 @@
 // Drawing a token: weights, and the cuts by top-k and top-p. One block of 1024 threads.
 //
-// What it costs is passes over the row, of which each is instructions of one multiprocessor (see the
-// README). Top-p takes two: one adds up the weights in the bins of select.cuh, for the cut and for the
-// draw; one makes a list of all tokens that are kept. Where those are too many there are two short lists.
+// The cost is passes over the row, each of which is instructions of one multiprocessor (see
+// estimates.md). Top-p takes two: one adds up the weights in the bins of select.cuh, for the cut
+// and for the draw; one makes a list of all tokens that are kept. If those are too many there are
+// two short lists.
 #pragma once
 #include "select.cuh"
 

@@ -1,14 +1,14 @@
-// Mixtures of experts: which experts a row goes to, rows grouped by expert, their products, and the
-// weighted sum of what experts make of a row. A slot is one row at one of its experts: row r's
-// expert j is slot r * top_k + j.
+// Mixtures of experts: the choice of experts for each row, rows grouped by expert, their products,
+// and the weighted sum of the experts' results for a row. A slot is one row at one of its experts:
+// row r's expert j is slot r * top_k + j.
 //
-// Everything stays on the device, and grids depend on how many slots there are alone, so a decode
-// step with experts is captured as any other. Grouping makes a list of tiles, each some slots of one
-// expert; a product has a block for each tile that there may be, and those behind the last end at
-// once. A tile's product is that of skinny.cu: its sums depend on k alone, so a row's result has the
-// same bits in every tile. Many rows (prefill) take the same way: an expert's weights are read once
-// per tile. Tiles are the grid's first axis, features its second: blocks that run at one time have
-// few features of many tiles, so the tiles of one expert, which are neighbours, read the same weights
+// Everything stays on the device, and grids depend only on the number of slots, so a decode step
+// with experts is captured like any other. Grouping makes a list of tiles, each some slots of one
+// expert. A product has a block for each possible tile, and those behind the last tile end at once.
+// A tile's product is that of skinny.cu: its sums depend on k alone, so a row's result has the same
+// bits in every tile. Many rows (prefill) go the same way: an expert's weights are read once per
+// tile. Tiles are the grid's first axis, features its second: blocks that run at one time have few
+// features of many tiles. So the tiles of one expert, which are neighbours, read the same weights
 // at about the same time, from memory once and then from L2, however large the expert is.
 #include "rows.cuh"
 #include "skinny_int8.cuh"

@@ -139,7 +139,7 @@ __device__ __forceinline__ void edit(const TuttiSampleParams& p, const TuttiIdVa
     for (uint32_t i = threadIdx.x; i < p.prompt_len + p.output_len; i += THREADS) {
         const uint32_t id = i < p.prompt_len ? ids[p.prompt_start + i]
                                              : ids[p.output_start + (i - p.prompt_len)];
-        // Whoever takes the count applies it, and leaves 0 behind.
+        // The thread that takes the count applies it, and leaves 0 behind.
         const uint32_t count = id < vocab ? atomicExch(&counts[id], 0u) : 0;
         if (count != 0) {
             float x = edited[id];

@@ -1,17 +1,18 @@
 // Finding a token by rank or by cumulated weight, without sorting a row. One block of 1024 threads.
 //
-// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps that to one u64 whose
-// larger values come first. A pass over the row counts, or weighs, its tokens in bins of equal
-// distance to the largest logit: a bin's tokens come before all of the next. So the bins' sums say in
-// which of them the wanted token is. A second pass collects that bin's tokens in a list (and those
-// before, where there are few), which is sorted. Where a bin has more tokens than the list has places
-// (a row of equal logits), the key is found digit by digit instead: six passes.
+// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps that to one u64
+// whose larger values come first. A pass over the row counts, or weighs, its tokens in bins of
+// equal distance to the largest logit: a bin's tokens come before all of the next. So the bins'
+// sums tell which bin has the wanted token. A second pass collects that bin's tokens in a list (and
+// those before, if they are few), which is sorted. If a bin has more tokens than the list has
+// places (a row of equal logits), the key is found digit by digit instead: six passes.
 //
-// Bins are linear because logits are: the float's upper bits, as the first digit has them, put a
-// whole vocabulary into a dozen bins, and adding to one address is done one lane after the other.
+// Bins are linear because logits are. The upper bits of the float, as a first digit would have
+// them, put a whole vocabulary into a dozen bins, and lanes that add to one address do so one after
+// the other.
 //
 // Weights are whole numbers (see draw.cuh), so sums are exact: independent of the order of threads,
-// and equal however they are divided. 2^20 tokens of weight 2^40 fit 64 bits.
+// and equal however they are divided. 2^20 tokens of weight 2^40 fit into 64 bits.
 #pragma once
 #include "device.cuh"
 

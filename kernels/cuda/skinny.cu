@@ -82,7 +82,7 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
     for (int f = 0; f < FEATURES; f++) {
 #pragma unroll
         for (uint32_t half = 0; half < 2; half++) {
-            // A row without a feature takes the last one, likewise.
+            // A row without a feature takes the last one, too.
             const size_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
             weights.rows[f][half] = w + feature * w_stride;
             scale.attach(weights, f, half, feature);

@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
                     w.multiply(i, b, sums[f][r], f);
                 }
             }
-            // What was used is replaced at once: so much is always on its way.
+            // What was used is replaced at once, so the same amount is always in flight.
             if (more) {
                 w.load(i, next + K_LOAD * i + lane_k);
             }

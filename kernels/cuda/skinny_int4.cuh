@@ -1,10 +1,10 @@
 // The inner loop of skinny.cuh for weights of 4 bits, with a scale and a zero for each group of k.
 //
-// A lane's 16 bytes are four words of 8 k, the words of 4 lanes 32 k in a row: word j of lane t has
-// k = 32j + 8t .. 32j + 8t + 7 of 128, as x is read for bf16 weights. In a word a pair of k is 16 bits
-// apart, so that a shift, a mask and an exponent make two bf16 of it, 128 + integer; one instruction
-// takes 128 + zero away, exactly. Each group is summed up from zero and added times its scale: so much
-// k, at most 128, at a time.
+// A lane's 16 bytes are four words of 8 k, and the same word of 4 lanes is 32 k in a row: word j of
+// lane t has k = 32j + 8t .. 32j + 8t + 7 of 128, as x is read for bf16 weights. The two k of a
+// pair are 16 bits apart in a word, so a shift, a mask and an exponent make two bf16 of it, 128 +
+// integer; one instruction then subtracts 128 + zero, exactly. Each group is summed up from zero
+// and added times its scale: one group, at most 128 k, at a time.
 #pragma once
 #include "skinny.cuh"
 

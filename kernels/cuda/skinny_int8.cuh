@@ -1,8 +1,9 @@
 // The inner loop of skinny.cuh for weights of int8, which are kept with 128 added: bytes.
 //
-// A lane's 16 bytes are 16 k, so 4 lanes have 64 k of a row with one load; they become bf16 in
-// registers, exactly, 8 at a time, and go the way of bf16 weights. A byte behind the exponent of 2^23
-// is a float, of which 2^23 + 128 is taken; its upper half is all of the result.
+// A lane's 16 bytes are 16 k, so 4 lanes have 64 k of a row with one load. They become bf16 in
+// registers, exactly, 8 at a time, and are then used like bf16 weights. A byte below the exponent
+// of 2^23 is a float, from which 2^23 + 128 is subtracted; the upper half of the result is all of
+// it.
 #pragma once
 #include "skinny.cuh"
 

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Models that say what another says, at another price: for measuring speculative decoding.
+"""Models that generate what another one does at a different cost, to measure speculative decoding.
 
     tests/bench/deepen.py models/demo DEEP --layers 48
     tests/bench/deepen.py models/demo COARSE --mantissa-bits 3
 
-The first has that many layers: behind each of the model's own as many whose output projections are zero,
-so that they add nothing. Its text is the model's, for so many times the work. The second is the model with
-the weights of its layers rounded to so many bits behind the leading one: it is as fast as the model, and
-says the same in part. Together they stand for a large model and a draft model that is right so often as the
-rounding leaves it; of what a trained pair would do they say nothing. Weights in bf16 in one file; only the
-standard library is needed.
+The first has that many layers: each of the model's own layers is followed by the same number of layers
+whose output projections are zero, so that they add nothing. Its text is the model's, for many times the
+work. The second is the model with its layers' weights rounded to that many bits behind the leading one: it is
+as fast as the model, and agrees with it in part. Together they stand for a large model and a draft
+model that is right as often as the rounding allows. They say nothing about a trained pair. Weights are
+written in bf16 to one file. Needs only the standard library.
 """
 
 import argparse

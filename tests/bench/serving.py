@@ -137,7 +137,7 @@ async def completion(port, prompt, tokens):
                 text.append(line[6:])
         else:
             raise Failed(f"the stream ended after {len(times)} events")
-        # Decoded last: it shall not be in the way of others' times.
+        # Decoded last, so that it does not disturb the times of other clients.
         return sent, times, "".join(json.loads(line)["choices"][0]["text"] for line in text)
     finally:
         writer.close()
@@ -248,7 +248,7 @@ def measure(name, command, args, vocabulary, seed):
     try:
         ready = asyncio.run(first_token(port, process, vocabulary))
         rows = {"start": {"s": ready - begun}}
-        # What is made at a first use shall not count: compiled kernels, caches of memory.
+        # A warm-up: what is made at the first use (compiled kernels, memory caches) must not count.
         asyncio.run(load(port, 2, args, vocabulary, seed - 1))
         for clients in map(int, args.clients.split(",")):
             rows[clients] = asyncio.run(load(port, clients, args, vocabulary, seed + clients))

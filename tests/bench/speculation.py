@@ -1,15 +1,16 @@
 #!/usr/bin/env python3
-"""What speculative decoding gains where a text repeats itself, and what it costs where none does.
+"""The gain of speculative decoding where a text repeats itself, and its cost where none does.
 
     tests/bench/speculation.py --tutti target/release/tutti --model DIR [--rounds 5] [--clients 1,8]
         [--config JSON] [--tutti-args='...']
 
-Starts two servers, one with --speculative-config and one without, and asks them in turns for the same
-completions: `loops` are greedy and go on until a model goes round in circles, which small ones soon do;
-`plain` are drawn at temperature 1, which of a model with random weights repeats nothing. Tokens per
-second of all clients together, medians over rounds, how many of the drafted tokens were accepted, and
-the processor time of all of a server's processes with drafts as a part of that without, which another
-load on the machine changes less. Answers are compared: they must be the same. Only the standard library is needed.
+Starts two servers, one with --speculative-config and one without, and requests the same completions
+from them in turns. `loops` are greedy and go on until the model repeats itself, which small models soon
+do. `plain` are sampled at temperature 1; a model with random weights then repeats nothing. Prints tokens
+per second of all clients together as medians over rounds, the share of drafted tokens that were
+accepted, and the processor time of all of a server's processes with drafts relative to that without,
+which depends less on other load on the machine. The answers of both servers must be equal. Needs only
+the standard library.
 """
 
 import argparse

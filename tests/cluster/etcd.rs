@@ -20,7 +20,7 @@ use crate::{STORY, greedy, text};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// An etcd and how to start processes that know nothing but it.
+/// An etcd, and how to start processes that know nothing else.
 pub(crate) struct Meeting {
     pub(crate) etcd: Etcd,
     _folder: TempDir,
@@ -43,7 +43,7 @@ impl Meeting {
         self.coordinator_of("2", args).await
     }
 
-    /// Of replicas of so many ranks.
+    /// A coordinator of replicas of this many ranks.
     pub(crate) async fn coordinator_of(&self, degree: &str, args: &[&str]) -> LocalCluster {
         let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", degree]);
         let listen = ["--listen", any, "--cluster-listen", any];
@@ -63,7 +63,7 @@ impl Meeting {
     }
 }
 
-/// Waits until `wanted` answers something.
+/// Waits until `wanted` returns a value.
 pub(crate) async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {
@@ -93,7 +93,7 @@ async fn story(client: &Client) -> String {
     text(&reply.body).to_owned()
 }
 
-/// A stream that does not end by itself while the test looks.
+/// A stream that does not end by itself during the test.
 async fn long_stream(client: &Client) -> reqwest::Response {
     let mut body = greedy(STORY, 900);
     body["stream"] = json!(true);
@@ -103,7 +103,7 @@ async fn long_stream(client: &Client) -> reqwest::Response {
     response
 }
 
-/// Reads a stream to its end, which must come, and be no orderly one.
+/// Reads a stream to its end, which must come and must be an error.
 async fn ends_badly(response: reqwest::Response) {
     let mut bytes = response.bytes_stream();
     let mut all = Vec::new();
@@ -126,7 +126,7 @@ pub(crate) fn sum(scrape: &Scrape, name: &str) -> f64 {
     scrape.sum(name, &[])
 }
 
-/// Seconds that the last loads took, by worker slot.
+/// The time that the last loads took, in seconds, by worker slot.
 fn loads(scrape: &Scrape) -> Vec<(String, f64)> {
     let of = |sample: &&testkit::scrape::Sample| sample.name == "tutti_rank_load_seconds";
     let samples = scrape.samples().iter().filter(of);
@@ -139,7 +139,7 @@ fn loads(scrape: &Scrape) -> Vec<(String, f64)> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let Some(meeting) = Meeting::new().await else { return };
-    // Workers may be there before anybody leads.
+    // Workers may be there before any coordinator leads.
     let workers: Vec<_> = (0..4).map(|index| meeting.worker(index)).collect();
     let mut first = meeting.coordinator(&[]).await;
     first.wait_ready().await.unwrap();
@@ -150,7 +150,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let second = meeting.coordinator(&[]).await;
     let standby = second.client().unwrap();
 
-    // It lives, says that it does not serve, and who does.
+    // It lives, and says that it does not serve and which one does.
     assert_eq!(standby.get("/live").await.unwrap().status, 200);
     until("the standby knows who leads", async || {
         not_ready(&standby).await.filter(|message| message.contains(first.base()))
@@ -201,8 +201,8 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     assert_eq!(sum(&scrape, "tutti_membership_leading"), 1.0);
     assert_eq!(sum(&scrape, "tutti_worker_up"), 4.0);
 
-    // Started again, the first one stands by; told to end, the second one finishes what runs, then
-    // hands over at once.
+    // The first one, started again, stands by. The second one, told to end, finishes its requests
+    // and then hands over at once.
     let again = meeting.coordinator(&[]).await;
     let client = again.client().unwrap();
     until("it stands by", async || {
@@ -224,7 +224,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     }
 }
 
-/// Requests one after the other until told to stop; returns how many, and what failed.
+/// Sends requests one after the other until told to stop; returns how many, and what failed.
 pub(crate) fn load(
     client: Client,
     stop: Arc<AtomicBool>,
@@ -279,7 +279,7 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
         }
         let missed = client.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
         assert_eq!(connected(&missed), 0.0, "the leader says that etcd is away");
-        // This one knows nobody yet: it waits for etcd.
+        // This one knows no other process yet: it waits for etcd.
         late.push(meeting.worker(workers.len() + late.len()));
         let up = 2.0 + late.len() as f64;
         let old = |s: &Scrape| {
@@ -318,7 +318,8 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
     for worker in &workers {
         assert_eq!(worker.log().matches(" joined ").count(), 1, "{}", worker.log());
     }
-    // A worker that starts under the name of one that has just died need not wait for its lease.
+    // A worker that starts under the name of one that has just died does not have to wait for that
+    // one's lease.
     LocalCluster::signal(late[1].pid(), "KILL").unwrap();
     let gone = |s: &Scrape| sum(s, "tutti_worker_up") == 3.0;
     let scrape = client.scrape_until(PATIENCE, gone).await.unwrap();
@@ -375,7 +376,7 @@ async fn counters_go_on_under_the_next_leader() {
     let reported = |s: &Scrape| s.sum("tutti_http_requests_total", &route) == 10.0;
     assert!(reported(&leader.scrape_until(PATIENCE, reported).await.unwrap()));
     let before = totals(&leader).await;
-    // What is counted from here on may be lost, but nothing that was seen; a request that runs ends
+    // What is counted from here on may be lost, but nothing that was seen. A running request ends
     // with its coordinator.
     let (seen, stop) = (Arc::new(Mutex::new(before)), Arc::new(AtomicBool::new(false)));
     let scraper = {
@@ -411,13 +412,13 @@ async fn counters_go_on_under_the_next_leader() {
         (11.0..=15.0).contains(&accepted),
         "10 of the old, at most 4 more, 1 of the new: {accepted}"
     );
-    // The front end's own count goes on from what it was: it lost nothing, and counts once.
+    // The front end's own counts continue: it lost nothing, and is counted once.
     until("the front end follows", async || serves(&frontend).await.then_some(())).await;
 
-    // Who ends in order hands over everything.
+    // A coordinator that ends in order hands over everything.
     let third = meeting.coordinator(&quick).await;
     ask(&leader, 2).await;
-    // A page is as old as what it shows of the totals' last way to etcd.
+    // A page is as old as the checkpoint that it shows.
     let now = since_1970();
     let present = |s: &Scrape| {
         sum(s, "tutti_totals_checkpoint_timestamp_seconds") > now + 1.5

@@ -8,8 +8,8 @@ use testkit::scrape::Scrape;
 
 use crate::etcd::{Meeting, PATIENCE, load, not_ready, sum, until};
 
-/// With the leases that are usual: the leader's lives longer than the outage, so nothing may end
-/// for it, though etcd refused its first attempts to be back.
+/// With the usual leases: the leader's lease outlives the outage, so nothing may end for it,
+/// although etcd refused its first attempts to come back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_etcd_that_starts_again_takes_the_lead_from_nobody() {
     let Some(mut meeting) = Meeting::new().await else { return };

@@ -136,7 +136,7 @@ fn ends_with(args: &[&str], code: i32, words: &[&str]) {
     std::thread::sleep(Duration::from_millis(200));
     let log = cluster.log();
     assert_eq!(status.code(), Some(code), "{args:?}:\n{log}");
-    // What it would compute on is said by `up` besides.
+    // Besides, `up` prints the device that it would compute on.
     let lines = log.lines().filter(|line| !line.contains(" INFO "));
     assert_eq!(lines.count(), 1, "{args:?}:\n{log}");
     for word in words {
@@ -174,7 +174,7 @@ fn a_broken_model_ends_with_one_clear_error() {
         std::fs::write(&path, &bytes[..bytes.len() / 2]).unwrap();
     });
     fails_with(truncated.path(), &["error:", "model.safetensors"]);
-    // A coordinator's host may do without the weights, none of `up` may.
+    // A coordinator's host may do without the weights; `up` may not.
     let weightless = broken_model(|dir| {
         std::fs::remove_file(dir.join("model.safetensors")).unwrap();
     });

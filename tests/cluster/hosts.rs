@@ -37,7 +37,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     let status = ask_until(&client, "/admin/status", all).await;
     assert!(all(&status), "{status}");
 
-    // One that dies comes back under its name.
+    // A worker that dies comes back under its name.
     let (_, victim) = alive(&status)[1].clone();
     LocalCluster::signal(u32::try_from(victim).unwrap(), "KILL").unwrap();
     let back = |status: &Value| all(status) && alive(status).iter().all(|(_, pid)| *pid != victim);
@@ -46,7 +46,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     let reply = client.post("/v1/completions", &greedy(STORY, 4)).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
 
-    // One that is drained does not, and the others stay.
+    // A worker that is drained does not, and the others stay.
     let (ok, said) = operate(coordinator.base(), &["drain", "host-0"]);
     assert!(ok, "{said}");
     let began = Instant::now();
@@ -58,7 +58,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     let status = client.get("/admin/status").await.unwrap().body;
     assert_eq!(names(&status), ["host-1", "host-2"], "{status}");
 
-    // Told to end it has its workers say goodbye.
+    // When told to end, it has its workers say goodbye.
     let left = children_of(host.pid());
     assert_eq!(left.len(), 2);
     LocalCluster::signal(host.pid(), "TERM").unwrap();
@@ -69,7 +69,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     assert!(reason.contains("its parent is gone"), "{status}");
 }
 
-/// Nobody but its supervisor can end a process that is stopped.
+/// Only its supervisor can end a process that is stopped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_does_nothing_any_more_is_killed_and_started_again() {
     let address = format!("127.0.0.1:{}", free_port());

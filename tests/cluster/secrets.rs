@@ -1,5 +1,5 @@
-//! The cluster secret: who has it can join, who lacks it is told so and exits, and without a secret
-//! no address is opened that other hosts can reach.
+//! The cluster secret: processes that have it can join, others are told so and exit; and without a
+//! secret no address is opened that other hosts can reach.
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;

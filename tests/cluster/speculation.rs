@@ -140,7 +140,7 @@ async fn drafts_change_how_many_steps_it_takes_and_nothing_else() {
     }
 }
 
-/// By another model, whose drafts are mostly wrong, and by the model itself.
+/// Drafts by another model, which are mostly wrong, and by the model itself.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
     let folder = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
         let plain = without.client().unwrap().scrape().await.unwrap();
         drop(without);
         for (draft, is_itself) in [(demo(), true), (other.clone(), false)] {
-            // No method: a folder is a draft model's.
+            // No method is given: a folder means a draft model.
             let config = json!({"model": draft, "num_speculative_tokens": 5}).to_string();
             let cluster = up(&[&args[..], &["--speculative-config", &config]].concat()).await;
             let client = cluster.client().unwrap();
@@ -184,7 +184,7 @@ async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
     }
 }
 
-/// The demo model's first two layers in a folder of their own: it says something else.
+/// The demo model's first two layers in a folder of their own: a model with other output.
 fn half_of_the_demo(folder: &Path) -> PathBuf {
     for file in std::fs::read_dir(demo()).unwrap() {
         let file = file.unwrap();

@@ -1,4 +1,4 @@
-//! Whoever reads a process's output may stall: the process keeps running.
+//! The reader of a process's output may stall: the process keeps running.
 use std::io::{BufRead as _, BufReader, Read as _};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};

@@ -38,7 +38,7 @@ fn json_says_the_same() {
     assert!(found["cpu"]["cores"].as_u64().unwrap() >= 1);
 }
 
-/// Holds where there is a driver, too: then the line about kernels is the last.
+/// This holds where there is a driver, too: then the line about kernels is the last.
 #[test]
 fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
     let (code, stdout, stderr) = described(&tutti(&["devices"], &[]));
@@ -62,7 +62,8 @@ fn what_is_wrong_is_said_in_the_last_line() {
         let line = last_line(&stdout);
         assert_eq!(code, 0, "{stdout}");
         assert!(line.starts_with("CUDA is not usable here: ") && line.contains(words), "{line}");
-        // What is asked for and cannot be had ends at once, with the same words.
+        // A device that is requested and not available ends the program at once, with the same
+        // words.
         let bench = ["bench", "--device", "cuda", "--model", "tests/models/llama-gqa"];
         let (code, _, stderr) = with_fake(&bench, &[(name, value)]);
         assert_eq!(code, 69, "{stderr}");
@@ -82,8 +83,8 @@ fn a_driver_without_a_symbol_is_no_panic() {
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
 }
 
-/// Containers bring a driver's library of their own beside the host's, and the wrong one of the two
-/// does not load.
+/// Containers may have a driver library of their own beside the host's, and the wrong one of the
+/// two does not load.
 #[test]
 fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
     let broken = tempfile::tempdir().unwrap();
@@ -96,14 +97,14 @@ fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
         assert_eq!((code, stderr.as_str()), (0, ""));
         assert!(last_line(&stdout).starts_with("CUDA is usable: 1 GPU(s)"), "{stdout}");
     }
-    // Alone it says why; where there is a driver nothing is to be said.
+    // By itself it says why; where there is a working driver there is nothing to report.
     let (_, stdout, _) = described(&tutti(&["devices", "--cuda-lib-dir", broken], &[]));
     let line = last_line(&stdout);
     assert!(line.contains("libcuda.so.1: file too short") || line.contains("usable"), "{stdout}");
     assert!(line.contains(broken) || !line.contains("not usable"), "{stdout}");
 }
 
-/// Where pip puts it, for CUDA 12 and 13.
+/// The folders that pip uses, for CUDA 12 and 13.
 #[test]
 fn cublaslt_is_found_among_pythons_packages() {
     let driver = tempfile::tempdir().unwrap();
@@ -131,7 +132,7 @@ fn cublaslt_is_found_among_pythons_packages() {
     }
 }
 
-/// Every worker of a host looks, each for its own.
+/// Every worker of a host looks for its own GPU.
 #[test]
 fn a_gpu_that_is_named_is_the_only_one_with_a_context() {
     let log = tempfile::NamedTempFile::new().unwrap();

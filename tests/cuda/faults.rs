@@ -1,4 +1,4 @@
-//! One clear line for what the driver may answer while a model is loaded and run.
+//! One clear line for each error of the driver while a model is loaded and run.
 use std::collections::HashMap;
 
 use crate::{fake, tutti, with_fake};
@@ -15,7 +15,7 @@ const BENCH: [&str; 9] = [
     "20",
 ];
 
-/// Runs a short measurement with a fault; returns what it says.
+/// Runs a short measurement with a fault; returns its message.
 fn fails(environment: &[(&str, &str)]) -> String {
     let mut args = BENCH.to_vec();
     args.extend(["--batches", "1"]);
@@ -46,10 +46,10 @@ fn a_model_is_measured_and_its_steps_become_graphs() {
         count("capture"),
         count("graph")
     );
-    // Nothing is allocated once the first step was captured.
+    // Nothing is allocated once the first step is captured.
     let after = log.split_once("\ncapture").unwrap().1;
     assert!(!after.contains("\nalloc"), "memory is allocated while serving");
-    // A replayed step is one copy there, one graph, one copy back.
+    // A replayed step is one copy in, one graph, one copy out.
     let last = log.rfind("\ngraph").unwrap();
     let before = log[..last].rfind("\ngraph").unwrap();
     let step: Vec<&str> = log[before + 1..last].lines().skip(1).collect();
@@ -69,7 +69,7 @@ fn without_graphs_every_step_is_called() {
     assert!(!log.contains("capture") && !log.contains("\ngraph"));
 }
 
-/// However many parts of a prompt gate and up are computed for.
+/// However many parts of a prompt gate and up are computed in.
 #[test]
 fn int8_weights_are_widened_once_a_layer() {
     let model = tempfile::tempdir().unwrap();
@@ -118,7 +118,7 @@ fn memory_that_runs_out_is_named() {
 
 #[test]
 fn a_model_that_does_not_fit_says_what_would_do() {
-    // The workspace of cuBLASLt alone takes most of it.
+    // The workspace of cuBLASLt alone takes most of the memory.
     let line = fails(&[("FAKE_CUDA_MEMORY", "34000000")]);
     for words in ["does not fit on the GPU: ", "missing (weights ", "MiB are free"] {
         assert!(line.contains(words), "{line}");
@@ -176,7 +176,7 @@ fn steps_that_cannot_be_captured_are_called() {
     }
 }
 
-/// Nor is one whose kernels may not begin early while they are captured: it is captured without
+/// Nor is a graph that cannot be captured with kernels that begin early: it is captured without
 /// that.
 #[test]
 fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
@@ -192,7 +192,8 @@ fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     assert!(log.lines().filter(|line| line.starts_with("graph")).count() >= 8, "{log}");
 }
 
-/// Of what cuBLASLt names for a product, the quickest that can run is taken, and stays so.
+/// Of the algorithms that cuBLASLt offers for a product, the fastest one that runs is taken, and
+/// kept.
 #[test]
 fn products_take_the_quickest_algorithm() {
     let log = tempfile::NamedTempFile::new().unwrap();
@@ -212,12 +213,12 @@ fn products_take_the_quickest_algorithm() {
     assert!(!shapes.is_empty());
     let mut chosen = 0;
     for (shape, algorithms) in shapes {
-        // The second cannot run, the last is said to be the quickest.
+        // The second one cannot run; the last one is reported as the fastest.
         let used =
             algorithms.iter().rposition(|algorithm| *algorithm != "3").map_or(0, |at| at + 1);
         let mut tried = algorithms[..used].to_vec();
         tried.dedup();
-        // Numbers of rows that are alike share a choice.
+        // Similar numbers of rows share a choice.
         assert!(tried.is_empty() || tried == ["0", "2"], "{shape}: {algorithms:?}");
         assert!(tried.is_empty() || algorithms.len() >= used + 5, "{shape}: {algorithms:?}");
         chosen += usize::from(!tried.is_empty());
@@ -225,15 +226,15 @@ fn products_take_the_quickest_algorithm() {
     assert!(chosen > 0);
 }
 
-/// One that the library names and that fails when it is called is not chosen, and costs nothing
-/// else.
+/// An algorithm that the library offers and that fails when it is called is not chosen, and costs
+/// nothing else.
 #[test]
 fn an_algorithm_that_fails_is_passed_over() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut args = BENCH.to_vec();
     args[8] = "100";
     args.extend(["--batches", "1"]);
-    // The first of the first product; a run of it that is measured; the last of it.
+    // The first call of the first product; a measured run of it; its last call.
     for call in [1, 3, 7] {
         let fault = format!("cublasLtMatmul:{call}=14");
         let environment = [
@@ -246,7 +247,7 @@ fn an_algorithm_that_fails_is_passed_over() {
         let log = std::fs::read_to_string(log.path()).unwrap();
         assert!(log.lines().any(|line| line.starts_with("product ")), "{log}");
     }
-    // Which it does not where a GPU has failed.
+    // But not where a GPU has failed.
     let (code, _, stderr) = with_fake(
         &args,
         &[("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_FAIL", "cublasLtMatmul:3=719")],

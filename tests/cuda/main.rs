@@ -1,10 +1,10 @@
 //! The program with a GPU, on the stand-in for NVIDIA's driver: what it finds, what it serves, and
-//! one clear line for everything that can be wrong. No GPU has checked it.
+//! one clear line for each thing that can be wrong. No GPU has run it.
 //!
 //! - [`devices`]: `tutti devices` and `--device`
-//! - [`faults`]: what the driver may answer, and what is said then
-//! - [`nccl`]: ranks on two GPUs that exchange data by a stand-in for NCCL, and all that can go
-//!   wrong
+//! - [`faults`]: errors of the driver, and the messages about them
+//! - [`nccl`]: ranks on two GPUs that exchange data through a stand-in for NCCL, and all that can
+//!   go wrong
 //! - [`peers`]: two processes that see each other's GPU memory
 //! - [`serving`]: `tutti up` on one and on two GPUs, and one that fails
 #![allow(
@@ -34,7 +34,7 @@ fn fake() -> &'static FakeCuda {
     FAKE.get_or_init(|| fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap())
 }
 
-/// Options that lead to it.
+/// The options that select it.
 fn options(fake: &FakeCuda) -> Vec<String> {
     let text = |path: &Path| path.to_str().unwrap().to_owned();
     [

@@ -1,4 +1,4 @@
-//! Ranks on two GPUs that exchange data by NCCL, all stand-ins: a whole cluster of processes.
+//! Ranks on two GPUs that exchange data through NCCL, all stand-ins: a whole cluster of processes.
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -26,13 +26,13 @@ impl Pair {
         let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
         all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
         all.extend(["--workers", "2", "--tensor-parallel", "2", "--nccl-lib", &nccl]);
-        // Faults are placed by the number of calls: there are none before the first request.
+        // Faults are placed by the number of calls, so there must be none before the first request.
         all.extend(["--cuda-warmup", "0"]);
         all.extend(args);
         all.extend(fake.iter().map(String::as_str));
         let mut variables =
             vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_NCCL_LOG", log.path().to_str().unwrap())];
-        // All of it by NCCL, also small messages.
+        // Everything goes through NCCL, small messages too.
         variables.push(("FAKE_CUDA_PEER_ACCESS", "0"));
         variables.extend(environment);
         let cluster = LocalCluster::spawn_with(&[], &all, &variables).unwrap();
@@ -47,7 +47,7 @@ impl Pair {
         self.ask(tokens, request(tokens)).await
     }
 
-    /// The same, each step of which is begun when the tokens of the one before are known.
+    /// The same, with each step begun only when the tokens of the one before are known.
     async fn complete_in_steps(&self, tokens: u32) -> Value {
         let mut request = request(tokens);
         request["frequency_penalty"] = json!(0.5);
@@ -100,7 +100,7 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     );
     assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
     assert!(nccl.contains("recorded rank 1"), "{nccl}");
-    // Of greedy requests ranks tell each other one pair, not their logits.
+    // For greedy requests ranks exchange one pair, not their logits.
     assert!(nccl.contains("all_gather 768 recorded") && !nccl.contains("all_gather 8 "), "{nccl}");
     let client = pair.cluster.client().unwrap();
     let mut greedy = request(8);
@@ -108,7 +108,7 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     let reply = client.post("/v1/completions", &greedy).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
     assert!(pair.nccl_log().contains("all_gather 8 recorded"), "{}", pair.nccl_log());
-    // Steps that are replayed call nothing: 40 steps of 5 collectives each would be 200 calls.
+    // Replayed steps call nothing: 40 steps of 5 collectives each would be 200 calls.
     assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
 }
 
@@ -160,11 +160,13 @@ async fn a_frozen_rank_is_replaced() {
     assert!(pids.contains(&survivor) && !pids.contains(&frozen), "{pids:?}");
 }
 
-/// Each is met by the next epoch; the weights stay, no process ends, the text is the same.
+/// The next epoch recovers from each of these: the weights stay, no process ends, the text is the
+/// same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
     let expected = Pair::up(&[], &[]).await.complete(16).await;
-    // The prompt's collectives are called, and two steps'; the others' turns come in graphs.
+    // The collectives of the prompt and of two steps are called; those of later steps come from
+    // graphs.
     let cases = [
         ("FAKE_NCCL_INIT_FAIL", "1:1", "ncclSystemError (2)"),
         ("FAKE_NCCL_INIT_REFUSE", "1:1", "ncclSystemError (2)"),
@@ -185,7 +187,7 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
             assert_eq!(pair.cluster.worker_pids(), pids, "{variable}\n{log}");
         }
         let nccl = pair.nccl_log();
-        // What was made of a communicator is freed, and nothing else was done with it then.
+        // All that belongs to a communicator is freed, and it was not used afterwards.
         assert!(!nccl.contains("died"), "{variable}\n{nccl}");
         if variable.starts_with("FAKE_NCCL_INIT") {
             assert!(nccl.contains("abort rank 1"), "{variable}\n{nccl}");
@@ -200,13 +202,13 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
     }
 }
 
-/// NCCL is there, and cannot connect the ranks: who has not asked for it is served without.
+/// NCCL is there but cannot connect the ranks: unless it was requested, they serve without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_that_nccl_does_not_connect_go_another_way() {
     let host = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(8).await;
     let cases = [
         ("FAKE_NCCL_INIT_REFUSE", "0:1", "ncclSystemError (2)"),
-        // Noticed by nothing but that it takes too long.
+        // The only sign is that it takes too long.
         ("FAKE_NCCL_INIT_HANG", "1:1", "did not finish an exchange"),
     ];
     for (variable, value, words) in cases {
@@ -225,7 +227,7 @@ async fn ranks_that_nccl_does_not_connect_go_another_way() {
     }
 }
 
-/// A rank that dies while the others connect to it: they are not held up.
+/// A rank dies while the others connect to it: they are not held up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_the_connecting() {
     let mut pair = Pair::start(&["--cuda-exchange", "nccl"], &[("FAKE_NCCL_INIT_HANG", "1:1")]);
@@ -244,7 +246,7 @@ async fn an_abort_ends_the_connecting() {
     LocalCluster::signal(victim, "KILL").unwrap();
     let began = Instant::now();
     pair.cluster.wait_ready().await.unwrap();
-    // Half a minute is what ranks wait for each other.
+    // Ranks wait for each other for half a minute.
     assert!(began.elapsed() < Duration::from_secs(25), "{:?}", began.elapsed());
     pair.complete(4).await;
     let nccl = pair.nccl_log();
@@ -253,7 +255,7 @@ async fn an_abort_ends_the_connecting() {
     assert!(pair.cluster.worker_pids().contains(&survivor), "{}", pair.cluster.log());
 }
 
-/// A rank that has waited long enough says so, and the coordinator's word frees the other.
+/// A rank that has waited long enough reports it, and the coordinator's message frees the other.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_collective_that_hangs_is_ended() {
     let expected = Pair::up(&[], &[]).await.complete(16).await;
@@ -261,7 +263,7 @@ async fn a_collective_that_hangs_is_ended() {
     let pids = pair.cluster.worker_pids();
     let began = Instant::now();
     assert_eq!(pair.complete(16).await, expected);
-    // Half a minute, by default, is what ranks wait for each other.
+    // By default ranks wait for each other for half a minute.
     let took = began.elapsed();
     assert!(took > Duration::from_secs(25) && took < Duration::from_secs(50), "{took:?}");
     let log = pair.cluster.log();
@@ -270,18 +272,18 @@ async fn a_collective_that_hangs_is_ended() {
     assert_eq!(pair.nccl_log().matches(" id").count(), 2, "{log}");
 }
 
-/// What one rank finds has the other leave, whatever it is in the middle of. That its communicator
-/// is used no more then, and aborted as it has to be, the stand-in sees to.
+/// When one rank finds an error, the other leaves too, whatever it is doing. The stand-in checks
+/// that its communicator is not used any more then, and is aborted as it has to be.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_calls_under_way_and_no_process() {
-    // Both ranks come to the same call then.
+    // Both ranks then reach the same call.
     let expected = Pair::up(&[], &[]).await.complete_in_steps(16).await;
     // The third step's collectives are recorded.
     let cases = [
         // Within a call that waits for the other rank.
         ("FAKE_NCCL_BLOCK", "1:8", "0:8", "blocked rank 1"),
         ("FAKE_NCCL_BLOCK", "1:14", "0:14", "blocked rank 1"),
-        // Which NCCL goes on with in the background.
+        // A call that NCCL continues in the background.
         ("FAKE_NCCL_SLOW", "1:8", "0:8", "slow rank 1"),
         ("FAKE_NCCL_SLOW", "1:14", "0:14", "slow rank 1"),
     ];
@@ -300,7 +302,7 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
     }
 }
 
-/// Nobody knows what NCCL does with the GPU then.
+/// What NCCL does with the GPU then is unknown.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_that_hangs_costs_its_process() {
     let faults = [("FAKE_NCCL_CALL_FAIL", "0:8"), ("FAKE_NCCL_ABORT_HANG", "1:1")];
@@ -314,11 +316,11 @@ async fn an_abort_that_hangs_costs_its_process() {
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
 }
 
-/// A GPU that goes on for ever, whatever it is told: its worker says so and ends, though nothing
-/// that waits for the GPU, as freeing its memory does, would ever return.
+/// A GPU that never comes to rest, whatever it is told: its worker reports it and ends, although
+/// nothing that waits for the GPU, such as freeing its memory, would ever return.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
-    // In the second request: the process that replaces it does not come so far.
+    // In the second request: the process that replaces it does not get that far.
     let faults = [("FAKE_NCCL_STUCK", "1:130"), ("FAKE_NCCL_ASYNC_ERROR", "0:130")];
     let pair = Pair::up(&[], &faults).await;
     let before = pair.cluster.worker_pids();
@@ -347,7 +349,7 @@ fn an_nccl_that_cannot_be_used_is_said_in_a_line() {
     assert!(absent.contains("/nowhere/libnccl.so.2"), "{absent}");
 }
 
-/// Without NCCL ranks go through host memory, and say why; who insists is told, too.
+/// Without NCCL ranks use host memory and say why; a worker that insists on NCCL gets an error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_nccl_ranks_go_through_host_memory() {
     let pair = Pair::up(&[], &[("FAKE_NCCL_VERSION", "21805")]).await;

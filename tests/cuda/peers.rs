@@ -1,4 +1,4 @@
-//! Ranks on two GPUs that see each other's memory, by CUDA IPC, all on the stand-in: a whole
+//! Ranks on two GPUs that see each other's memory through CUDA IPC, all on the stand-in: a whole
 //! cluster of processes whose kernels wait for each other.
 use std::time::{Duration, Instant};
 
@@ -65,9 +65,9 @@ async fn two_processes_see_each_others_memory() {
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
 }
 
-/// Steps that cannot be captured as they are end the epoch, since the ranks' graphs belong
-/// together: each remembers what it has found out although its group is left for that, and captures
-/// the next ones another way.
+/// A step that cannot be captured ends the epoch, because the ranks' graphs belong together. Each
+/// rank remembers what it has found out although it leaves its group, and captures later steps in
+/// another way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     let expected = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(24).await;
@@ -75,7 +75,7 @@ async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     assert_eq!(pair.complete(24).await, expected);
     let log = pair.cluster.log();
     assert!(log.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)"), "{log}");
-    // Each finds out once at most, and both are in a group again behind it.
+    // Each finds out at most once, and both are in a group again afterwards.
     let formed = log.matches(SEEN).count();
     assert!((4..=6).contains(&formed), "{formed}: {log}");
     let before = pair.calls("graph ");
@@ -84,7 +84,7 @@ async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     assert_eq!(pair.cluster.log().matches(SEEN).count(), formed, "{}", pair.cluster.log());
 }
 
-/// Before the ranks have agreed, what fails on one has all of them do without.
+/// Before the ranks have agreed, a failure on one makes all of them do without.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
     let nccl = nccl(None);
@@ -96,7 +96,7 @@ async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
             "cuIpcOpenMemHandle_v2:1=217",
             "open another rank's GPU memory: CUDA error 217",
         ),
-        // The driver allows it, and nothing that is written arrives.
+        // The driver allows the access, but nothing that is written arrives.
         ("FAKE_CUDA_DEAF", "1", "timed out after"),
     ];
     for (index, (variable, value, words)) in cases.into_iter().enumerate() {

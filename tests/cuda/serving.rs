@@ -1,4 +1,4 @@
-//! A whole cluster on GPUs that are not there.
+//! A whole cluster on stand-ins for GPUs.
 use serde_json::json;
 use testkit::local_cluster::LocalCluster;
 
@@ -21,7 +21,7 @@ fn request(tokens: u32) -> serde_json::Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_gpu_serves_and_says_what_it_is() {
-    // As many workers as there are GPUs, where nothing is said.
+    // As many workers as there are GPUs, by default.
     let cluster = up(&[], &[]).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(24)).await.unwrap();
@@ -61,11 +61,11 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert!(log.contains("exit status: 71"), "{log}");
 }
 
-/// Whatever comes then, and however much of it at once; and what comes of it is the same where a
-/// GPU has room for so few blocks that each takes several parts of sequences.
+/// Nothing is captured after the start, whatever comes and however much at once. The text is the
+/// same where a GPU has room for so few blocks that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
-    // Steps of 1, 2, 4 and 8 rows; of ranks those whose rows are all greedy besides.
+    // Steps of 1, 2, 4 and 8 rows; with two ranks also steps whose rows are all greedy.
     let pair = ["--workers", "2", "--tensor-parallel", "2"];
     let none = ["--workers", "1", "--tensor-parallel", "1", "--cuda-warmup", "0"];
     let mut texts = Vec::new();
@@ -75,7 +75,7 @@ async fn graphs_are_captured_before_the_first_request() {
         let path = log.path().to_str().unwrap();
         let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
         variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
-        // As little as any GPU has: kernels that need more are not launched.
+        // As little as any supported GPU has: kernels that need more are not launched.
         variables.push(("FAKE_CUDA_SHARED_MEMORY", "101376"));
         let cluster = up(args, &variables).await;
         let captured = || {
@@ -98,15 +98,15 @@ async fn graphs_are_captured_before_the_first_request() {
             assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
         }
         if args[1] == "1" {
-            // Alone, so that its prompt is cut alike; with more parts than one multiprocessor has
-            // blocks.
+            // By itself, so that its prompt is always cut alike; it has more parts than one
+            // multiprocessor has blocks.
             let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
             let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
             texts.push(
                 client.post("/v1/completions", &request).await.unwrap().body["choices"].clone(),
             );
         }
-        // Without it, steps of some size have come twice.
+        // Without it, steps of some size have occurred twice.
         let after = captured();
         assert!(if captures > 0 { after == captures } else { after > 0 }, "{args:?}: {after}");
     }

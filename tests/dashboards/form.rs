@@ -1,4 +1,4 @@
-//! What can be told from the files alone. Each rule of a dashboard is fed a violation, too.
+//! What the files alone show. Each rule for dashboards is also fed a violation.
 use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use crate::promql::{Selector, definition, selectors};
 const COLUMNS: i64 = 24;
 const DATASOURCE: &str = "${datasource}";
 
-/// What is wrong with the form of a query, whoever asks it.
+/// What is wrong with the form of a query, wherever it is used.
 fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
     let mut problems = Vec::new();
     let found = selectors(query);
@@ -68,7 +68,7 @@ fn is_average(query: &str) -> bool {
 fn is_narrowed(selector: &Selector<'_>, definition: &Definition) -> bool {
     let has_replica = definition.labels.contains(&REPLICA);
     let narrowed = |by: &str| selector.matchers.split(", ").any(|matcher| matcher == by);
-    // Whichever clusters a server scrapes, each is a job.
+    // Each cluster that a server scrapes is a job.
     narrowed("job=~\"$job\"")
         && narrowed("model_name=~\"$model_name\"") == definition.model
         && narrowed("replica=~\"$replica\"") == has_replica
@@ -233,7 +233,8 @@ fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
 /// What is wrong with a rule.
 fn rule_problems(rule: &Rule, recorded: &BTreeSet<String>) -> Vec<String> {
     let mut problems = query_problems(&rule.expr, recorded);
-    // A server that scrapes several clusters has a job for each: none speaks for another.
+    // A server that scrapes several clusters has a job for each, which tells nothing about the
+    // others.
     let ups = selectors(&rule.expr).into_iter().filter(|selector| selector.name == "up");
     if ups.into_iter().any(|selector| selector.matchers != "job=~\"tutti.*\"") {
         problems.push("up is of all jobs whose names begin with tutti".to_owned());

@@ -1,4 +1,4 @@
-//! Every query of dashboards and rules, by a real Prometheus that scrapes a real cluster.
+//! Every query of dashboards and rules, sent to a real Prometheus that scrapes a real cluster.
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt as _;
@@ -38,7 +38,7 @@ async fn load(client: &Client) {
             client.post("/v1/completions", &body),
             client.post("/v1/completions", &guided),
             client.stream("/v1/completions", &streaming),
-            // Few enough that nobody is told.
+            // Few enough that no alert fires.
             async {
                 if seed % 3 == 0 {
                     abandon(client, &abandoned).await;
@@ -74,7 +74,7 @@ fn may_be_empty(query: &str) -> bool {
     !found.is_empty() && found.iter().all(|found| is_conditional(found.name))
 }
 
-/// What is wrong with the answer to a query that has to have one.
+/// What is wrong with the answer to a query that must have one.
 async fn query_problem(server: &Prometheus, query: &Query) -> Option<String> {
     let sent = substitute(&query.expr);
     let problem = match server.query(&sent).await {
@@ -99,13 +99,13 @@ async fn variable_problem(server: &Prometheus, variable: &Query) -> Option<Strin
     Some(format!("{}: {problem}: {sent}", variable.place))
 }
 
-/// What is wrong with an alert: it must be quiet on a healthy cluster, and about something.
+/// What is wrong with an alert: on a healthy cluster it must be quiet, but its series must exist.
 async fn alert_problem(server: &Prometheus, alert: &Rule) -> Option<String> {
     let values = match server.query(&alert.expr).await {
         Err(error) => return Some(format!("{}: {error}", alert.name)),
         Ok(values) => values,
     };
-    // The machine under test may well be short of something.
+    // The machine under test may really be short of something.
     if !values.is_empty() && alert.group != "tutti-hardware" {
         return Some(format!("{}: a healthy cluster raises it: {values:?}", alert.name));
     }
@@ -191,7 +191,7 @@ async fn every_query_has_an_answer() {
     the_checks_can_fail(&server).await;
 }
 
-/// What scales workers has an answer most of all where there are none.
+/// The autoscaler's queries must have an answer above all where there are no workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn load_is_known_where_no_replica_serves() {
     let listen = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
@@ -216,7 +216,7 @@ async fn load_is_known_where_no_replica_serves() {
     }
 }
 
-/// The cluster's series go on under the next leader, a process's are its own.
+/// The cluster's series continue under the next leader; a process's series are its own.
 async fn identity_problems(server: &Prometheus) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, of_process) in [

@@ -1,6 +1,6 @@
 //! The dashboards and rules of `cluster-configs`, as Grafana and Prometheus see them.
 //!
-//! - [`form`]: what can be told from the files alone: layout, units, the form of queries
+//! - [`form`]: what the files alone show: layout, units, the form of queries
 //! - [`promtool`]: Prometheus's own checker, and that every alert can fire
 //! - [`live`]: every query against a real Prometheus that scrapes a real cluster
 //! - [`files`], [`promql`], [`prometheus`]: the files, the text of queries, the server
@@ -25,7 +25,7 @@ fn assert_none(what: &str, problems: &[String]) {
     assert!(problems.is_empty(), "{what}: {count} problem(s)\n  {}\n", problems.join("\n  "));
 }
 
-/// Says something that does not fail: written past the capture of libtest, so that it is seen.
+/// Prints a message that is no failure, past libtest's capture, so that it is seen.
 fn notice(message: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "dashboards: {message}");

@@ -1,6 +1,6 @@
-// What the stand-in for the driver and cuBLASLt takes their interfaces to be, held against NVIDIA's
-// own headers: never run, only compiled. `kernels/cuda/check` does so with the cuda.h that comes with
-// nvcc; where cublasLt.h is on the include path (PyPI: nvidia-cublas), it is looked at as well.
+// Compares the stand-in's idea of the driver's and cuBLASLt's interfaces with NVIDIA's own headers:
+// never run, only compiled. `kernels/cuda/check` does so with the cuda.h that comes with nvcc; if
+// cublasLt.h is on the include path (PyPI: nvidia-cublas), it is checked as well.
 #include <cuda.h>
 
 #include <cstddef>

@@ -2,14 +2,14 @@
 // host's and whose kernels are this project's own, emulated. Only what Tutti calls.
 //
 // It is as unkind as the real ones may be: work on a stream is done as late as possible, new memory
-// is NaN, every allocation ends where a page faults, and while a stream is captured nothing may be
-// called that could wait. The work of a stream runs on the thread that waits for it, without any
+// is NaN, every allocation ends at a page that faults, and during the capture of a stream no call is
+// allowed that could wait. The work of a stream runs on the thread that waits for it, without any
 // lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
-// - FAKE_CUDA_DEVICES: how many GPUs; default 1, or what DEFAULT_DEVICES was when it was compiled
+// - FAKE_CUDA_DEVICES: number of GPUs; default 1, or DEFAULT_DEVICES of its compilation
 // - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
-// - FAKE_CUDA_VERSION: of the driver; default 13000
+// - FAKE_CUDA_VERSION: the driver's version; default 13000
 // - FAKE_CUDA_CAPABILITY: default 90
 // - FAKE_CUDA_MULTIPROCESSORS: default 132
 // - FAKE_CUDA_SHARED_MEMORY: bytes that a block may ask for; default 227 KiB
@@ -17,10 +17,10 @@
 // - FAKE_CUDA_PEER_ACCESS: 0 when no GPU reaches another's memory; default 1
 // - FAKE_CUDA_FAIL: `function:n=code,...`: the n-th call of a function gives this status. Codes from
 //   700 on break the context: every later call gives it too. -1: it never returns; -2: it ends the
-//   process. `captured_cuLaunchKernel` counts the launches that are captured alone.
+//   process. `captured_cuLaunchKernel` counts only launches that are captured.
 // - FAKE_CUDA_CAPTURED_OVERLAP: 0 when kernels that may begin early cannot be captured; default 1
-// - FAKE_CUDA_ALGORITHMS: how many cuBLASLt names for a product; default 1
-// - FAKE_CUDA_ONCE: a file that is made when FAKE_CUDA_FAIL does something: once, over all processes
+// - FAKE_CUDA_ALGORITHMS: how many algorithms cuBLASLt offers for a product; default 1
+// - FAKE_CUDA_ONCE: a file that marks that FAKE_CUDA_FAIL took effect: only once in all processes
 // - FAKE_CUDA_LOG: a file to which launches, graphs, copies and allocations are appended.
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -753,7 +753,7 @@ int cuEventRecord(Event* event, Stream* stream) {
     event->milliseconds = stream->milliseconds;
     return SUCCESS;
 }
-// Not ready at first: who does not ask again would go on too early.
+// Not ready at first, so that a caller that does not ask again goes on too early.
 int cuEventQuery(Event* event) {
     ENTER("cuEventQuery");
     NO_CAPTURE;

@@ -3,20 +3,20 @@
 // streams, also from graphs. Sums of more than two ranks are made in an order of its own. Only what
 // Tutti calls.
 //
-// It is as unkind as the real one may be: what another rank does not do is waited for until the
-// communicator is aborted; connecting goes on in the background, and so does every call: a collective
-// is on its stream, or in its graph, only when NCCL says that nothing is in progress; an abort waits
-// until all graphs that recorded a collective are gone. What the real one need not survive, it does
-// not: a communicator that is used after its abort or meanwhile, an abort below a call that is in
-// progress, or on a thread without a context, where the real one would make one on the first GPU.
+// It is as unkind as the real one may be. It waits for a missing rank until the communicator is
+// aborted. Connecting goes on in the background, and so does every call: a collective is on its
+// stream, or in its graph, only when NCCL says that nothing is in progress. An abort waits until all
+// graphs that recorded a collective are gone. It ends the process where the real one may fail: when
+// a communicator is used during or after its abort, and on an abort while a call is in progress or on
+// a thread without a context (where the real one would make a context on the first GPU).
 //
 // Environment; `rank:n` is the n-th of all such calls, from 1, of a process that is this rank:
 // - FAKE_NCCL_VERSION: default 22809
 // - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
 // - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends in ncclSystemError
-// - FAKE_NCCL_INIT_REFUSE=rank:n: the same, said at once and with a communicator
+// - FAKE_NCCL_INIT_REFUSE=rank:n: the same, but at once and with a communicator
 // - FAKE_NCCL_HANG=rank:n: this collective, when its turn comes, is never done
-// - FAKE_NCCL_STUCK=rank:n: as above, and not when it is aborted, either
+// - FAKE_NCCL_STUCK=rank:n: as above, and not even when it is aborted
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
 // - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
 // - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError, after 400 ms
@@ -420,7 +420,7 @@ int ncclCommAbort(void* handle) {
     if (!fake_cuda::is_ready()) {
         die("an abort on a thread without a context");
     }
-    // Whoever waits a second for it has waited long enough.
+    // An abort may come after a call has been in progress for a second.
     if (comm->inside.load() > 0 || (comm->pending && std::chrono::steady_clock::now() - comm->called <
                                                          std::chrono::seconds(1))) {
         die("an abort while a call is in progress");

@@ -1,11 +1,12 @@
-//! What LoRA adapters are made of against the reference: rows that go to matrices that others
-//! chose, or to none, down to the rank and up again, and the addition to a fused product.
+//! The operations behind LoRA adapters against the reference: rows go to the matrices of the
+//! adapter that each of them has, or to none, down to the rank and up again; and the addition to a
+//! fused product.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, NOT_ASSIGNED, Routing};
 
 use crate::operations::{Case, ROUNDING, Random, Writable, bytes, input, matrix, poisoned};
 
-/// A module of `[2 * inner, hidden]` of which each of some adapters changes gate and up.
+/// A module of `[2 * inner, hidden]`, with several adapters that each change gate and up.
 pub(crate) struct Adapters {
     rows: usize,
     hidden: usize,
@@ -35,7 +36,7 @@ impl Case for Adapters {
     }
 
     fn tolerance(&self) -> (f32, f32) {
-        // What comes between the two products is rounded on GPUs, and added up again.
+        // GPUs round the result of the first product before the second one adds it up.
         (ROUNDING, 1e-2)
     }
 

@@ -1,4 +1,4 @@
-//! Attention and what is before it, of prompts and of single rows.
+//! Attention and the operations before it, of prompts and of single rows.
 use kernels::KernelError;
 use kernels::backend::{
     AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
@@ -11,7 +11,7 @@ pub(crate) struct Attention {
     shape: AttentionShape,
     /// Biases and norms of q and k.
     extras: bool,
-    /// As gpt-oss has them, and biases.
+    /// Sinks and biases, as in gpt-oss.
     sinks: bool,
 }
 
@@ -66,7 +66,7 @@ impl Case for Attention {
                     table_start: tables.len() as u32,
                     table_len: 13,
                 });
-                // Backwards, so that a wrong table is seen.
+                // Backwards, so that a wrong table shows.
                 let blocks: Vec<u32> = (0..13).map(|i| index * 13 + 12 - i).collect();
                 for position in context_len - num_rows..context_len {
                     at.push(position);
@@ -118,7 +118,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
             cases.push(Attention { shape, extras, sinks: false });
         }
     }
-    // As gpt-oss, and with heads whose K and V are copied ahead.
+    // As in gpt-oss, and with heads whose K and V are copied ahead.
     let with_sinks: &[(usize, usize, usize)] = match quick {
         true => &[(8, 1, 64)],
         false => &[(64, 8, 64), (8, 2, 128)],

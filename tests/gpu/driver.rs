@@ -1,4 +1,4 @@
-//! Steps of an engine, as a coordinator would have it take them.
+//! Runs steps of an engine, as a coordinator would request them.
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use worker::rank::{NoSteps, StepSource};
 
 use crate::speed::Sizes;
 
-/// Plans that wait.
+/// Plans that wait to be run.
 pub(crate) struct Plans(pub(crate) VecDeque<StepPlan>);
 
 impl StepSource for Plans {
@@ -25,7 +25,7 @@ impl StepSource for Plans {
     }
 }
 
-/// That what a step yields was chosen from numbers.
+/// Checks that a step's tokens were chosen from numbers, not from NaN.
 fn sound(outputs: &[SequenceOutput]) -> Result<(), String> {
     match outputs.iter().find(|output| output.corrupted) {
         None => Ok(()),
@@ -35,7 +35,7 @@ fn sound(outputs: &[SequenceOutput]) -> Result<(), String> {
     }
 }
 
-/// Steps of one engine.
+/// Runs steps of one engine.
 pub(crate) struct Driver<'a> {
     pub(crate) engine: &'a mut Engine<CudaBackend>,
     pub(crate) vocab: u32,
@@ -64,7 +64,7 @@ impl Driver<'_> {
         sound(&outputs)
     }
 
-    /// Computes the prompts of `batch` sequences of some blocks each, as many together as a step
+    /// Computes the prompts of `batch` sequences of some blocks each, as many at a time as a step
     /// takes.
     pub(crate) fn prefill(
         &mut self,
@@ -105,18 +105,18 @@ impl Driver<'_> {
         Ok(seqs)
     }
 
-    /// Decode steps whose plans are all known, as a coordinator has the next one ready.
+    /// Decode steps whose plans are all known, as a coordinator would have the next one ready.
     pub(crate) fn decode(&mut self, seqs: &[SeqId], positions: Range<u32>) -> Result<(), String> {
         let plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
         self.run_all(plans)
     }
 
-    /// Steps whose numbers are in their plans.
+    /// Runs steps whose numbers are in their plans.
     pub(crate) fn run_all(&mut self, plans: Plans) -> Result<(), String> {
         self.run_each(plans, |_| ())
     }
 
-    /// The same; `seen` is shown what each of them yields.
+    /// The same; `seen` is shown each step's output.
     pub(crate) fn run_each(
         &mut self,
         mut plans: Plans,
@@ -132,7 +132,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// What a decode step of `batch` sequences takes.
+    /// Seconds of a decode step of `batch` sequences.
     pub(crate) fn step_seconds(
         &mut self,
         batch: u32,
@@ -142,7 +142,7 @@ impl Driver<'_> {
     ) -> Result<f64, String> {
         let blocks = (sizes.context, sizes.decoded());
         let seqs = self.prefill(batch, blocks, together, sampling)?;
-        // Warm, captured, and one replay.
+        // A warm step, a captured one, and one replay.
         let (first, warm) = (sizes.context, sizes.context + 3);
         self.decode(&seqs, first..warm)?;
         let began = Instant::now();
@@ -152,8 +152,8 @@ impl Driver<'_> {
         Ok(step)
     }
 
-    /// Steps of one sequence with drafts, which stand for what nobody knows: what such a step
-    /// costs, however many of them are right. Returns where it is then, and how many steps it was.
+    /// Runs steps of one sequence with arbitrary drafts: measures what such a step costs, however
+    /// many drafts are right. Returns the sequence's position afterwards, and the number of steps.
     pub(crate) fn verify(
         &mut self,
         seq: SeqId,

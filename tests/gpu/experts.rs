@@ -1,4 +1,4 @@
-//! Mixtures of experts against the reference: choices, inner activations, weighted sums.
+//! Mixtures of experts against the reference: chosen experts, inner activations, weighted sums.
 use kernels::KernelError;
 use kernels::backend::{DType, ExpertActivation, HostMatrix, Routing};
 
@@ -12,7 +12,7 @@ pub(crate) struct Experts {
     routing: Routing,
     /// The first of the columns that the second product takes.
     first: usize,
-    /// As gpt-oss has them: biases everywhere, gate and up clamped.
+    /// As in gpt-oss: biases everywhere, gate and up clamped.
     is_clamped: bool,
 }
 
@@ -31,11 +31,11 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     let few = Routing { num_experts: 6, top_k: 2, normalise: true };
     let many = Routing { num_experts: 128, top_k: 8, normalise: false };
     let most = Routing { num_experts: 40, top_k: 32, normalise: true };
-    // As gpt-oss 20B, of whose router a softmax is made over those that were chosen.
+    // As in gpt-oss 20B, whose router takes a softmax over the chosen experts only.
     let clamped = Routing { num_experts: 32, top_k: 4, normalise: true };
     let plain = Experts::PLAIN;
     let mut cases = vec![
-        // More than are grouped at a time: 8192 / 32 = 256.
+        // More rows than are grouped at a time: 8192 / 32 = 256.
         Experts { rows: 300, hidden: 32, inner: 16, routing: most, ..plain },
         Experts { routing: few, ..plain },
         Experts { rows: 70, routing: few, first: 3, ..plain },
@@ -45,7 +45,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
         cases.extend([
             Experts { hidden: 2048, inner: 768, routing: many, ..plain },
             Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8, ..plain },
-            // More than are grouped at a time: 8192 / 8 = 1024.
+            // More rows than are grouped at a time: 8192 / 8 = 1024.
             Experts { rows: 1500, hidden: 256, inner: 96, routing: many, ..plain },
             Experts { rows: 400, hidden: 512, inner: 300, routing: few, ..plain },
         ]);
@@ -57,15 +57,16 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     cases
 }
 
-/// From one expert's first weight to the next one's, in the run of random numbers that all are cut
-/// from: making up as many as a real model has would take longer than the case.
+/// Distance between one expert's first weight and the next one's in the run of random numbers that
+/// all are cut from. To make as many numbers as a real model has would take longer than the case.
 const SHIFT: usize = 1016;
 
-/// The least difference between one logit and the next in order, as far as that order counts: more
-/// than f32 sums of the largest cases differ by when they are made in another order.
+/// The least difference between one logit and the next in order, as far as that order matters. It
+/// is more than f32 sums of the largest cases differ by when they are made in another order.
 const CLEAR: f64 = 1e-3;
 
-/// Rows that choose clearly: of others the order of sums decides, which is not the reference's.
+/// Rows whose choice is clear: for others the order of sums decides, and the reference has another
+/// order.
 fn clear_rows(random: &mut Random, rows: usize, router: &[f32], routing: &Routing) -> Vec<f32> {
     let hidden = router.len() / routing.num_experts;
     let is_clear = |x: &[f32]| {
@@ -127,11 +128,11 @@ impl Case for Experts {
             let values: Vec<f32> = random.vec(len).iter().map(|x| x * scale).collect();
             is_clamped.then(|| backend.load_vector(&values)).transpose()
         };
-        // Less than what the choice is clear by.
+        // Less than the margin of a clear choice.
         let router_bias = vector(backend, routing.num_experts, CLEAR as f32 / 4.0)?;
         let gate_up_bias = vector(backend, 2 * routing.num_experts * inner, 1.0)?;
         let down_bias = vector(backend, routing.num_experts * hidden, 1.0)?;
-        // Both ends of the clamp are met.
+        // Both ends of the clamp occur.
         let activation = match is_clamped {
             true => ExpertActivation::Clamped { alpha: 1.702, limit: 0.75 },
             false => ExpertActivation::Silu,

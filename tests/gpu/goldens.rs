@@ -1,4 +1,4 @@
-//! Every model folder's golden log-probabilities and greedy tokens, with graphs and without, and
+//! Every model folder's golden log-probabilities and greedy tokens, with and without graphs, and
 //! with drafts that are verified.
 use std::path::{Path, PathBuf};
 
@@ -22,7 +22,8 @@ use worker::rank::NoSteps;
 use crate::{Options, Step, graphs_made};
 
 const BLOCK_SIZE: u32 = 16;
-/// What bf16 inputs of products make of small random models; measured on the emulation: 0.065.
+/// The error that bf16 inputs of products cause in small random models; 0.065 when measured in
+/// emulation.
 const TOLERANCE: f64 = 0.15;
 
 pub(crate) const VARIANTS: [&str; 24] = [
@@ -61,7 +62,7 @@ fn engine(
     engine_over(options.backend(ordinal, graphs)?, model, (0, 1), true)
 }
 
-/// One of `degree` ranks' engine; `profiled` has run its largest steps.
+/// The engine of one of `degree` ranks; `profiled` says that it runs its largest steps first.
 pub(crate) fn engine_over(
     mut backend: CudaBackend,
     model: &Path,
@@ -95,8 +96,8 @@ pub(crate) fn engine_over(
     Ok(engine)
 }
 
-/// One prompt and its greedy tokens; returns the worst error and how many tokens were compared:
-/// none on another rank than the first.
+/// Follows one prompt and its greedy tokens. Returns the worst error and how many tokens were
+/// compared (none on ranks other than the first).
 pub(crate) fn follow(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,
@@ -159,7 +160,7 @@ pub(crate) fn follow(
     Ok((worst, compared))
 }
 
-/// Compares a greedy token; false when it is another one of which nobody can tell which is right.
+/// Compares a greedy token; false when it differs and nothing tells which of the two is right.
 fn agrees(
     golden: &Golden,
     at: usize,
@@ -179,7 +180,7 @@ fn agrees(
     Ok(true)
 }
 
-/// Ends a sequence; its worst error has to be small.
+/// Ends a sequence; its worst error must be small.
 fn forget(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,
@@ -286,7 +287,7 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let models = variants.into_iter().chain([options.root.join("models/demo")]);
     let ways = [("calls", (false, false)), ("graphs", (true, false))];
     let all = models.flat_map(|model| ways.map(|way| (model.clone(), way)));
-    // Rows of drafts are those of decode: one model shows that.
+    // Rows of drafts are computed as decode rows are: one model is enough to show that.
     let demo = options.root.join("models/demo");
     let all = all.chain([(demo, ("drafts", (true, true)))]);
     let step = |(model, (how, way)): (PathBuf, (&str, (bool, bool)))| {

@@ -1,14 +1,14 @@
-//! What a table is of: driver, GPU, libraries, this program; and which GPU is taken.
+//! The head of the table: driver, GPU, libraries, this program; and which GPU is used.
 use std::process::{Command, ExitCode};
 
 use kernels::cuda::devices::FoundDevice;
 
 use crate::Options;
 
-/// Marks the line that says which GPU is taken.
+/// Marks the line that says which GPU is used.
 pub(crate) const GPU: &str = "@gpu ";
 
-/// Prints it all, or why there is no GPU (exit code 2).
+/// Prints all of it, or why there is no GPU (exit code 2).
 pub(crate) fn print(options: &Options) -> ExitCode {
     let found = options.survey();
     let ordinal = options.ordinal.or_else(|| found.roomiest()).unwrap_or(0);
@@ -67,7 +67,7 @@ fn kernel_module() -> String {
     text.lines().next().unwrap_or("no /proc/driver/nvidia/version").to_owned()
 }
 
-/// What explains odd figures: clocks, limits, modes.
+/// What may explain odd figures: clocks, limits, modes.
 fn management_tool() -> Vec<String> {
     let fields = "index,driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit,\
                   temperature.gpu,mig.mode.current,compute_mode,persistence_mode,ecc.mode.current";

@@ -1,5 +1,5 @@
-//! Products with weights of 4 bits against the reference, which multiplies what their integers,
-//! zeros and scales stand for.
+//! Products with weights of 4 bits against the reference, which multiplies the values that their
+//! integers, zeros and scales stand for.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, Scales};
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
@@ -76,7 +76,7 @@ impl Case for Int4 {
             (0..count).flat_map(|_| (random.next() as u32).to_le_bytes()).collect()
         };
         let (integers, zeros) = (words(n * all.div_ceil(8)), words(n.div_ceil(8) * num_groups));
-        // Such that sums are of the order of one; exact in bf16.
+        // Scaled so that sums are of the order of one; exact in bf16.
         let small = 0.5f32.powi(k.ilog2() as i32 / 2 + 2);
         let scales: Vec<f32> =
             random.vec(n * num_groups).iter().map(|x| (1.0 + x.abs()) * small).collect();

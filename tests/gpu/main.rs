@@ -1,25 +1,26 @@
-//! What can only be known on a GPU, as one table. `tests/gpu/run` runs it there; nothing but a
-//! driver is needed besides this program and the model folders.
+//! Checks what only a GPU can show, and prints one table. `tests/gpu/run` runs it there. Besides
+//! this program and the model folders it needs nothing but a driver.
 //!
-//! - `operations`: every operation against the float32 reference, outputs poisoned before
+//! - `operations`: every operation against the float32 reference, with poisoned outputs
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
-//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one that is
+//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one rank that is
 //!   killed or frozen
 //! - `ranks-nccl`: one rank, and two on two GPUs or, where NCCL can, on one
-//! - `ranks-threads`: how long a sum takes where both ranks run at once on one GPU
+//! - `ranks-threads`: the time for a sum when both ranks run at once on one GPU
 //!
-//! Each part is a process of its own with a time limit (`supervisor`): a kernel that hangs or
-//! leaves its memory costs the step that it is in. Lines are printed as they come, and appended to
-//! `$OUT/gpu-check.txt` where `OUT` names a folder.
+//! Each part is a process of its own with a time limit (`supervisor`), so a kernel that hangs or
+//! leaves its memory costs only its own step. Lines are printed as they come, and appended to the
+//! file that `--report` names.
 //!
-//! Exit codes: 0 all is well, 1 something is wrong, 2 no usable GPU. `cargo test` runs it without
-//! `--require-gpu`: on a host without a GPU it then checks itself, in small sizes (`--quick`), on
-//! the stand-in of `tests/fake_cuda`. `--no-overlap` has every kernel begin when those before it
-//! are complete; `--only PART,..` runs the parts whose names contain one of these, and
-//! `--step TEXT`, once or several times, only the steps of these whose names contain such a text.
-//! All parts together may not fit into the time of one call: `operations,goldens`, `speed` and
-//! `ranks` do, one at a time.
+//! - `--only PART,..`: only the parts whose names contain one of these
+//! - `--step TEXT`, once or several times: only steps of these whose names contain such a text
+//! - `--time-limit SECONDS`: stops after that; what is left is reported as not run
+//! - `--no-overlap`: every kernel begins when those before it are complete
+//!
+//! Exit codes: 0 all is well, 1 something is wrong or not run, 2 no usable GPU or a wrong option.
+//! `cargo test` runs it without `--require-gpu`: on a host without a GPU it then checks itself, in
+//! small sizes (`--quick`), on the stand-in of `tests/fake_cuda`.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
@@ -58,35 +59,38 @@ struct Options {
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
     nccl_lib: Option<PathBuf>,
-    /// To be one of two processes: rank, name of the shared memory, file for rank 0's word.
+    /// Set in one of two processes of ranks: rank, name of the shared memory, file for rank 0's
+    /// message.
     child: Option<(u32, String, PathBuf)>,
-    /// How such a process exchanges data, and whether it does so until the other is gone.
+    /// How such a process exchanges data, and whether it goes on until the other is gone.
     exchange: Exchange,
     endless: bool,
     /// The model folder whose golden values such a process follows.
     golden: Option<PathBuf>,
-    /// Up to which sizes which of this project's exchanges is used; measured when none are given,
-    /// with messages of up to so many bytes.
+    /// The sizes up to which each of this project's exchanges is used; measured when none are
+    /// given, with messages of at most this many bytes.
     thresholds: Option<Thresholds>,
     measured_most: usize,
     ordinal: Option<u32>,
     quick: bool,
-    /// Kernels begin before those before them are complete.
+    /// Kernels may begin before those before them are complete.
     overlap: bool,
     require_gpu: bool,
-    /// Only parts whose name contains one of these.
+    /// Only parts whose names contain one of these.
     only: Vec<String>,
-    /// Likewise steps.
+    /// Only steps whose names contain one of these.
     steps: Vec<String>,
-    /// To be one part, from this step on, and whether it goes on in the same process when one
-    /// fails.
+    /// Set in the process of one part: the part, its first step, and whether it goes on in the same
+    /// process when a step fails.
     part: Option<String>,
     skip: usize,
     keep_going: bool,
     /// Seconds that a step may take, if not the usual ones.
     step_limit: Option<u64>,
-    /// Seconds that all may take, likewise.
-    limit: Option<u64>,
+    /// Seconds that all parts together may take, if not the usual ones.
+    time_limit: Option<u64>,
+    /// The file that each line is appended to.
+    report: Option<PathBuf>,
 }
 
 impl Options {
@@ -112,7 +116,8 @@ impl Options {
             skip: 0,
             keep_going: false,
             step_limit: None,
-            limit: None,
+            time_limit: None,
+            report: None,
         };
         while let Some(arg) = args.next() {
             let mut value = || args.next().ok_or_else(|| format!("{arg} wants a value"));
@@ -145,12 +150,16 @@ impl Options {
                 "--part" => options.part = Some(value()?),
                 "--skip" => options.skip = value()?.parse().map_err(|_| "--skip wants a number")?,
                 "--step-limit" => options.step_limit = value()?.parse().ok(),
-                "--limit" => options.limit = value()?.parse().ok(),
+                "--time-limit" => {
+                    let wanted = value()?.parse();
+                    options.time_limit = Some(wanted.map_err(|_| "--time-limit wants seconds")?);
+                }
+                "--report" => options.report = Some(PathBuf::from(value()?)),
                 "--keep-going" => options.keep_going = true,
                 "--no-overlap" => options.overlap = false,
                 "--quick" => options.quick = true,
                 "--require-gpu" => options.require_gpu = true,
-                // What `cargo test` passes on.
+                // Options that `cargo test` passes on.
                 _ if arg.starts_with('-') => {}
                 _ => options.only.push(arg),
             }
@@ -166,7 +175,7 @@ impl Options {
         self.steps.is_empty() || self.steps.iter().any(|text| step.contains(text.as_str()))
     }
 
-    /// What another process of this program is told, besides what it is to do.
+    /// The options that are passed to other processes of this program, besides what they are to do.
     fn common(&self) -> Vec<std::ffi::OsString> {
         let mut args: Vec<std::ffi::OsString> = Vec::new();
         let mut pair = |name: &str, value: &std::ffi::OsStr| {
@@ -233,7 +242,7 @@ fn graphs_made(backend: &CudaBackend) -> Result<String, String> {
 #[derive(Debug, Default)]
 struct Table {
     faults: usize,
-    /// A kernel has failed: whatever this process asks of the GPU from then on fails alike.
+    /// A kernel has failed, so every later call to the GPU in this process fails too.
     is_broken: bool,
 }
 
@@ -256,7 +265,8 @@ const BROKEN: [&str; 13] = [
     "CUDA_ERROR_UNKNOWN",
 ];
 
-/// Marks of what a part tells its supervisor; whatever else it prints is passed on as it is.
+/// Marks of a part's messages to its supervisor; anything else that it prints is passed on as it
+/// is.
 const STEP: &str = "@step ";
 const ROW: &str = "@row ";
 
@@ -273,7 +283,7 @@ impl Table {
     }
 }
 
-/// A step of a part: what it is called, and what it does.
+/// A step of a part: its name and what it does.
 struct Step<'a> {
     name: String,
     run: Box<dyn FnOnce(&mut Table) + 'a>,
@@ -285,13 +295,13 @@ impl<'a> Step<'a> {
     }
 }
 
-/// The parts, in the order of what they need to be right before them.
+/// The parts. Each comes after those whose correctness it depends on.
 const PARTS: [&str; 6] =
     ["operations", "goldens", "speed", "ranks-peers", "ranks-nccl", "ranks-threads"];
-/// A part ended before its last step, since one failed, and is to be begun again behind it.
+/// Exit code of a part that ended after a failed step, and that has further steps to run.
 const AGAIN: u8 = 3;
 
-/// Is one part: a failed step ends the process, for it may have broken the context.
+/// Runs one part. A failed step ends the process, because it may have broken the context.
 fn part(options: &Options, name: &str) -> ExitCode {
     let ordinal = options.ordinal.unwrap_or(0);
     let mut steps = match name {
@@ -303,8 +313,8 @@ fn part(options: &Options, name: &str) -> ExitCode {
     steps.retain(|step| options.wants_step(&step.name));
     let count = steps.len();
     let mut table = Table::default();
-    // Each step makes backends of its own. The context under them stays, as it does in a worker:
-    // libraries that keep something in it may not outlive it well.
+    // Each step makes backends of its own. The context under them stays, as in a worker: libraries
+    // that keep something in it may not survive its end.
     let folders = options.cuda(ordinal).folders;
     let _context = Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal));
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {

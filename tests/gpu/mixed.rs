@@ -1,6 +1,6 @@
-//! Decode steps of sequences that are not alike: one of many tokens among short ones, a prompt in
-//! every step, one whose sampling knows all of its tokens. What each costs beside a step of equal
-//! ones.
+//! Decode steps of unequal sequences: a long one among short ones, a prompt in every step, one
+//! whose sampling depends on all of its tokens. Measures what each costs compared with a step of
+//! equal ones.
 use std::time::Instant;
 
 use shared::ids::{BlockId, SeqId};
@@ -11,26 +11,26 @@ use crate::Table;
 use crate::driver::{Driver, Plans};
 use crate::speed::{BLOCK_SIZE, Sizes};
 
-/// Steps that are not measured: a first one, one that is captured, one that is replayed.
+/// Steps that are not measured: the first one, one that is captured, one that is replayed.
 const WARM: u32 = 3;
 
-/// Short sequences of a case, and their tokens.
+/// The short sequences of a case: how many, and their tokens.
 fn short(sizes: &Sizes) -> (u32, u32) {
     (sizes.rows().saturating_sub(1).clamp(1, 64), sizes.context.min(200))
 }
 
-/// Blocks of one sequence that has so many tokens at first.
+/// Blocks of one sequence that has this many tokens at first.
 fn blocks_of(tokens: u32, sizes: &Sizes) -> u32 {
     (tokens + sizes.steps + 2).div_ceil(BLOCK_SIZE)
 }
 
-/// Blocks of all sequences of any of these cases.
+/// Blocks of all sequences, in the largest of these cases.
 pub(crate) fn blocks(sizes: &Sizes) -> u32 {
     let (count, tokens) = short(sizes);
     count * blocks_of(tokens, sizes) + blocks_of(sizes.long.max(sizes.prompt), sizes)
 }
 
-/// Where sequences are, and where the next one's blocks begin.
+/// Where the sequences are, and where the next one's blocks begin.
 struct Batch {
     rows: Vec<(SeqId, u32)>,
     next_block: u32,
@@ -41,7 +41,7 @@ impl Batch {
         Self { rows: Vec::new(), next_block: 0 }
     }
 
-    /// Admits a sequence of some tokens, to `plan`; computes the first `count` of them there.
+    /// Admits a sequence of some tokens to `plan`, which computes the first `count` of them.
     fn admit(
         &mut self,
         driver: &mut Driver<'_>,
@@ -63,7 +63,7 @@ impl Batch {
         seq
     }
 
-    /// Computes the prompt of a sequence, as much in a step as one may have.
+    /// Computes the prompt of a sequence, as much of it per step as fits.
     fn prefill(
         &mut self,
         driver: &mut Driver<'_>,
@@ -87,7 +87,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The next token of all.
+    /// The plan of the next token of all sequences.
     fn decode(&mut self, driver: &mut Driver<'_>) -> StepPlan {
         let seqs: Vec<SeqId> = self.rows.iter().map(|(seq, _)| *seq).collect();
         let mut plan = driver.decode_plan(&seqs, 0);
@@ -113,7 +113,7 @@ fn entry(
     SequenceStep { seq, start, count, new_blocks, sample, masked: false, drafts: Drafts::none() }
 }
 
-/// Seconds that a step takes which `run` runs.
+/// Seconds of a step that `run` runs.
 fn timed(sizes: &Sizes, mut run: impl FnMut(u32) -> Result<(), String>) -> Result<f64, String> {
     run(WARM)?;
     let began = Instant::now();
@@ -127,7 +127,7 @@ fn decode(driver: &mut Driver<'_>, batch: &mut Batch, steps: u32) -> Result<(), 
     driver.run_all(Plans(plans))
 }
 
-/// Rows, each by itself: what fails costs no other.
+/// The rows of the table, each by itself, so that one that fails costs no other.
 pub(crate) fn cases(name: &str, driver: &mut Driver<'_>, sizes: &Sizes, table: &mut Table) {
     let (count, tokens) = short(sizes);
     let text = |step: f64| format!("step {:.3} ms", step * 1e3);
@@ -143,7 +143,7 @@ pub(crate) fn cases(name: &str, driver: &mut Driver<'_>, sizes: &Sizes, table: &
     table.add(what, step.map(text));
 }
 
-/// Short sequences, and a long one among them.
+/// Short sequences with one long one among them.
 fn unlike(driver: &mut Driver<'_>, long: Option<u32>, sizes: &Sizes) -> Result<f64, String> {
     let (count, tokens) = short(sizes);
     let mut batch = Batch::new();
@@ -155,7 +155,7 @@ fn unlike(driver: &mut Driver<'_>, long: Option<u32>, sizes: &Sizes) -> Result<f
     Ok(step)
 }
 
-/// Short sequences, the sampling of one of which knows all of its tokens.
+/// Short sequences, one of which has sampling that depends on all of its tokens.
 fn penalised(driver: &mut Driver<'_>, sizes: &Sizes) -> Result<f64, String> {
     let (count, tokens) = short(sizes);
     let mut batch = Batch::new();
@@ -169,7 +169,7 @@ fn penalised(driver: &mut Driver<'_>, sizes: &Sizes) -> Result<f64, String> {
     Ok(step)
 }
 
-/// Short sequences, and a prompt in every step.
+/// Short sequences with a prompt in every step.
 fn with_prompts(driver: &mut Driver<'_>, sizes: &Sizes) -> Result<f64, String> {
     let (count, tokens) = short(sizes);
     let greedy = SamplingParams::greedy;

@@ -14,9 +14,9 @@ use crate::sampling::Sample;
 use crate::{HANGS, Options, Step, Table};
 use crate::{adapters, attention, experts, int4};
 
-/// Relative error of one rounding to bf16, and some.
+/// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
-/// Relative error of a sum in another order.
+/// Relative error of a sum made in another order.
 pub(crate) const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
@@ -109,7 +109,7 @@ fn load<B: Backend>(
     }
 }
 
-/// What the name of a case with such weights ends with.
+/// The suffix of the name of a case with such weights.
 fn weights(quantization: Quantization) -> &'static str {
     match quantization {
         Quantization::None => "",
@@ -159,7 +159,7 @@ pub(crate) trait Case {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
 }
 
-/// What is wrong with values, if anything: how many, where, the first ones.
+/// Describes wrong values, if there are any: how many, where, the first ones.
 fn difference(
     got: &[f32],
     expected: &[f32],
@@ -191,7 +191,7 @@ fn difference(
     ))
 }
 
-/// The backend that is checked, made when it is first needed.
+/// The backend under test, made when it is first needed.
 struct Checked<'a> {
     options: &'a Options,
     ordinal: u32,
@@ -265,7 +265,7 @@ impl Case for Norm {
     }
 }
 
-/// With what is added normalised too.
+/// Add and norm, with a norm of the addend too.
 struct NormedNorm {
     rows: usize,
     width: usize,

@@ -1,7 +1,8 @@
-//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, how long a
-//! sum takes; by NCCL, and by this project's own kernels on GPUs that see each other's memory, one
-//! rank of which is then killed or frozen. Each rank has a GPU of its own where there are enough,
-//! else they share one, which NCCL takes from 2.30 on with NCCL_MULTI_RANK_GPU_ENABLE=1.
+//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, the time of a
+//! sum. All of this runs with NCCL, and with this project's own kernels on GPUs that see each
+//! other's memory; there, one rank is then killed or frozen. Each rank has a GPU of its own where
+//! there are enough. Otherwise they share one, which NCCL allows from 2.30 on with
+//! NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -31,7 +32,7 @@ const MEASURED: &str = "--measured-most";
 /// How long ranks wait for one that is gone.
 const SHORT: Duration = Duration::from_secs(3);
 
-/// Rank 0's word to the others, in a file.
+/// Rank 0's message to the others, in a file.
 struct FileRelay(PathBuf);
 
 impl Relay for FileRelay {
@@ -54,7 +55,7 @@ impl Relay for FileRelay {
     }
 }
 
-/// A rank in its group, and what the group is.
+/// A rank in its group, and what kind of group it is.
 fn joined(
     options: &Options,
     (exchange, timeout): (Exchange, Duration),
@@ -73,8 +74,8 @@ fn joined(
     Ok((backend, joining.reason))
 }
 
-/// Ranks that share a GPU take turns of milliseconds, and what they measured would be those: only
-/// the step that is about it does, and as little as it can.
+/// Ranks that share a GPU take turns of milliseconds, and would measure those. So they do not
+/// measure, except in the step that tests measuring, and there as little as possible.
 fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
     let mut options = options.clone();
     if gpus[0] == gpus[1] {
@@ -83,7 +84,7 @@ fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
     options
 }
 
-/// Sums and gathers in three equal steps: called, recorded, replayed.
+/// Sums and gathers in three equal steps: one called, one recorded, one replayed.
 fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     let (rows, width) = (3, 1000);
     let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
@@ -189,7 +190,7 @@ fn latencies(
     Ok(found)
 }
 
-/// Where two ranks wait for each other, for so long.
+/// Where two ranks wait for each other, with a limit.
 #[derive(Default)]
 struct Meeting {
     came: Mutex<usize>,
@@ -208,8 +209,8 @@ impl Meeting {
     }
 }
 
-/// Sums of two ranks that are threads: on one GPU their kernels run at the same time, which those
-/// of two processes do not.
+/// Sums of two ranks that are threads. On one GPU their kernels run at the same time, unlike those
+/// of two processes.
 fn sums(
     options: &Options,
     exchange: Exchange,
@@ -229,7 +230,7 @@ fn sums(
                     let joined = joined(options, how, gpu, collective, &mut relay);
                     let (mut backend, _) = joined.map_err(|error| error.to_string())?;
                     let found = latencies(&mut backend, meeting, options.quick);
-                    // Nothing is freed before both are done.
+                    // Free nothing before both are done.
                     let _ = meeting.wait();
                     found
                 })
@@ -241,7 +242,7 @@ fn sums(
     first_of(results)
 }
 
-/// What rank 0 says, or what went wrong on which ranks.
+/// Rank 0's result, or what went wrong on which ranks.
 fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
     let (mut said, mut faults) = (Vec::new(), Vec::new());
     for (rank, result) in results.into_iter().enumerate() {
@@ -256,7 +257,7 @@ fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
     }
 }
 
-/// One of two ranks' golden values.
+/// The golden values of one of two ranks.
 fn golden(
     options: &Options,
     rank: u32,
@@ -277,7 +278,7 @@ fn golden(
     Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
 }
 
-/// One of two processes, the other of which is this program again.
+/// One of two processes of this program, each of which is a rank.
 pub(crate) fn child(
     options: &Options,
     rank: u32,
@@ -304,7 +305,7 @@ pub(crate) fn child(
     Ok(format!("{graphs}; {reason}"))
 }
 
-/// Sums without end; what ends them.
+/// Sums without end; returns what ended them.
 fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> {
     let mut sum = || -> Result<(), KernelError> {
         let mut data = backend.new_buffer(1, 4096)?;
@@ -320,12 +321,12 @@ fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> 
     match sum() {
         Ok(()) => Ok(String::new()),
         Err(error @ KernelError::Collective(_)) => Ok(error.to_string()),
-        // A server would have lost its GPU by that.
+        // A server would have counted its GPU as lost.
         Err(error) => Err(format!("no error of the exchange: {error}")),
     }
 }
 
-/// This program as each of two ranks.
+/// Starts this program as each of two ranks.
 fn start(
     options: &Options,
     exchange: Exchange,
@@ -349,8 +350,8 @@ fn start(
         .collect()
 }
 
-/// Two processes, one of which gets a signal amid its sums; how long the other took to end, and its
-/// words.
+/// Starts two processes, and sends one of them a signal amid its sums. Returns how long the other
+/// took to end, and its output.
 fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, String> {
     let words = |error: std::io::Error| error.to_string();
     let folder = tempfile::tempdir().map_err(words)?;
@@ -362,7 +363,7 @@ fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, Strin
         return Err("no processes".to_owned());
     };
     for child in [&mut survivor, &mut victim] {
-        // Both say that they run.
+        // Both say that they are running.
         let mut line = [0; 8];
         let out = child.stdout.as_mut().ok_or("no output")?;
         out.read_exact(&mut line).map_err(|error| format!("a rank does not run: {error}"))?;
@@ -404,7 +405,7 @@ fn processes(
     first_of(children.into_iter().map(said).collect())
 }
 
-/// One rank by NCCL: its calls, and their place in graphs.
+/// One rank with NCCL: its calls, and their recording in graphs.
 fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
     struct Nobody;
     impl Relay for Nobody {
@@ -453,7 +454,7 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
             steps
         }
         _ => {
-            // Threads have one GPU, or they do not see each other's memory.
+            // Threads share one GPU; otherwise they do not see each other's memory.
             let mut steps = vec![sums_step(options, Exchange::Peers, [ordinal; 2])];
             match pairs {
                 Ok(()) => steps.push(sums_step(options, Exchange::Nccl, gpus)),
@@ -473,7 +474,7 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     if let Some(other) = other {
         steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
     }
-    // Ranks of one GPU do not measure by themselves.
+    // Ranks that share a GPU do not measure unless they are told to.
     let name = "peers: ways of exchanging measured, two processes on one GPU";
     steps.push(Step::new(name, move |table| {
         let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
@@ -489,7 +490,7 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     steps
 }
 
-/// What two processes do by one way of exchanging data.
+/// The steps of two processes with one way of exchanging data.
 fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<Step<'_>> {
     let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
     let by = exchange.name();

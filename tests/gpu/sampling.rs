@@ -1,4 +1,4 @@
-//! Tokens, and log-probabilities of those that are named.
+//! Sampled tokens, and log-probabilities of given ones.
 use kernels::KernelError;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 
@@ -47,7 +47,7 @@ impl Case for Sample {
             ..plain.clone()
         };
         let all = [&plain, &random_top, &random_p, &edited];
-        // The second half of the rows may choose every third token alone.
+        // The mask of the second half of the rows allows only every third token.
         let mut mask = vec![0u32; self.vocab.div_ceil(32)];
         for token in (1..self.vocab).step_by(3) {
             mask[token / 32] |= 1 << (token % 32);

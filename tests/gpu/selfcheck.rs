@@ -1,27 +1,29 @@
-//! The check of the check: a step that fails, crashes or hangs is told, and costs no other.
+//! The check of the check: a step that fails, crashes or hangs is reported, and costs no other.
 use std::process::Command;
 
 use crate::{AGAIN, Options, STEP};
 
-/// How a call of the stand-in ends badly, and words of the one line that must say so.
+/// What a call of the stand-in returns or does, and words that the one failed line must contain.
 const FAULTS: [(&str, &str); 3] =
     [("700", "CUDA_ERROR_ILLEGAL_ADDRESS"), ("-2", "signal: 6"), ("-1", "not finished")];
-/// Long for a step in small sizes.
+/// Plenty for a step in small sizes.
 const LIMIT: &str = "20";
 
 /// # Errors
-/// What was not told, in one line.
+/// What was not reported as it should be, in one line.
 pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let mut counts = Vec::new();
     for (code, told) in FAULTS {
         let folder = tempfile::tempdir().map_err(words)?;
+        let report = folder.path().join("report.txt");
         let output = Command::new(std::env::current_exe().map_err(words)?)
             .args(options.common())
             .args(["--require-gpu", "--only", "operations", "--gpu", "0", "--step-limit", LIMIT])
+            .arg("--report")
+            .arg(&report)
             .env("FAKE_CUDA_FAIL", format!("cuLaunchKernel:7={code}"))
             .env("FAKE_CUDA_ONCE", folder.path().join("done"))
-            .env("OUT", folder.path())
             .output()
             .map_err(words)?;
         let table = String::from_utf8_lossy(&output.stdout);
@@ -32,7 +34,7 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
         if failed.len() != 1 || !failed[0].contains(told) {
             return Err(format!("a fault {code} is not told, or costs other steps:\n{table}"));
         }
-        let file = std::fs::read_to_string(folder.path().join("gpu-check.txt")).map_err(words)?;
+        let file = std::fs::read_to_string(&report).map_err(words)?;
         if file != table {
             return Err(format!("the file is not the table:\n{file}\n{table}"));
         }
@@ -47,8 +49,8 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     Ok(())
 }
 
-/// A part goes on after a fault where it is told to, but not on a GPU that answers nothing more;
-/// and it does the steps that it is asked for.
+/// With `--keep-going` a part continues after a fault, but not when the GPU answers nothing more.
+/// It runs only the steps that were asked for.
 fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     for (code, exit, steps) in [("1", 1, 4), ("700", i32::from(AGAIN), 1)] {
@@ -67,12 +69,12 @@ fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String>
     Ok(())
 }
 
-/// What there was no time for is told apart from what failed, in every part.
+/// In every part, what there was no time for is reported differently from what failed.
 fn time_that_is_up_is_no_failure(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let output = Command::new(std::env::current_exe().map_err(words)?)
         .args(options.common())
-        .args(["--require-gpu", "--only", "operations,goldens", "--gpu", "0", "--limit", "1"])
+        .args(["--require-gpu", "--only", "operations,goldens", "--gpu", "0", "--time-limit", "1"])
         .output()
         .map_err(words)?;
     let table = String::from_utf8_lossy(&output.stdout);

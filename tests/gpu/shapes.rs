@@ -17,7 +17,7 @@ use crate::speed::{BLOCK_SIZE, Sizes};
 pub(crate) struct Shape {
     pub(crate) name: &'static str,
     pub(crate) hidden: usize,
-    /// Of the MLP, or of an expert.
+    /// Inner size of the MLP, or of an expert.
     pub(crate) inner: usize,
     pub(crate) experts: Option<Routing>,
     pub(crate) layers: usize,
@@ -29,7 +29,7 @@ pub(crate) struct Shape {
     pub(crate) quantization: Quantization,
 }
 
-/// As Llama 3.1 8B.
+/// Llama 3.1 8B.
 const DENSE: Shape = Shape {
     name: "8B",
     hidden: 4096,
@@ -43,8 +43,8 @@ const DENSE: Shape = Shape {
     tied: false,
     quantization: Quantization::None,
 };
-/// As Llama 3.1 8B, which is what is compared with others; Llama 3.2 1B, a third of Qwen3 30B-A3B's
-/// layers.
+/// Llama 3.1 8B, which is what is compared with other engines; Llama 3.2 1B; a third of Qwen3
+/// 30B-A3B's layers.
 pub(crate) static SHAPES: [Shape; 4] = [
     DENSE,
     Shape {
@@ -118,8 +118,8 @@ impl Shape {
         ModelConfig::from_value(config).map_err(|message| ModelError::File { file, message })
     }
 
-    /// Bytes of weights that a step of so many rows is likely to read: of experts those that some
-    /// row goes to, if they all choose at random.
+    /// Bytes of weights that a step of this many rows is likely to read. Of experts, those that
+    /// some row goes to, if all rows choose at random.
     pub(crate) fn read_bytes(&self, all: u64, rows: u32) -> u64 {
         let Some(routing) = self.experts else { return all };
         let experts = routing.num_experts as f64;
@@ -128,7 +128,7 @@ impl Shape {
         all - (experts * missed * one as f64) as u64
     }
 
-    /// All matrices from one run of random bytes.
+    /// All matrices, cut from one run of random bytes.
     fn weights(
         &self,
         backend: &mut CudaBackend,
@@ -138,7 +138,7 @@ impl Shape {
         let widths = [self.vocab, 2 * self.inner, (self.heads + 2 * self.kv_heads) * self.head_dim];
         let count = widths.into_iter().max().unwrap_or(1) * self.hidden;
         let mut state = 1u64;
-        // Sign and mantissa at random, exponents of about 1/32: sums stay small.
+        // Random sign and mantissa, exponents of about 1/32: sums stay small.
         let mut data = vec![0u8; count * 2];
         for element in data.chunks_exact_mut(2) {
             state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);

@@ -1,7 +1,7 @@
-//! How fast: memory bandwidth, then decode and prefill of models of random weights in the shapes of
-//! known ones. A decode step reads all weights but the embedding (and but for experts that no row
-//! chose), and the KV cache of its sequences: what that is of the measured read bandwidth is the
-//! figure that counts.
+//! Speed: memory bandwidth, then decode and prefill of models with random weights in the shapes of
+//! known models. A decode step reads all weights except the embedding (and experts that no row
+//! chose), and the KV cache of its sequences. The figure that counts is the resulting share of the
+//! measured read bandwidth.
 use std::time::Instant;
 
 use kernels::backend::prelude::*;
@@ -19,8 +19,8 @@ use crate::shapes::{SHAPES, Shape, TINY};
 use crate::{Options, Step, Table, graphs_made, mixed, values};
 
 pub(crate) const BLOCK_SIZE: u32 = 16;
-/// Of the cache as shared memory, in per cent: three blocks of decode attention, which ask for the
-/// most.
+/// Share of the L1 cache used as shared memory, in per cent: enough for three blocks of decode
+/// attention, which needs the most.
 const CARVEOUT: u8 = 58;
 
 /// What a case measures.
@@ -36,7 +36,7 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// The most sequences of a step.
+    /// Sequences of the largest step.
     pub(crate) fn rows(&self) -> u32 {
         self.batches.iter().copied().max().unwrap_or(1)
     }
@@ -46,15 +46,15 @@ impl Sizes {
         (self.context + self.steps + 2).div_ceil(BLOCK_SIZE)
     }
 
-    /// Blocks of all sequences of any case: not of as many of the longest, which is more than a GPU
-    /// holds.
+    /// Blocks of all sequences, in the largest case. Not every sequence is as long as the longest:
+    /// that would be more than a GPU holds.
     pub(crate) fn blocks(&self) -> u32 {
         let alike = (self.decoded() * self.rows()).max(self.prefill.div_ceil(BLOCK_SIZE));
         alike.max(mixed::blocks(self))
     }
 }
 
-/// What a decode step takes where all kernels ask for as much shared memory.
+/// Seconds of a decode step when all kernels request the same share of shared memory.
 fn carved_seconds(
     driver: &mut Driver<'_>,
     batch: u32,
@@ -70,7 +70,7 @@ fn carved_seconds(
     seconds
 }
 
-/// Rows of a shape: each is known as soon as it is measured, and what fails costs its own alone.
+/// Rows of a shape. Each is reported as soon as it is measured, and one that fails costs no other.
 fn cases(
     shape: &Shape,
     engine: &mut Engine<CudaBackend>,
@@ -89,8 +89,8 @@ fn cases(
     let mut driver = Driver::new(engine, vocab);
     let together = (sizes.prefill / sizes.context).max(1);
     let greedy = SamplingParams::greedy();
-    // Logits of random weights are a bell without a peak: as many tokens as there can be are drawn
-    // from.
+    // Logits of random weights are a bell without a peak, so a draw is made from as many tokens as
+    // possible.
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy);
@@ -143,7 +143,7 @@ fn cases(
     Ok(())
 }
 
-/// A long prompt alone.
+/// A long prompt by itself.
 fn prefilled(
     shape: &Shape,
     driver: &mut Driver<'_>,
@@ -153,7 +153,7 @@ fn prefilled(
     let config = shape.config().map_err(|error| error.to_string())?;
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
-    // The second time: plans are chosen in the first.
+    // The second run: algorithms are chosen in the first.
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
@@ -178,7 +178,7 @@ fn prefilled(
     Ok(())
 }
 
-/// What it costs to verify drafts of one sequence, with nothing else in the batch.
+/// The cost of verifying drafts of one sequence, with nothing else in the batch.
 fn drafted(
     shape: &Shape,
     driver: &mut Driver<'_>,
@@ -189,7 +189,7 @@ fn drafted(
     let greedy = SamplingParams::greedy();
     let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1, &greedy)?;
     let Some(seq) = seqs.first().copied() else { return Ok(()) };
-    // Warm, captured, and one replay.
+    // A warm step, a captured one, and one replay.
     let (first, end) = (sizes.context, sizes.decoded() * BLOCK_SIZE);
     let (warm, _) = driver.verify(seq, rows - 1, first..first + rows + 2)?;
     let began = Instant::now();
@@ -209,11 +209,12 @@ fn drafted(
     Ok(())
 }
 
-/// What the GPU's makers say of its memory, in bytes per second, by parts of its name.
+/// The memory bandwidth that the manufacturer gives, in bytes per second, by a part of the GPU's
+/// name.
 const NOMINAL: [(&str, f64); 4] =
     [("H200", 4.8e12), ("H100 80GB HBM3", 3.35e12), ("A100-SXM4-80GB", 2.04e12), ("B200", 8e12)];
 
-/// How fast the GPU's memory is: measured, and as its makers say where this program knows.
+/// The bandwidth of the GPU's memory: measured, and nominal where this program knows it.
 struct Memory {
     measured: Result<f64, String>,
     nominal: Option<(&'static str, f64)>,
@@ -226,7 +227,7 @@ impl Memory {
         Self { measured, nominal }
     }
 
-    /// What share of either so many bytes per second are, in words.
+    /// This rate as shares of both, in words.
     fn shares(&self, rate: f64) -> String {
         let mut words = String::new();
         if let Ok(measured) = self.measured {
@@ -240,7 +241,7 @@ impl Memory {
     }
 }
 
-/// Bytes per second: of a copy, and read.
+/// Bytes per second of a copy, and of reading.
 fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
     let bytes = if options.quick { 1 << 20 } else { 8 << 30 };
     options

@@ -1,5 +1,5 @@
-//! Runs each part as a process of its own, within its time, and keeps the table. A part whose step
-//! fails, hangs or crashes goes on behind that step in a new process.
+//! Runs each part as a process of its own, within its time, and keeps the table. After a step that
+//! fails, hangs or crashes, the part goes on with the next step in a new process.
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -10,17 +10,18 @@ use std::time::{Duration, Instant};
 
 use crate::{AGAIN, Options, PARTS, ROW, STEP, head};
 
-/// All of it, on a GPU: somebody waits for the table.
+/// All parts, on a GPU, unless `--time-limit` says otherwise.
 const ALL: Duration = Duration::from_secs(540);
-/// One step, on a GPU; longer where it makes up a model of 16 GB.
+/// One step, on a GPU; longer where it makes a random model of 16 GB.
 const EACH: Duration = Duration::from_secs(60);
 const EACH_OF_SPEED: Duration = Duration::from_secs(150);
-/// Looking for a GPU, and the first step of each part: on a machine that has just begun, the driver
-/// starts, and this program, its kernels and NVIDIA's libraries, a gigabyte, come from a slow disk.
+/// Looking for a GPU, and the first step of each part. On a machine that has just booted, the
+/// driver starts then, and about a gigabyte (this program, its kernels, NVIDIA's libraries) is read
+/// from disk.
 const COLD: Duration = Duration::from_secs(180);
-/// One step on a stand-in, which takes its time.
+/// One step on a stand-in, which is slow.
 const EACH_SLOWLY: Duration = Duration::from_secs(600);
-/// New processes of a part; after that it goes on in the same one, whatever fails.
+/// New processes of a part. After that it goes on in the same process, whatever fails.
 const RESTARTS: usize = 12;
 
 /// Where lines go.
@@ -33,15 +34,18 @@ struct Report {
 }
 
 impl Report {
-    fn new() -> Self {
-        let folder = std::env::var_os("OUT").map(PathBuf::from).filter(|folder| folder.is_dir());
-        let options = || File::options().create(true).append(true).clone();
-        let file = folder.and_then(|folder| options().open(folder.join("gpu-check.txt")).ok());
-        Self { file, rows: 0, faults: 0, not_run: 0 }
+    /// # Errors
+    /// The file cannot be written to.
+    fn new(file: Option<&Path>) -> Result<Self, String> {
+        let open = |path: &Path| {
+            let opened = File::options().create(true).append(true).open(path);
+            opened.map_err(|error| format!("--report {}: {error}", path.display()))
+        };
+        Ok(Self { file: file.map(open).transpose()?, rows: 0, faults: 0, not_run: 0 })
     }
 
     fn line(&mut self, line: &str) {
-        // Whoever reads along may leave; the file goes on.
+        // Standard output may be closed by now; the file still gets the line.
         let _ = writeln!(std::io::stdout(), "{line}");
         if let Some(file) = &mut self.file {
             let _ = writeln!(file, "{line}");
@@ -55,7 +59,7 @@ impl Report {
         self.line(&format!("{what:<48} {state:<7} {words}"));
     }
 
-    /// What nothing is known of.
+    /// A part, or the rest of one, that was not run.
     fn not_run(&mut self, part: &str, words: &str) {
         self.not_run += 1;
         self.line(&format!("{part:<48} NOT RUN {words}: the time is up; say --only {part}"));
@@ -72,7 +76,7 @@ struct Part {
 #[derive(Debug)]
 enum End {
     Exit(ExitStatus),
-    /// Not finished in time: a step has taken so long, and might have.
+    /// Not finished in time: how long a step has taken, and how long it might have.
     Late {
         waited: Duration,
         allowed: Duration,
@@ -86,7 +90,7 @@ impl Part {
         if let Some(ordinal) = options.ordinal {
             command.args(["--gpu", &ordinal.to_string()]);
         }
-        // A group of its own, so that its own processes end with it.
+        // A process group of its own, so that its children end with it.
         command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
         let mut process = command.spawn()?;
         let (sender, lines) = channel();
@@ -102,8 +106,8 @@ impl Part {
         Ok(Self { process, lines })
     }
 
-    /// Hands each line to `on_line` until there are no more; what is before the first step and that
-    /// one may take `first`, others `each`, all may last until `deadline`.
+    /// Hands each line to `on_line` until there are no more. The first step, with what is before
+    /// it, may take `first`, others `each`; all together may last until `deadline`.
     fn follow(
         &mut self,
         (first, each): (Duration, Duration),
@@ -132,7 +136,7 @@ impl Part {
         }
     }
 
-    /// What the threads wait in, for whoever has to find out why they do.
+    /// What each thread waits in, to find out why the process hangs.
     fn threads(&self) -> String {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process.id()));
         let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
@@ -146,11 +150,11 @@ impl Part {
         all.collect::<Vec<_>>().join(", ")
     }
 
-    /// Ends it and whatever it started; says so if it cannot be ended.
+    /// Kills it and all that it started; an error says that it cannot be killed.
     fn kill(&mut self) -> Result<(), String> {
         let group = format!("-{}", self.process.id());
         let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
-        // Where there is no such program.
+        // In case there is no such program.
         let _ = self.process.kill();
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(15) {
@@ -206,7 +210,8 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
             Ok(End::Exit(status)) => {
                 report.row("FAILED", &step, &format!("its process ended: {status}"));
             }
-            // No step may begin after that, and one that had its time has failed.
+            // At the deadline no further step may begin, and a step that used up its own time has
+            // failed.
             Ok(End::Late { waited, allowed }) if waited < allowed && Instant::now() >= deadline => {
                 let words = process.kill().err().unwrap_or_default();
                 return report.not_run(part, &format!("{step} and the rest{words}"));
@@ -223,14 +228,14 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
             return report.not_run(part, "the rest");
         }
         if skip == begun_at {
-            // Not even its first step was begun: another time would end alike.
+            // Not even its first step began: another attempt would end in the same way.
             return;
         }
     }
 }
 
-/// Prints what the table is of; the GPU that is taken, or why there is none, if it has not been
-/// said.
+/// Prints the table's head. Returns the GPU that is used, or why there is none, if that has not
+/// been printed.
 fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
@@ -256,7 +261,7 @@ fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
 fn run_all(options: &Options, report: &mut Report) -> ExitCode {
     let began = Instant::now();
     let usual = if options.quick { 6 * EACH_SLOWLY } else { ALL };
-    let deadline = began + options.limit.map_or(usual, Duration::from_secs);
+    let deadline = began + options.time_limit.map_or(usual, Duration::from_secs);
     for part in PARTS.into_iter().filter(|part| options.wants(part)) {
         let (rows, begun) = (report.rows, Instant::now());
         if begun >= deadline {
@@ -281,14 +286,20 @@ fn run_all(options: &Options, report: &mut Report) -> ExitCode {
     if verdict == "PASS" { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The whole check: on a GPU, or of itself on a stand-in.
+/// The whole check on a GPU, or the check of itself on a stand-in.
 pub(crate) fn run(mut options: Options) -> ExitCode {
     if !PARTS.into_iter().any(|part| options.wants(part)) {
         println!("no such part; there are {}", PARTS.join(", "));
-        // Of `cargo test` with the name of another test.
+        // `cargo test` with the name of another test.
         return if options.require_gpu { ExitCode::from(2) } else { ExitCode::SUCCESS };
     }
-    let mut report = Report::new();
+    let mut report = match Report::new(options.report.as_deref()) {
+        Ok(report) => report,
+        Err(message) => {
+            println!("{message}");
+            return ExitCode::from(2);
+        }
+    };
     match print_head(&options, &mut report) {
         Ok(ordinal) => {
             options.ordinal = Some(ordinal);
@@ -306,8 +317,8 @@ pub(crate) fn run(mut options: Options) -> ExitCode {
     }
 }
 
-/// On a host without a GPU: that every part is as it should be, as far as a stand-in shows, and
-/// that steps which fail, break the context or hang are told and cost no others.
+/// On a host without a GPU: checks that every part works, as far as a stand-in shows, and that
+/// steps which fail, break the context or hang are reported and cost no others.
 fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {
@@ -330,7 +341,7 @@ fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     if !options.only.is_empty() {
         return run_all(&options, report);
     }
-    // Other tests show that models are right on the stand-in.
+    // Other tests show that models are computed correctly on the stand-in.
     let mut all_well = ExitCode::SUCCESS;
     for part in ["operations", "ranks"] {
         options.only = vec![part.to_owned()];

@@ -1,16 +1,16 @@
-//! Values at the sizes of real models: other tests compare small ones, and speed alone would not
-//! show a wrong sum.
+//! Values at the sizes of real models: other tests compare small ones, and a measurement of speed
+//! does not notice a wrong sum.
 use shared::sampling::SamplingParams;
 
 use crate::driver::{Driver, Plans};
 use crate::speed::{BLOCK_SIZE, Sizes};
 use crate::{Options, Table, graphs_made};
 
-/// Tokens that are decoded, and those of a prompt before.
+/// Tokens that are decoded, and tokens of the prompt before them.
 const TOKENS: u32 = 32;
 const PROMPT: u32 = 100;
-/// Rows up to which a step makes the same sums whatever way it is launched; with more, the
-/// library's product of what a graph has room for may be another than that of the rows there are.
+/// Up to this many rows a step makes the same sums however it is launched. With more, the library
+/// may use another product for the rows that a graph has room for than for the rows that there are.
 const SAME: u32 = 32;
 
 /// Rows of products. The library's algorithm is chosen at the first count of a bucket and used for
@@ -29,13 +29,13 @@ const WAYS: [(&str, bool, bool); 3] = [
 /// A token, and the bits of its log-probability, which depend on all logits.
 type Drawn = (u32, Option<u32>);
 
-/// How tokens are chosen: the best one, which is often the same one again; one drawn.
+/// How tokens are chosen: greedily, which often gives the same token again; or drawn.
 fn choices() -> [(&'static str, SamplingParams); 2] {
     let drawn = SamplingParams { seed: 7, logprobs: Some(0), ..SamplingParams::default() };
     [("greedy", SamplingParams::greedy()), ("drawn", drawn)]
 }
 
-/// Tokens of `rows` sequences, all of a step one behind the other.
+/// Tokens of `rows` sequences, step after step.
 fn tokens(
     driver: &mut Driver<'_>,
     rows: u32,
@@ -61,7 +61,7 @@ fn tokens(
     Ok(tokens)
 }
 
-/// That decode steps yield the same tokens in all ways.
+/// Checks that decode steps yield the same tokens in all ways.
 pub(crate) fn decodes_alike(
     name: &str,
     driver: &mut Driver<'_>,
@@ -94,7 +94,7 @@ pub(crate) fn decodes_alike(
     Ok(())
 }
 
-/// How these tokens differ from the first ones.
+/// Checks that these tokens equal the first ones.
 fn same(rows: u32, found: &[(&str, Vec<Drawn>)]) -> Result<String, String> {
     let Some(((_, first), others)) = found.split_first() else {
         return Err("no tokens".to_owned());
@@ -113,7 +113,7 @@ fn same(rows: u32, found: &[(&str, Vec<Drawn>)]) -> Result<String, String> {
     if all_well { Ok(words.join("; ")) } else { Err(words.join("; ")) }
 }
 
-/// That products are right, whoever computes them.
+/// Checks that products are right, whichever kernel computes them.
 pub(crate) fn products_agree(
     options: &Options,
     ordinal: u32,

@@ -147,7 +147,7 @@ async fn prompts_and_messages_are_checked() {
     let long = json!({"prompt": "word ".repeat(3000), "max_tokens": 1});
     let reply = rig.client.post(COMPLETIONS, &long).await.unwrap();
     assert_eq!(reply.body["error"]["code"], "context_length_exceeded", "{}", reply.body);
-    // Clients that always ask for so many tell it by this code and these words.
+    // Clients that always request the maximum recognise this error by its code and these words.
     let chat = json!([{"role": "user", "content": "x"}]);
     for (path, field) in
         [(COMPLETIONS, "max_tokens"), (CHAT, "max_tokens"), (CHAT, "max_completion_tokens")]

@@ -119,7 +119,7 @@ async fn a_stop_token_can_be_part_of_the_text() {
     let rig = Rig::saying("One. Two.<|end|>Three.");
     let token = |text: &str| *rig.text.encode(text, false).unwrap().last().unwrap();
     let (dot, end) = (token("One."), token("<|end|>"));
-    // The model's own end token is never text, whoever names it.
+    // The model's own end token is never text, even if the request names it.
     for (tokens, include, expected) in [
         (json!([dot]), true, "One."),
         (json!([dot]), false, "One"),

@@ -1,5 +1,5 @@
-//! What keeps one client's requests from being everybody's: limits of keys and addresses, the time
-//! that a request is given, prompts that are not shared.
+//! What keeps one client's requests from affecting all others: limits of keys and addresses, the
+//! time that a request is given, prompts that are not shared.
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use testkit::scrape::Scrape;
 
 use crate::rig::{Rig, Script};
 
-/// For what has to happen at all, on a busy machine.
+/// Time limit for what must happen, on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 async fn complete(rig: &Rig, headers: &[(&str, &str)], body: Value) -> Response {
@@ -108,7 +108,7 @@ async fn a_request_ends_when_the_time_that_its_client_gives_is_over() {
     assert!(text.contains("request_timeout") && !text.contains("[DONE]"), "{text}");
     let over = [("reason", "deadline")];
     assert_eq!(counted(&rig, "tutti_requests_expired_total", &over).await, 2.0);
-    // Time enough changes nothing, and what is no time is refused.
+    // A sufficient time changes nothing, and an invalid one is refused.
     rig.script(|script| script.hang = false);
     let enough = complete(&rig, &[("x-request-timeout", "60")], json!({"prompt": "x"})).await;
     assert_eq!(enough.status(), 200);
@@ -208,7 +208,7 @@ async fn an_address_has_so_many_connections_and_gets_back_those_it_closes() {
         assert!(began.elapsed() < PATIENCE, "its place is free again");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // As many as the default lets a proxy on this host have.
+    // As many as a proxy on this host may have by default.
     let rig = Rig::with_api(&ApiOptions::default());
     let mut many: Vec<TcpStream> =
         (0..400).map(|_| TcpStream::connect(rig.address).unwrap()).collect();

@@ -381,7 +381,7 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     let rejected = "tutti_requests_rejected_total";
     let invalid = sum(&rig, rejected, &[("reason", "invalid")]).await;
     assert_eq!(invalid, 1.0);
-    // Here: an engine does not know who will ask again.
+    // Counted by the front end: an engine does not know which client will retry.
     let full = EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 };
     rig.script(|script| script.refuse = Some(full));
     for stream in [false, true] {

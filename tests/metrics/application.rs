@@ -150,8 +150,8 @@ fn processes_add_up_and_the_first_declaration_holds() {
     let Some(Value::Histogram(totals)) = value(&merged, "h_seconds", &[]) else { panic!() };
     assert_eq!((totals.buckets.as_slice(), totals.sum()), (&[1, 1, 1][..], 111.0));
 
-    // Another process means something else by the name: that metric of it is refused, said once,
-    // and counted; the rest of its report is taken.
+    // Another process uses the name for something else: that metric is refused, logged once and
+    // counted; the rest of the report is taken.
     let odd = Metrics::new();
     odd.gauge("c_total2", "Help.", &[], GaugeMerge::Sum).unwrap().set(1.0, &[]).unwrap();
     odd.counter("c_total", "Help.", &["other"]).unwrap().add(5, &["x"]).unwrap();
@@ -185,7 +185,7 @@ fn they_are_on_the_page_beside_ours() {
     }
 }
 
-/// What happens to a process of the property test.
+/// What happens to a process in the property test.
 #[derive(Clone, Debug)]
 enum Event {
     Count { process: usize, tag: usize, n: u64 },
@@ -212,7 +212,7 @@ struct Process {
     incarnation: u64,
     sequence: u64,
     sent: Vec<(u64, PartialSnapshot)>,
-    /// What its reports have told so far, by tag.
+    /// What its reports have said so far, by tag.
     told: BTreeMap<usize, u64>,
     counted: BTreeMap<usize, u64>,
 }
@@ -231,8 +231,8 @@ impl Process {
 }
 
 proptest! {
-    /// The merged counter equals what an observer adds up who saw every event that was reported,
-    /// whatever is repeated, lost and restarted, and never falls.
+    /// An observer sees every event that was reported and adds them up. Whatever is repeated, lost
+    /// and restarted, the merged counter equals that sum and never falls.
     #[test]
     fn merged_counters_equal_a_naive_observers(events in prop::collection::vec(event(), 1..120)) {
         let mut merger = Merger::default();

@@ -131,7 +131,7 @@ fn a_ratio_is_built_from_gauges_with_its_own_labels() {
     let mut ratios = 0;
     for definition in CATALOGUE {
         let Kind::Gauge(GaugeMerge::Ratio { numerator, denominator }) = definition.kind else {
-            // What processes of one host say of the host is the same thing.
+            // All processes of one host report the same about the host.
             let one_host = definition.kind == Kind::Gauge(GaugeMerge::Max)
                 && definition.labels.iter().any(|label| label.name == "host");
             assert!(

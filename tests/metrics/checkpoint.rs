@@ -1,5 +1,5 @@
-//! Totals that outlive the coordinator: what the next one makes of a checkpoint. That no sequence
-//! of events loses or doubles anything is in [`crate::merge_laws`].
+//! Totals that outlive the coordinator: what the next one makes of a checkpoint.
+//! [`crate::merge_laws`] shows that no sequence of events loses or doubles anything.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -81,7 +81,7 @@ fn totals(merged: &Merged) -> BTreeMap<String, u64> {
     totals
 }
 
-/// Leaders that die at any point of their lives, between a scrape and a checkpoint, too.
+/// Leaders that die at any point of their lives, including between a scrape and a checkpoint.
 #[test]
 fn nothing_that_was_scraped_dies_with_the_leader() {
     let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
@@ -193,7 +193,7 @@ fn a_worker_that_gets_another_slot_and_its_own_again_is_counted_once() {
         assert_eq!(series, [&Value::Counter(messages)]);
     };
     let mut merger = Merger::default();
-    // Of each slot its own steps, of the process whatever it has counted by then.
+    // Steps are counted for each slot, the rest for the process as a whole.
     let reports = [(0, 9, 5, 10, 5), (1, 3, 2, 15, 7), (0, 10, 6, 20, 8)];
     for (slot, sequence, of_slot, messages, steps) in reports {
         let (source, incarnation, sequence, snapshot) = worker(slot, sequence, of_slot, messages);
@@ -221,7 +221,7 @@ fn what_is_no_checkpoint_is_refused() {
     assert_eq!(Checkpoint::decode(&large), Err(CheckpointError::TooLarge(large.len())));
 }
 
-/// A history that comes late would look like so many requests at once.
+/// A history that comes late would look like that many requests at once.
 #[test]
 fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     let accept = |hub: &Hub| {
@@ -255,7 +255,7 @@ fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     assert_eq!(accepted().as_deref(), Some("6"));
 }
 
-/// An etcd that takes nothing from the first moment on is missed like one that stops taking it.
+/// An etcd that takes nothing from the start is treated like one that stops taking it.
 #[test]
 fn totals_that_were_never_written_have_an_age() {
     let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
@@ -277,7 +277,7 @@ fn totals_that_were_never_written_have_an_age() {
     assert!(checkpoints.publication().shown().is_none());
 }
 
-/// What an idle cluster counts by itself is no news; anything that somebody would miss is.
+/// What an idle cluster counts by itself is not news; anything that would be missed is.
 #[test]
 fn an_idle_cluster_has_no_news() {
     let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
@@ -312,7 +312,7 @@ fn an_idle_cluster_has_no_news() {
     hub.frontend().http_started();
     assert!(publication.writing(Some(&written)).is_none());
     let page = publication.shown().unwrap();
-    // Totals as they are in etcd, gauges as they are.
+    // Totals as in etcd, gauges as they are now.
     assert_eq!((cpu(&page.merged), cpu(&before.merged)), (None, None));
     assert_eq!(in_flight(&page.merged), Some(1.0));
     assert_eq!(in_flight(&before.merged), Some(0.0));

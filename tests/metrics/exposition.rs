@@ -169,7 +169,7 @@ fn the_format_is_the_one_that_the_scraper_prefers() {
         ("*/*", Format::Text),
         ("application/openmetrics-text", Format::OpenMetrics),
         ("text/plain;version=0.0.4;q=1,*/*;q=0.1", Format::Text),
-        // What Prometheus 2 sends, and what 3 does.
+        // The header that Prometheus 2 sends, and that of 3.
         (
             "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;\
              q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -254,7 +254,7 @@ fn other_servers_names_come_from_the_same_totals() {
     }
 }
 
-/// Who takes one series of a name for the server's gets the cluster's.
+/// A reader that takes one series of a name for the server's gets the cluster's.
 #[test]
 fn a_cluster_is_one_server_to_those_who_look_for_one() {
     let hub = full();

@@ -1,4 +1,4 @@
-//! What processes and hosts use, GPUs by a stand-in for NVML.
+//! What processes and hosts use; GPUs are a stand-in for NVML.
 use std::time::{Duration, Instant};
 
 use shared::host::{HostSampler, nvlink_island};
@@ -70,7 +70,7 @@ fn without_nvml_there_are_no_gpus_and_a_reason() {
     assert!(merged.gauge_sum(series::PROCESS_MEMORY) > 0.0, "the rest is there");
 }
 
-/// Computes for about so long.
+/// Computes for about this long.
 fn work(how_long: Duration) -> u64 {
     let began = Instant::now();
     let mut x = 1u64;
@@ -86,7 +86,7 @@ fn processes_and_hosts_are_measured_and_never_fall() {
     let mut stats = LocalStats::new();
     let mut merger = Merger::default();
     let mut last = 0;
-    // How much of the time this process gets is not its own doing: until it had a second.
+    // How much time this process gets is not up to it, so repeat until it had a second.
     for sequence in 1..=240 {
         sampler.sample(&mut stats);
         merger.apply(Source::Coordinator, Incarnation(1), sequence, stats.snapshot()).unwrap();
@@ -133,7 +133,7 @@ fn processes_of_one_host_do_not_add_it_up() {
     );
     assert_eq!(merged.family(series::HOST_MEMORY.series()).unwrap().len(), 1);
     assert_eq!(merged.family(series::PROCESS_MEMORY.series()).unwrap().len(), 2);
-    // A process speaks for itself alone.
+    // A process reports only about itself.
     let mut stats = LocalStats::new();
     HostSampler::new("worker-7", None).sample(&mut stats);
     let lie = merger.apply(Source::Worker(WorkerId(0)), Incarnation(2), 1, stats.snapshot());

@@ -1,4 +1,4 @@
-//! The log line's text and its silence.
+//! The text of the log line, and when there is none.
 use std::time::Duration;
 
 use coordinator::metrics::interval::Intervals;
@@ -58,7 +58,7 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     record.kv_blocks(a, 0, 300);
     record.kv_blocks(b, 0, 100);
     drop(record);
-    // No step since: the timer alone makes it fall.
+    // No step since: only the timer makes it fall.
     assert_eq!(
         log.lines(seconds(30), &hub.merged()).concat(),
         "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, \
@@ -126,7 +126,7 @@ fn fields_are_chosen_and_means_are_of_the_interval() {
         drop(record);
         let now = Duration::from_secs(10 * round);
         let merged = hub.merged();
-        // The second round's means are of the second round, not of both.
+        // The second round's means cover only the second round.
         let seconds = |millis: u64| (millis * scale) as f64 / 1000.0;
         assert_eq!(
             log.lines(now, &merged),
@@ -167,7 +167,7 @@ fn json_lines_say_the_same_in_numbers() {
     );
 }
 
-/// A script sees as much as the page: what is swapped, and how requests ended that did not go well.
+/// A script sees as much as the page does: what is swapped, and how failed requests ended.
 #[test]
 fn json_has_what_went_wrong_in_the_interval() {
     let hub = hub();

@@ -195,7 +195,7 @@ impl Oracle {
         self.check_gauges(merged);
     }
 
-    /// A gauge is what the living last said.
+    /// A gauge is what living processes last said.
     fn check_gauges(&self, merged: &Merged) {
         let living = self
             .newest
@@ -234,7 +234,7 @@ fn check_histogram(bounds: &[f64], totals: &shared::metrics::HistogramTotals, mi
     assert_eq!(totals.sum_nanos, u128::from(sum) * 1000);
 }
 
-/// Nothing that only grows is lower in `now` than in `before`, or gone.
+/// Nothing that only grows is lower in `now` than in `before`, or missing.
 fn assert_monotone(before: &Merged, now: &Merged) {
     for (definition, family) in before.families() {
         let later: BTreeMap<_, _> = now
@@ -325,7 +325,7 @@ proptest! {
                     merger = Merger::default();
                     prop_assert_eq!(merger.restore(Checkpoint::decode(&bytes).unwrap()), 0);
                     let dead = (SOURCES[0], world.restart(0));
-                    // What a process tells itself does not outlive it.
+                    // What a process counts for itself does not outlive it.
                     world.network.retain(|report| (report.source, report.incarnation) != dead);
                     oracle.dead.push(dead);
                     let others = oracle.newest.keys().copied().collect::<Vec<_>>();
@@ -380,7 +380,7 @@ proptest! {
         }
         prop_assume!(left.is_empty());
         prop_assert_eq!(orderly.merged(), shuffled.merged());
-        // Whoever then dies, and in which order, total and bits stay the same.
+        // Whichever process then dies, and in whatever order, totals and bits stay the same.
         let live: Vec<_> = (0..SOURCES.len()).filter(|place| dead[*place]).collect();
         for place in &live {
             orderly.retire(SOURCES[*place], world.processes[*place].incarnation);

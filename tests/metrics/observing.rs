@@ -149,7 +149,7 @@ fn aborts_and_failures_count_but_have_no_latency() {
     assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 1.0);
     assert_eq!(scrape.get("tutti_requests_accepted_total"), 2.0);
     assert_eq!(scrape.get("tutti_e2e_request_latency_seconds_count"), 0.0);
-    // But for what they had when they left.
+    // Without those that had a token when they left.
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 2.0);
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_count"), 2.0);
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_sum"), 0.01);
@@ -179,7 +179,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(before.matching("tutti_cache_config_info").count(), 2);
 
     hub.observer().record().failover(broken);
-    // Not moved yet: still counted, in some place.
+    // Not moved yet: it still counts, in one place.
     let during = scrape(&hub);
     during.check_identities();
     assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
@@ -198,7 +198,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(after.get("tutti_generation_tokens_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_failovers_total{replica=\"0\"}"), 1.0);
     assert_eq!(after.get("tutti_requests_replayed_total"), 1.0);
-    // A pause that is wanted is no failure.
+    // An intended pause is not a failure.
     hub.observer().record().interrupted(&mut track, false);
     assert_eq!(scrape(&hub).get("tutti_requests_replayed_total"), 1.0);
     assert_eq!(after.get("tutti_requests_waiting{reason=\"no_replica\",replica=\"none\"}"), 1.0);
@@ -250,7 +250,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     // A rank that does not draft has no such series.
     assert_eq!(live.get(&of("tutti_rank_draft_seconds_count", 0)), 4.0);
     assert_eq!(live.matching("tutti_rank_draft_seconds_count").count(), 1);
-    // By the way they took; where nobody knows how long that was, nothing is observed.
+    // By the way that they took; if nothing knows how long that was, nothing is observed.
     ranks[0].exchanged("host", 100);
     ranks[0].exchanged("nccl", 7);
     ranks[0].exchanged("host", 23);
@@ -407,13 +407,13 @@ fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_n
     assert_eq!(up(1), Some(0.0));
     hub.observer().record().forget_frontends(ms(700), patience);
     assert_eq!(up(1), None);
-    // Back in time, it is up for as long as it is.
+    // Back in time: it is up for as long as it stays.
     hub.observer().record().frontend_up(first);
     hub.observer().record().frontend_down(first, ms(1000));
     hub.observer().record().frontend_up(first);
     hub.observer().record().forget_frontends(ms(9000), patience);
     assert_eq!(up(1), Some(1.0));
-    // A goodbye counts for the link it was said on.
+    // A goodbye counts only for the link that it came over.
     hub.observer().record().frontend_leaves(first);
     hub.observer().record().frontend_up(first);
     hub.observer().record().frontend_down(first, ms(9100));
@@ -441,7 +441,7 @@ fn requests_of_adapters_are_counted_while_they_run() {
         };
         (of("sql"), of("chat"))
     };
-    // As a gateway sees it: whatever the replicas, one series.
+    // As a gateway sees it: one series, however many replicas.
     let told = || {
         let merged = hub.merged();
         let families: Vec<_> = Compat::VllmCluster.families(&merged).collect();

@@ -1,5 +1,5 @@
-//! Reports that no honest source can have made are refused whole, counted by reason, and leave the
-//! totals as they were.
+//! Reports that no correct source can have made are refused as a whole, counted by reason, and
+//! leave the totals as they were.
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue::{
     HOST_CPUS, HTTP_REQUESTS, ITERATION_TOKENS, KV_CACHE_USAGE, OBSERVATIONS_REFUSED, RANK_STEP,
@@ -39,7 +39,7 @@ fn report(series: Vec<SeriesSnapshot>) -> PartialSnapshot {
     PartialSnapshot { series, ..PartialSnapshot::default() }
 }
 
-/// Applies `bad` after an honest report.
+/// Applies `bad` after a correct report.
 fn refused(bad: PartialSnapshot, reason: ReportRefusal) {
     let mut merger = Merger::default();
     assert_eq!(merger.apply(WORKER, RUN, 1, report(honest())), Ok(Applied::Fresh));
@@ -59,7 +59,7 @@ fn refused(bad: PartialSnapshot, reason: ReportRefusal) {
             .collect::<Vec<_>>()
     };
     assert_eq!(others(&before), others(&after), "nothing of it was merged");
-    // An honest one goes on where the last left off.
+    // A correct one continues where the last one ended.
     assert_eq!(merger.apply(WORKER, RUN, 3, report(honest())), Ok(Applied::Fresh));
 }
 
@@ -69,7 +69,7 @@ fn with(index: usize, value: Value) -> PartialSnapshot {
     report(series)
 }
 
-/// What is not known here takes nothing with it that is; that is said and counted once.
+/// An unknown series does not take known ones with it; it is logged and counted once.
 #[test]
 fn another_catalogue() {
     let mut merger = Merger::default();
@@ -94,7 +94,7 @@ fn another_catalogue() {
 fn falling_totals() {
     refused(with(0, steps(9)), ReportRefusal::TotalFell);
     refused(with(2, Value::Counter(3)), ReportRefusal::TotalFell);
-    // The sum alone, and one bucket against another.
+    // Only the sum, and one bucket against another.
     let Value::Histogram(mut totals) = steps(10) else { unreachable!() };
     totals.sum_nanos -= 1;
     refused(with(0, Value::Histogram(totals.clone())), ReportRefusal::TotalFell);
@@ -150,13 +150,13 @@ fn series_that_do_not_exist() {
 
 #[test]
 fn series_of_others() {
-    // A worker that reports tokens would multiply them by the number of ranks.
+    // If workers reported tokens, they would be multiplied by the number of ranks.
     let mut totals = HistogramTotals::empty(ITERATION_TOKENS.series().definition().buckets().len());
     totals.buckets[0] = 1;
     let mut list = honest();
     list.insert(0, series(ITERATION_TOKENS.series(), &["0"], Value::Histogram(totals)));
     refused(report(list), ReportRefusal::NotOwner);
-    // A worker that speaks for another one.
+    // A worker that reports for another one.
     let mut list = honest();
     list.insert(1, series(RANK_STEP.series(), &["0", "1", "4"], steps(1)));
     refused(report(list), ReportRefusal::NotOwner);
@@ -203,7 +203,7 @@ fn more_label_sets_than_allowed() {
         )
     };
     merger.apply(front, RUN, 1, answers(&["200", "404"])).unwrap();
-    // The same ones from elsewhere are no new series.
+    // The same series from elsewhere are not new.
     merger.apply(Source::Frontend(FrontendId(1)), RUN, 1, answers(&["200", "404"])).unwrap();
     let count = |merger: &Merger| {
         let refused = merger.merged();
@@ -211,7 +211,7 @@ fn more_label_sets_than_allowed() {
         (refused.counter_sum(HTTP_REQUESTS), refused.counter_sum_of(REPORTS_REFUSED, label))
     };
     assert_eq!(count(&merger), (4, 0));
-    // What is too much is left out, and the rest of the report counts, now and later.
+    // What exceeds the bound is left out. The rest of the report counts, now and later.
     let mut more = answers(&["200", "404", "500"]);
     more.series[0].value = Value::Counter(5);
     assert_eq!(merger.apply(front, RUN, 2, more.clone()), Ok(Applied::Fresh));
@@ -221,13 +221,13 @@ fn more_label_sets_than_allowed() {
     assert_eq!(count(&merger), (10, 1), "each is refused once, however often it is reported");
     let said = merger.take_unsaid();
     assert!(said.len() == 1 && said[0].contains("tutti_http_requests_total has 2"), "{said:?}");
-    // The next process of the slot goes on with what is known.
+    // The slot's next process continues with the known series.
     merger.retire(front, RUN);
     merger.apply(front, Incarnation(10), 1, answers(&["200", "404", "500"])).unwrap();
     assert_eq!(count(&merger).0, 12);
 }
 
-/// Names come and go: what is no more takes no room from what is.
+/// Names come and go: those that are gone take no room from present ones.
 #[test]
 fn label_sets_of_gauges_are_those_of_what_is_there() {
     let limits = Limits { label_sets: 2, ..Limits::default() };
@@ -245,19 +245,19 @@ fn label_sets_of_gauges_are_those_of_what_is_there() {
     let other = Source::Worker(WorkerId(7));
     merger.apply(WORKER, RUN, 1, hosts(&["a"])).unwrap();
     merger.apply(other, RUN, 1, hosts(&["b"])).unwrap();
-    // One process after the other of a slot, each on another host.
+    // One process after the other in one slot, each on another host.
     for (run, host) in (10..).zip(["c", "d", "e", "f"]) {
         merger.retire(WORKER, Incarnation(run - 1));
         merger.apply(WORKER, Incarnation(run), 1, hosts(&[host])).unwrap();
         assert_eq!(shown(&merger), (format!("b{host}"), 0));
     }
-    // One process that says another name, and one whose link ended.
+    // One process that reports another name, and one whose link ended.
     merger.apply(WORKER, Incarnation(13), 2, hosts(&["g"])).unwrap();
     assert_eq!(shown(&merger), ("bg".to_owned(), 0));
     merger.lost(other, RUN);
     merger.apply(WORKER, Incarnation(13), 3, hosts(&["g", "h"])).unwrap();
     assert_eq!(shown(&merger), ("gh".to_owned(), 0));
-    // There is no room for it when it is back; and later there is.
+    // There is no room for it when it comes back; later there is.
     merger.apply(other, RUN, 2, hosts(&["b"])).unwrap();
     merger.apply(other, RUN, 3, hosts(&["b"])).unwrap();
     assert_eq!(shown(&merger), ("gh".to_owned(), 1));

@@ -1,5 +1,5 @@
 //! The CUDA backend on the stand-in for NVIDIA's driver, with emulated kernels: all host code runs
-//! as it would with a GPU, and the kernels' own sources compute. No GPU has checked it.
+//! as it would with a GPU, and the kernels' own sources compute. No GPU has run this.
 //!
 //! The inputs of products are rounded to bf16, so log-probabilities are compared with a larger
 //! tolerance than on CPUs, and greedy tokens only where the golden's choice was clear.

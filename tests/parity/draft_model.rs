@@ -1,5 +1,5 @@
-//! A model that drafts changes how many steps a text takes and nothing else: not a token, not a bit
-//! of a log-probability, whatever it knows of what comes.
+//! A draft model changes the number of steps that a text takes and nothing else: not a token, not a
+//! bit of a log-probability, however good or bad its drafts are.
 use std::path::Path;
 
 use shared::protocol::Lora;
@@ -11,10 +11,10 @@ use crate::adapters::Scratch;
 use crate::drafts::{OUTPUT, requests, same};
 use crate::rig::{On, Rig, Seq};
 
-/// Most that is asked for.
+/// The most drafts that are requested.
 const MOST: u32 = 5;
 
-/// The prompts of a model, and its texts behind them without drafts.
+/// The prompts of a model, and their continuations without drafts.
 struct Texts {
     prompts: Vec<Vec<u32>>,
     texts: Vec<Seq>,
@@ -36,8 +36,8 @@ impl Texts {
         Self { prompts, texts }
     }
 
-    /// All of them in one batch, drafted for, beside a prompt that is computed in parts; returns
-    /// how many steps it took.
+    /// Generates all of them in one batch with drafts, beside a prompt that is computed in parts;
+    /// returns the number of steps.
     fn drafted(
         &self,
         rig: &mut Rig,
@@ -77,7 +77,7 @@ impl Texts {
     }
 }
 
-/// Every other request has an adapter, where there is one.
+/// Every other request has an adapter, if there is one.
 fn adapter(at: usize, lora: &Lora) -> u32 {
     if lora.adapters.is_empty() { 0 } else { at as u32 % 2 }
 }
@@ -86,7 +86,7 @@ fn none() -> Lora {
     Lora::default()
 }
 
-/// Drafts of the model itself are all right where its sums are the same: on one rank.
+/// Drafts of the model itself are all right where its sums are the same, which is on one rank.
 #[test]
 fn the_model_itself_is_right_and_its_text_takes_few_steps() {
     let models = ["qwen3", "llama-gqa", "gpt-oss", "gemma3"].map(variant);
@@ -102,13 +102,13 @@ fn the_model_itself_is_right_and_its_text_takes_few_steps() {
             } else {
                 assert!(accepted * 10 >= drafted * 8, "{accepted} of {drafted} {what}");
             }
-            // Five at a time, and parts of prompts before.
+            // Five at a time, and parts of prompts before them.
             assert!(drafted > 100 && steps < OUTPUT, "{steps} steps, {drafted} drafted {what}");
         }
     }
 }
 
-/// Another model's drafts are mostly wrong, of any number, at any time.
+/// Another model's drafts are mostly wrong, at any number and any time.
 #[test]
 fn whatever_another_model_drafts_the_text_is_the_same() {
     for (name, other) in [("qwen3", "llama-gqa"), ("mistral-swa", "qwen3-moe"), ("phi3", "gemma3")]
@@ -125,7 +125,7 @@ fn whatever_another_model_drafts_the_text_is_the_same() {
     }
 }
 
-/// What was drafted now and then: between, the draft model falls behind and catches up.
+/// Drafts only now and then: in between, the draft model falls behind and catches up.
 #[test]
 fn a_draft_model_catches_up_with_what_it_was_not_asked_about() {
     let model = variant("llama-gqa");
@@ -145,7 +145,7 @@ fn a_shorter_draft_model_drafts_up_to_its_last_position() {
         let file = file.unwrap();
         std::fs::copy(file.path(), draft.join(file.file_name())).unwrap();
     }
-    // 128 positions, of 512.
+    // 128 positions instead of 512.
     let config = std::fs::read_to_string(draft.join("config.json")).unwrap();
     let mut config: serde_json::Value = serde_json::from_str(&config).unwrap();
     config["max_position_embeddings"] = 128.into();
@@ -164,7 +164,7 @@ fn a_shorter_draft_model_drafts_up_to_its_last_position() {
         let asked = seq.asks;
         rig.step(&mut [&mut seq], u32::MAX);
         let drafted = rig.drafted.0 - before;
-        // It computes the last token's position, and one for each draft but the last.
+        // It computes the last token's position, and one for each draft except the last.
         assert_eq!(drafted, asked.min(128u32.saturating_sub(len - 1)), "behind {len} tokens");
         last = last.max(if drafted > 0 { len } else { 0 });
     }
@@ -183,7 +183,7 @@ fn requests_with_adapters_and_masks_beside_are_drafted_for_by_the_model_alone() 
     let (drafted, accepted) = rig.drafted;
     assert!(accepted > 100 && accepted < drafted, "{accepted} of {drafted}");
     let plain = Texts::of(On::CpuBf16, &model, 1, &none());
-    // One that keeps to a rule, and gets its mask while others draft.
+    // A masked sequence, which gets its mask while others draft.
     let Seq { tokens, num_prompt, .. } = &plain.texts[1];
     let prompt = &tokens[..*num_prompt];
     let mut alone = rig.sequence(prompt, prompt.len(), SamplingParams::greedy());
@@ -203,9 +203,9 @@ fn requests_with_adapters_and_masks_beside_are_drafted_for_by_the_model_alone() 
     assert_eq!(drafting.output()[..count], whole[..count]);
 }
 
-/// By definition: what the draft model drafts is what it says behind the text so far, computed
-/// anew; of that counts what the text goes on with. Whatever was drafted and rejected before, and
-/// whatever it was not asked about, is forgotten: else it would say something else.
+/// By definition: the draft model's drafts are its own continuation of the text so far, computed
+/// from scratch; those count that the text continues with. Whatever was drafted and rejected
+/// before, and whatever it was not asked for, is forgotten: otherwise its drafts would differ.
 #[test]
 fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     let model = variant("llama-gqa");
@@ -215,7 +215,7 @@ fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     for (at, sampling) in requests().into_iter().enumerate() {
         let golden = &goldens(&model)[at % 3];
         let prompt = &golden.prompt_ids;
-        // With its adapter the text is another than the draft model's, in part.
+        // With its adapter, parts of the text differ from the draft model's.
         let mut plain = Rig::adapted(On::Cpu, &model, (1, 1), lora);
         let mut text = plain.sequence(prompt, prompt.len(), sampling.clone());
         text.adapter = 1;
@@ -244,8 +244,8 @@ fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     assert!(accepted > 20 && rejected > 100, "{accepted} accepted, {rejected} rejected");
 }
 
-/// On the emulation of CUDA's kernels, whose decode steps run as graphs: the draft model has a
-/// backend of its own on the same GPU, with graphs of its own.
+/// With emulated CUDA kernels, whose decode steps run as graphs: the draft model has a backend of
+/// its own on the same GPU, with graphs of its own.
 #[test]
 fn on_gpus_that_do_not_mind_the_batch() {
     for (model, draft, degree) in
@@ -264,7 +264,7 @@ fn on_gpus_that_do_not_mind_the_batch() {
     }
 }
 
-/// Ranks that exchange data on their GPUs, by a stand-in for NCCL: drafts go through their hosts.
+/// Ranks that exchange data on their GPUs, with a stand-in for NCCL: drafts go through their hosts.
 #[test]
 fn on_gpus_that_exchange_data_among_themselves() {
     let model = variant("llama-gqa");

@@ -30,7 +30,7 @@ impl FormNews for News<'_> {
     }
 }
 
-/// What a coordinator of two ranks says.
+/// The message of a coordinator of two ranks.
 fn form(rank: u32, epoch: u64) -> Form {
     let name = format!("tutti-forming-{}-{epoch}", std::process::id());
     Form {
@@ -116,15 +116,15 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
             max_model_len: 64,
             max_num_seqs: 4,
             max_num_batched_tokens: 32,
-            // Fewer than could be used.
+            // Less than could be used.
             kv_cache_bytes: 60_000,
             swap_bytes: 20_000,
         },
     }
 }
 
-/// The draft model takes its part of the memory, is kept with the rest, and is read where it
-/// changes.
+/// The draft model takes its part of the memory, stays loaded like the rest, and is read again when
+/// its files change.
 fn with_drafts<D: Device>(device: D) {
     let slots = [AbortSlot::default(), AbortSlot::default()];
     let mut rank = EngineRank::new(device, TcpListener::bind("127.0.0.1:0").unwrap());
@@ -229,15 +229,15 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     let (loaded, first) = form().unwrap();
     assert!(loaded);
     assert_eq!(form().unwrap(), (false, first), "the same again");
-    // Touched, and not changed.
+    // Touched, but not changed.
     let file = model.join("model.safetensors");
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole).unwrap();
     assert_eq!(form().unwrap(), (false, first));
-    // Gone: what is loaded needs it no more.
+    // Gone: what is loaded does not need the file.
     std::fs::remove_file(&file).unwrap();
     assert_eq!(form().unwrap(), (false, first));
-    // Another one of the same form: a bit in the middle of every kilobyte.
+    // Other weights of the same form: one bit differs in the middle of every kilobyte.
     let mut others = whole.clone();
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     others[header..].iter_mut().skip(2).step_by(256).for_each(|byte| *byte ^= 1);

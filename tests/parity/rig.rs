@@ -150,7 +150,7 @@ pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collectiv
     CudaBackend::new(CudaOptions { folders, kernels, ..options }, collective).unwrap()
 }
 
-/// A backend on the stand-in that shall see other ranks' memory, and has not joined them yet.
+/// A backend on the stand-in that will see other ranks' memory, but has not joined them yet.
 pub(crate) fn fake_peers_alone(collective: Box<dyn Collective>) -> CudaBackend {
     fake_peers_backend(256 << 10, collective)
 }
@@ -301,7 +301,7 @@ fn engine_reducing<B: Backend>(
     Ok(Engine::new(backend, decoder, sizes))
 }
 
-/// With a model that drafts, if there is one, and started anew.
+/// With a draft model, if there is one, and started anew.
 pub(crate) fn with_draft<B: Backend>(
     mut engine: Engine<B>,
     model: &Path,
@@ -354,7 +354,7 @@ impl Rig {
         Self::made(backend, model, degrees, lora, None)
     }
 
-    /// The same, with a model that drafts.
+    /// The same, with a draft model.
     pub(crate) fn drafting(on: On, model: &Path, degree: u32, draft: &Path, lora: &Lora) -> Self {
         Self::made(on, model, (degree, degree), lora, Some(draft))
     }

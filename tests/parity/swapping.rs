@@ -31,7 +31,7 @@ const TOKENS: u32 = 48;
 const MAX_LEN: u32 = 112;
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Outputs, and how many tokens were drafted for who asked.
+/// Outputs, and how many tokens were drafted for each sequence that asked.
 type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
 
 /// Tokens with their log-probabilities.
@@ -81,7 +81,8 @@ impl Plans {
 
 impl StepSource for Plans {
     fn peek(&mut self) -> Option<&StepPlan> {
-        // An emulated device computes while it is waited for: the next plan shall arrive before.
+        // An emulated device computes while it is being waited for: the next plan should arrive
+        // before.
         while self.held.is_none() && self.receive(Duration::from_millis(2)) {}
         self.held.as_ref()
     }
@@ -247,7 +248,7 @@ fn run<B: Backend>(
                 let model = variant("llama-gqa");
                 let engine = engine_of(&model, rank, degree, make(collective), sizes).unwrap();
                 let drafts = speculation.is_some_and(|it| it.method == Method::DraftModel);
-                // The same model: nearly all that it drafts is right.
+                // The same model: nearly all of its drafts are right.
                 let draft = Some(model.as_path()).filter(|_| drafts && rank == 0);
                 let own = || is_cuda.then(|| make(single_rank()));
                 let mut engine = with_draft(engine, &model, draft, own);

@@ -1,4 +1,4 @@
-//! Ranks of a replica say what they have of a step: it counts once they agree.
+//! Ranks of a replica report what they have of a step; it counts once they agree.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -40,7 +40,7 @@ impl Outside for Sent {
 }
 
 impl Sent {
-    /// A plan that ranks have all of, masks included.
+    /// A plan of which the ranks have everything, masks included.
     pub(crate) fn runnable(&self, at: usize) -> Option<StepPlan> {
         let has_all = |plan: &&StepPlan| {
             self.masks.contains(&plan.step) || !plan.sequences.iter().any(|entry| entry.masked)
@@ -63,7 +63,7 @@ pub(crate) fn operation(observer: &Observer) -> Operation {
     operation_of(observer, limits(), Arc::default())
 }
 
-/// One that waits for so long; `load` is what others know of it.
+/// An operation with this step time-out; `load` is what others know of it.
 pub(crate) fn operation_of(
     observer: &Observer,
     limits: DriverLimits,
@@ -137,7 +137,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             }
             count
         };
-        // What a step yields is in the next one's place: only workers know it.
+        // The next step's share begins at a token of this one, which only the workers know.
         let (first, second) = (sent.plans[0].clone(), sent.plans[1].clone());
         operation.step_done(now, WORKERS[0], result(&first, 5), &mut sent);
         assert_eq!(accepted(&mut tokens), 1, "nothing came before");
@@ -153,7 +153,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             // Nothing more of this epoch counts.
             operation.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
             assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
-            // The next one goes on from what was accepted.
+            // The next epoch goes on from what was accepted.
             assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
             operation.ready(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
             let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
@@ -165,11 +165,12 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
     }
 }
 
-/// A rank answers what it was sent, step by step. Anything else ends the epoch, once.
+/// A rank answers the steps that it was sent, one after the other. Anything else ends the epoch,
+/// once.
 #[test]
 fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
     let now = Duration::from_millis(1);
-    // Two steps were sent: one answers a third, one none, one leaves the first out.
+    // Two steps were sent: one rank answers a third, one an unknown one, one leaves the first out.
     for (rank, step) in [(0, 3), (1, 3), (0, u64::MAX), (1, u64::MAX), (0, 2), (1, 2)] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
         let mut operation = operation(hub.observer());

@@ -1,5 +1,5 @@
-//! Drafts by a model that rank 0 has: who asks for how many, and what the scheduler makes of the
-//! answers.
+//! Drafts by a model of rank 0's: which sequences ask for how many, and what the scheduler makes of
+//! the answers.
 use coordinator::engine::EngineError;
 use coordinator::scheduler::{Effect, Method, SchedulerConfig, Speculation};
 use shared::ids::{Epoch, SeqId, StepId};
@@ -23,7 +23,7 @@ fn config() -> SchedulerConfig {
     }
 }
 
-/// Repeats nothing.
+/// A request whose text does not repeat itself.
 fn request(max_tokens: u32) -> ClientRequest {
     ClientRequest { seed: 7, prompt: (0..20).collect(), max_tokens, ..Default::default() }
 }
@@ -40,7 +40,7 @@ fn steps(skill: Skill, speculation: Option<Speculation>, max_tokens: u32) -> (u6
     let mut rig = rig(SchedulerConfig { speculation, ..config() }, skill, 60);
     rig.submit(request(max_tokens)).unwrap();
     while rig.plan() || rig.deliver() {}
-    // Every token was compared with the undisturbed text as it came.
+    // The rig has compared every token with the undisturbed text.
     rig.drain();
     (rig.plan.step.0, rig.drafted)
 }
@@ -54,7 +54,7 @@ fn a_model_that_knows_all_is_asked_for_all_it_may_and_its_drafts_count() {
     // The prompt with the first token; then five tokens at a time.
     assert_eq!(steps(Skill::All, config().speculation, 201), (1 + 40, (160, 160)));
     assert_eq!(steps(Skill::All, None, 201), (201, (0, 0)));
-    // Of what a text has left no more is asked for than can count.
+    // No more drafts are requested than the rest of a text can use.
     let (steps, (drafted, accepted)) = steps(Skill::All, config().speculation, 9);
     assert_eq!((steps, drafted, accepted), (3, 6, 6));
 }
@@ -98,12 +98,13 @@ fn a_model_that_never_catches_up_is_hardly_asked() {
 
 #[test]
 fn a_prompt_waits_for_no_draft() {
-    // 20 tokens in parts of 8, the last of one token when it begins behind a block of another's.
+    // 20 tokens in parts of 8. The last part has one token, if the sequence begins behind another's
+    // block.
     let mut rig = rig(SchedulerConfig { max_num_batched_tokens: 8, ..config() }, Skill::All, 60);
     for len in [20, 17, 17] {
         let prompt = (0..len).collect();
         rig.submit(ClientRequest { prompt, ..request(20) }).unwrap();
-        // `FakeWorker::run` looks that nothing is drafted behind a prompt.
+        // `FakeWorker::run` checks that nothing is drafted behind a prompt.
         rig.drain();
     }
     assert!(rig.drafted.0 > 0);
@@ -176,11 +177,11 @@ fn drafts_survive_preemption_swapping_loss_and_a_move_of_their_sequence() {
     }
 }
 
-/// What a rank may answer by mistake.
+/// Wrong answers of a rank.
 #[test]
 fn an_answer_that_does_not_fit_what_was_asked_is_not_believed() {
-    // Positions and tokens that come, how many are said to have been drafted; what is believed of
-    // it: tokens, and of how many drafted how many were right.
+    // Positions and tokens that come, and how many are reported as drafted; what is believed of
+    // that: tokens, and how many were drafted and how many of those right.
     type Case = (&'static [(u32, u32)], &'static [u32], Option<(usize, Option<(u32, u32)>)>);
     let cases: [Case; 11] = [
         (&[(21, 5), (22, 6), (23, 7), (24, 8), (25, 9)], &[4], Some((5, Some((4, 4))))),
@@ -188,7 +189,7 @@ fn an_answer_that_does_not_fit_what_was_asked_is_not_believed() {
         (&[(21, 5)], &[4], Some((1, Some((4, 0))))),
         (&[(21, 5), (22, 6)], &[1], Some((2, Some((1, 1))))),
         (&[(21, 5)], &[0], Some((1, None))),
-        // More tokens than can be, than may be asked for, than is told of; gaps; nothing.
+        // More tokens than possible, than requested, or than reported; gaps; nothing.
         (&[(21, 5), (22, 6), (23, 7)], &[1], None),
         (&[(21, 5)], &[5], None),
         (&[(21, 5)], &[u32::MAX], None),

@@ -7,7 +7,7 @@ use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
 use crate::rig::{ClientRequest, Rig, sizes};
 
-/// What a worker reads of a plan, or of masks.
+/// Checks that a worker reads a plan, or masks, as they were sent.
 pub(crate) fn travels(message: ToWorker) {
     let body = codec::encode(&message).unwrap();
     let mut bytes = Vec::new();
@@ -53,7 +53,7 @@ fn many_questions_about_one_long_document_go_over_several_plans() {
 
 #[test]
 fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
-    // Of so many numbers each, 63 take a quarter of a frame.
+    // With vectors of this size, 63 take a quarter of a frame.
     let sizes = SchedulerConfig { hidden_size: 16_384, max_num_seqs: 256, ..long() };
     let mut rig = Rig::new(sizes);
     rig.ready(2000);
@@ -71,14 +71,15 @@ fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
     }
     assert_eq!(steps, [63, 27]);
     assert!(ids.iter().all(|id| rig.requests[id].1.embedded));
-    // One that is long is begun in a step that completes no more, and others are not held up.
+    // A long prompt is begun in a step that completes no more embeddings, and others are not held
+    // up.
     rig.submit(ClientRequest { prompt: vec![1; 9000], ..text(0) }).unwrap();
     rig.drain();
 }
 
 #[test]
 fn sequences_with_a_long_beginning_in_common_come_back_over_several_plans() {
-    // Tables of 1,876 blocks: few of them take a plan's share for swaps, found or copied.
+    // Tables of 1,876 blocks: few of them, found or copied, take up a plan's share for swaps.
     let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 256, ..long() });
     rig.host_blocks = 200_000;
     rig.ready(2060);
@@ -89,7 +90,7 @@ fn sequences_with_a_long_beginning_in_common_come_back_over_several_plans() {
     };
     rig.submit(ask(0, 1)).unwrap();
     rig.drain();
-    // Someone else's blocks, which are free again all at once.
+    // Another request's blocks, which all become free at once.
     let prompt = vec![7; 60 * 16];
     let large = ClientRequest { prompt, max_tokens: 4000, priority: -1, ..ask(0, 0) };
     let large = rig.submit(large).unwrap();

@@ -1,4 +1,4 @@
-//! A guide whose masks depend on every token before, and what the scheduler makes of guided
+//! A guide whose masks depend on every token before, and what the scheduler does with guided
 //! requests.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,23 +10,23 @@ use shared::protocol::TokenMask;
 
 use crate::rig::{ClientRequest, Rig, sizes};
 
-/// Of tokens that are sampled here.
+/// Tokens that are sampled here are below this.
 pub(crate) const VOCABULARY: u32 = 50;
 
-/// What a client wants of its guide.
+/// How a client's guide behaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Guidance {
-    /// Tells this request's masks from others'.
+    /// Makes this request's masks different from others'.
     pub(crate) key: u64,
-    /// It is over at a token in so many; never at 0.
+    /// One token in this many ends it; 0 for none.
     pub(crate) over_in: u64,
-    /// It gives up behind so many tokens.
+    /// It gives up after this many tokens.
     pub(crate) fails_behind: Option<usize>,
-    /// That choice alone does; all do at `None`.
+    /// Only this choice gives up; `None` for all choices.
     pub(crate) fails_in: Option<u32>,
     /// Its masks are not there at once.
     pub(crate) slow: bool,
-    /// Bytes that each of its masks is said to take at most.
+    /// The most bytes that each of its masks may take, as it says.
     pub(crate) mask_bytes: usize,
 }
 
@@ -36,7 +36,7 @@ impl Default for Guidance {
     }
 }
 
-/// Whether somebody was woken.
+/// Records whether it was woken.
 #[derive(Debug, Default)]
 pub(crate) struct Woken(AtomicBool);
 
@@ -52,7 +52,7 @@ impl Wake for Woken {
     }
 }
 
-/// The tokens that may come next, however long that takes.
+/// The tokens that may come next, however long finding out takes.
 pub(crate) fn known(guide: &mut dyn TokenGuide) -> &TokenMask {
     while guide.poll(&mut Context::from_waker(Waker::noop())).is_pending() {}
     guide.allowed().unwrap()
@@ -64,7 +64,7 @@ pub(crate) struct TestGuide {
     guidance: Guidance,
     state: u64,
     taken: usize,
-    /// Whoever asks is told to ask again.
+    /// It answers "ask again".
     waits: bool,
     allowed: TokenMask,
 }
@@ -143,7 +143,7 @@ fn guided_sequences_are_in_every_step_one_ahead_of_their_tokens() {
         let plain = ClientRequest { max_tokens: 20, ..ClientRequest::default() };
         let many: Vec<_> = (0..free).map(|_| rig.submit(plain.clone()).unwrap()).collect();
         assert!(rig.plan());
-        // As many steps as free ones alone need: a token for everybody in each.
+        // As many steps as unguided ones need: in each, every sequence gets a token.
         for step in 1..20 {
             assert!(rig.plan(), "step {step} is in flight, and the next is planned");
             assert_eq!((masked(&rig), rig.plan.sequences.len()), (few.len(), few.len() + free));
@@ -199,7 +199,7 @@ fn a_step_whose_sequences_are_gone_gets_its_masks_all_the_same() {
     for (at, goes) in goes.into_iter().enumerate() {
         let mut rig = Rig::new(config());
         rig.ready(30);
-        // At the second one the first token ends it, while the step behind is under way.
+        // At the second one the first token ends it while the next step is under way.
         let over_in = at as u64;
         let guide = Some(Guidance { over_in, ..Guidance::default() });
         let id = rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
@@ -212,7 +212,7 @@ fn a_step_whose_sequences_are_gone_gets_its_masks_all_the_same() {
     }
 }
 
-/// A rank that samples before it is told what is allowed has done something else than was planned.
+/// A rank that samples before it knows what is allowed has not done what was planned.
 #[test]
 fn an_answer_before_its_masks_ends_the_requests_that_are_masked() {
     use shared::ids::{Epoch, StepId};
@@ -266,7 +266,8 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
     let message = "as it was told".to_owned();
     let error = Some(Some(EngineError::Guide { message }));
     assert_eq!(rig.requests[&fails].1.dropped, error);
-    // The same when it is found out later, by one that runs or that waits to run again.
+    // The same when it is found out later: by a sequence that runs, or by one that waits to run
+    // again.
     for lost in [false, true] {
         let guide = Some(Guidance { fails_behind: Some(3), slow: true, ..Guidance::default() });
         let fails = rig.submit(ClientRequest { guide, n: 2, ..guided(9) }).unwrap();
@@ -281,7 +282,7 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
         assert_eq!(rig.requests[&fails].1.dropped, error);
     }
     assert_eq!(rig.requests[&goes_on].1.reasons, [Some(FinishReason::Length)]);
-    // Nothing is left to go on with where the last token was accepted already.
+    // Where the last token was accepted already, nothing is left to continue with.
     let guide = Some(Guidance { fails_behind: Some(3), ..Guidance::default() });
     let at_its_end = rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();
@@ -299,7 +300,7 @@ fn a_guide_that_gives_up_as_it_waits_ends_its_request_behind_the_step_its_other_
     while rig.requests[&fails].1.tokens[1].len() < 3 {
         let _ = rig.plan() || rig.deliver();
     }
-    // All wait again: the choice that goes on is planned before it is known that the other does
+    // All wait again: the choice that goes on is planned before it is known that the other one does
     // not.
     rig.lost();
     rig.ready(30);
@@ -313,7 +314,7 @@ fn a_guide_that_gives_up_as_it_waits_ends_its_request_behind_the_step_its_other_
 fn no_more_are_admitted_than_a_step_has_room_for_masks() {
     let mut rig = Rig::new(config());
     rig.ready(60);
-    // Two of the four fit. The unguided one, which needs no room, passes the third; the fourth,
+    // Two of the four fit. The unguided one, which needs no room, overtakes the third; the fourth,
     // which would fit, does not.
     let of = |bytes| Some(Guidance { mask_bytes: bytes, ..Guidance::default() });
     let ids: Vec<_> = [of(8 << 20), of(6 << 20), of(8 << 20), of(1), None]
@@ -330,7 +331,7 @@ fn no_more_are_admitted_than_a_step_has_room_for_masks() {
     for id in ids {
         assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::Length)]);
     }
-    // One that is too large by itself runs alone rather than never.
+    // A mask that is too large by itself runs alone rather than never.
     let guide = Some(Guidance { mask_bytes: 17 << 20, ..Guidance::default() });
     rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();
@@ -360,7 +361,7 @@ fn guided_sequences_go_on_where_they_were_after_preemption_loss_and_a_move() {
             break;
         }
     }
-    // Every token was compared with the undisturbed one as it came.
+    // The rig has compared every token with the undisturbed one.
     rig.drain();
     assert!(rig.preemptions > 0 && moments > 0, "{} {moments}", rig.preemptions);
 }

@@ -1,4 +1,4 @@
-//! How long it takes when many requests end at once, and readers that have stopped reading.
+//! The time it takes when many requests end at once; and readers that have stopped reading.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
 const CHOICES: u32 = 128;
-/// A pass over the queue for each of 131,072 sequences takes minutes.
+/// With a pass over the queue for each of 131,072 sequences it would take minutes.
 const MOMENT: Duration = Duration::from_secs(20);
 
 fn long_queue() -> SchedulerConfig {
@@ -76,7 +76,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     operation.submit(ms(1), other, EventSender::Local(slow), &mut sent);
     operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     let mut cancelled = None;
-    // A step every 4 s, as on a machine that is very slow: both requests last for two minutes.
+    // A step every 4 s, as on a very slow machine: both requests last for two minutes.
     for at in (50..110_000).step_by(50).map(ms) {
         operation.tick(at, &mut sent);
         if at.as_millis().is_multiple_of(4_000)
@@ -218,7 +218,7 @@ fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
         })
         .collect::<Vec<u32>>()
     };
-    // Four may wait; nobody gets done with anything.
+    // Four may wait; none ends.
     let full = told(&mut operation, &mut sent, 1, 0..40);
     assert_eq!(full.len(), 36);
     assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");

@@ -1,4 +1,4 @@
-//! A mask that never comes holds up nobody for long but the request that waits for it.
+//! A mask that never comes does not hold up other requests for long.
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -71,7 +71,7 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
             }
         }
         let ended = ended.unwrap_or_else(|| panic!("it waits for ever behind {knows} tokens"));
-        // Half as long as a step may take, which waits for it.
+        // Half as long as a step may take, because the step waits for it.
         assert!((ms(4_500)..ms(5_000)).contains(&ended), "{ended:?} behind {knows} tokens");
         let tokens = std::iter::from_fn(|| other_events.try_recv().ok())
             .filter(|event| matches!(event, EngineEvent::Token { .. }));
@@ -107,7 +107,7 @@ impl TokenGuide for Slow {
     }
 }
 
-/// Each mask comes, if late; whenever somebody looks, one is awaited.
+/// Each mask comes, but late; at every look one is awaited.
 #[test]
 fn masks_that_come_late_end_nothing() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());

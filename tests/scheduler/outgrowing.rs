@@ -1,5 +1,5 @@
-//! A KV cache that comes back smaller: what was accepted goes where there is room, or is told that
-//! there is none; it is never told that it asked for too much.
+//! A KV cache that comes back smaller: what was accepted moves to where there is room, or is told
+//! that there is none. It is never told that it asked for too much.
 use std::time::Duration;
 
 use coordinator::cluster::orphanage::{Home, Orphanage};
@@ -15,11 +15,11 @@ use crate::agreement::{Sent, WORKERS, operation, request};
 
 const BLOCKS: u32 = 4;
 
-/// The events of a request that stays, and the replica where it is.
+/// The events of a request that stays, and the replica that it is in.
 type Stays = (mpsc::Receiver<EngineEvent>, Operation);
 
-/// A replica with a request that needs all its blocks and one that needs a block, comes back with
-/// half of them. What it gives up.
+/// A replica has a request that needs all its blocks and one that needs one block, and comes back
+/// with half of its blocks. Returns what it gives up.
 fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
     let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
     let at = Duration::from_millis(1);
@@ -93,7 +93,7 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     let (placed, _) = place(&[here, home(1, true, 8), home(2, false, 8)]);
     assert!(placed.homes.is_empty());
     assert_eq!((placed.outgrown.len(), placed.outgrown[0].1), (1, BLOCKS * 8));
-    // One that took it while it was not known how many blocks it would have says the same.
+    // A replica that took the request before it knew how many blocks it would have says the same.
     let (moved, mut large, _small) = outgrown(&hub);
     let (mut other, mut sent) = (operation(hub.observer()), Sent::default());
     let at = Duration::from_millis(2);
@@ -121,7 +121,8 @@ fn a_replica_that_answers_no_more_leaves_nothing_behind() {
     assert_eq!(place(&mut orphanage).cancelled.len(), 1, "it was cancelled on its way");
     orphanage.expect(ReplicaId(0));
     assert_eq!(place(&mut orphanage).cancelled.len(), 1, "one more may be on its way");
-    // That replica's actor has panicked: a name that comes again is not cancelled for ever.
+    // That replica's actor has panicked: a request that comes again under the same number is not
+    // cancelled for ever.
     orphanage.gone(ReplicaId(7));
     orphanage.expect(ReplicaId(0));
     assert_eq!(place(&mut orphanage).cancelled.len(), 0);

@@ -1,4 +1,4 @@
-//! What the cluster costs the one thread that decides, at a thousand workers: a measurement.
+//! The cost of the cluster, at a thousand workers, for the one thread that decides: a measurement.
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -90,7 +90,7 @@ fn time_of_a_pass_over_a_thousand_workers() {
         }
         cluster.tick(now, &mut effects);
         effects.clear();
-        // What changes nothing and is looked into all the same: a rank that keeps pace.
+        // A rank that keeps pace: this changes nothing and is looked at all the same.
         let (worker, epoch) = formed[0];
         let passes = 100;
         let began = Instant::now();

@@ -1,5 +1,5 @@
-//! Requests of different priority. That nobody is overtaken by a less urgent one, and that the
-//! least urgent are preempted, is among the rig's invariants.
+//! Requests of different priority. The rig's invariants include that no request is overtaken by a
+//! less urgent one, and that the least urgent are preempted.
 use coordinator::scheduler::SchedulerConfig;
 
 use crate::rig::{ClientRequest, Rig, sizes};
@@ -16,13 +16,13 @@ fn rig(max_num_seqs: u32, num_blocks: u32) -> Rig {
     rig
 }
 
-/// A request whose prompt of so many tokens begins with `name`.
+/// A request whose prompt has this many tokens and begins with `name`.
 fn client(name: u32, priority: i32, prompt: u32) -> ClientRequest {
     let prompt = std::iter::once(name).chain(1..prompt).collect();
     ClientRequest { prompt, priority, max_tokens: 3, ..ClientRequest::default() }
 }
 
-/// Runs to the end; the names in the order in which they were admitted.
+/// Runs to the end; returns the names in the order of admission.
 fn admitted(rig: &mut Rig) -> Vec<u32> {
     let mut names = Vec::new();
     for _ in 0..10_000 {
@@ -88,7 +88,8 @@ fn out_of_blocks_the_least_urgent_waits_though_it_was_there_first() {
 #[test]
 fn a_prompt_under_way_waits_for_blocks_of_less_urgent_ones_that_are_in_the_step() {
     // The urgent one is admitted last, when there are just enough blocks for its prompt of three
-    // steps. In the middle of it the other one, which decodes and is planned first, takes one.
+    // steps. In the middle of that, the other one, which decodes and is planned first, takes one
+    // block.
     for before in 0..40 {
         let mut rig = rig(4, 9);
         let patient = ClientRequest { max_tokens: 100, ..client(10, 5, 30) };

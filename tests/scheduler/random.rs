@@ -55,7 +55,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
                     key,
                     over_in,
                     slow,
-                    // Some give up, as they run or as they wait to run again.
+                    // Some guides give up, while they run or while they wait to run again.
                     fails_behind: key.is_multiple_of(5).then_some((key >> 8) as usize % 12),
                     ..Guidance::default()
                 });
@@ -82,7 +82,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         )
 }
 
-/// Several choices, of which one gives up at some time.
+/// Several choices, one of which gives up at some time.
 fn giving_up() -> impl Strategy<Value = ClientRequest> {
     let prompt = prop::collection::vec(0u32..50, 1..40);
     let (n, priority) = (2u32..4, -1i32..2);
@@ -119,7 +119,7 @@ fn event(request: impl Strategy<Value = ClientRequest>) -> impl Strategy<Value =
     ]
 }
 
-/// None, too few for a sequence, for some, for all.
+/// None; too few for any sequence; enough for some; enough for all.
 fn host_blocks() -> impl Strategy<Value = u32> {
     prop_oneof![1 => Just(0u32), 2 => 1u32..4, 2 => 4u32..20, 1 => Just(100u32)]
 }
@@ -142,7 +142,7 @@ fn speculation() -> impl Strategy<Value = Option<Speculation>> {
 
 fn config() -> impl Strategy<Value = SchedulerConfig> {
     let caching = prop::bool::weighted(0.8);
-    // So large that a step may complete but one embedding, or two.
+    // So large that a step may complete only one embedding, or two.
     let hidden = prop_oneof![4 => Just(2), 1 => Just(1u32 << 19), 1 => Just(1u32 << 20)];
     (1u32..8, 1u32..3, 1u32..8, 0u32..40, caching, hidden, speculation()).prop_map(
         |(seqs, steps, queued, budget, caching, hidden_size, speculation)| SchedulerConfig {

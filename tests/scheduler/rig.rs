@@ -67,7 +67,7 @@ impl Default for ClientRequest {
 }
 
 impl ClientRequest {
-    /// As `guide`, for this choice.
+    /// `guide`, for this choice.
     fn guide_of(&self, choice: u32) -> Option<Box<dyn TokenGuide>> {
         let mut client = self.clone();
         if let Some(guide) = &mut client.guide
@@ -104,7 +104,7 @@ impl Got {
     }
 }
 
-/// Everything together.
+/// Scheduler, worker and clients together.
 pub(crate) struct Rig {
     pub(crate) config: SchedulerConfig,
     pub(crate) scheduler: Scheduler,
@@ -112,8 +112,8 @@ pub(crate) struct Rig {
     pub(crate) epoch: u64,
     /// Plans that the worker has, the oldest first, and the masks that have come for them.
     planned: VecDeque<(StepPlan, Option<StepMasks>)>,
-    /// Its answers.
-    /// Answers on their way: outputs, and how many tokens were drafted for who asked.
+    /// Its answers that are on their way: outputs, and how many tokens were drafted for each
+    /// sequence that asked.
     in_flight: VecDeque<(StepId, Vec<SequenceOutput>, Vec<u32>)>,
     pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
     stop_tokens: BTreeMap<SeqId, u32>,
@@ -123,14 +123,15 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
-    /// Of these, those that went to host memory; blocks that effects say went there and came back.
+    /// Of these, those that went to host memory; and the blocks that went there and came back,
+    /// according to effects.
     pub(crate) swaps: u32,
     pub(crate) moved: (u32, u32),
     /// Blocks of host memory that replicas have from now on.
     pub(crate) host_blocks: u32,
     /// Tokens drafted, and those of them accepted.
     pub(crate) drafted: (u32, u32),
-    /// Requests with a sequence admitted, as effects say.
+    /// Requests with an admitted sequence, according to effects.
     running: BTreeSet<RequestId>,
 }
 
@@ -169,7 +170,7 @@ impl Rig {
         self.worker = Some(FakeWorker::new(self.config, num_blocks, self.host_blocks));
         let (epoch, host_blocks) = (Epoch(self.epoch), self.host_blocks);
         self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
-        // The epoch before, if it was still there, is over.
+        // The epoch before, if it still existed, is over.
         self.running.clear();
         self.settle();
     }
@@ -188,15 +189,15 @@ impl Rig {
         self.settle();
     }
 
-    /// The replica breaks, and another one, which has served others before, goes on with what it
-    /// held.
+    /// The replica breaks. Another one, which has served other requests before, continues with what
+    /// it held.
     pub(crate) fn move_on(&mut self) {
         self.lost();
         let other = Scheduler::new(self.config).unwrap();
         self.hand_over_to(other);
     }
 
-    /// The replica breaks, and another one, which serves with `num_blocks` blocks, goes on.
+    /// The replica breaks. Another one, which serves with `num_blocks` blocks, continues.
     pub(crate) fn move_on_to(&mut self, num_blocks: u32) {
         self.lost();
         let mut other = Scheduler::new(self.config).unwrap();
@@ -208,7 +209,7 @@ impl Rig {
 
     fn hand_over_to(&mut self, mut other: Scheduler) {
         other.wake_with(self.woken.clone().into());
-        // Its names for sequences are its own.
+        // It numbers sequences in its own way.
         let used = GenerateRequest::new(
             RequestId(u64::MAX),
             vec![1],
@@ -301,7 +302,7 @@ impl Rig {
         planned
     }
 
-    /// Sends masks that are known, as the shell does after whatever happens.
+    /// Sends masks that are known, as the shell does after every event.
     pub(crate) fn send_masks(&mut self) {
         let mut masks = StepMasks::default();
         while self.scheduler.masks(&mut masks, &mut self.effects) {
@@ -335,7 +336,7 @@ impl Rig {
         self.planned.push_back((self.plan.clone(), None));
     }
 
-    /// The worker runs what it has all of.
+    /// The worker runs the plans of which it has everything.
     fn run_plans(&mut self) {
         let has_all = |(plan, masks): &mut (StepPlan, Option<StepMasks>)| {
             masks.is_some() || !plan.sequences.iter().any(|entry| entry.masked)
@@ -347,8 +348,8 @@ impl Rig {
         }
     }
 
-    /// The worker answers the step that waits for masks before they come, as soon as it has
-    /// answered the one before: each sequence gets this token.
+    /// The worker answers a step that waits for masks before they come, right after it has answered
+    /// the one before: each sequence gets this token.
     pub(crate) fn rush(&mut self, tokens: &[u32]) {
         let (before, outputs, drafted) = self.in_flight.pop_front().unwrap();
         let epoch = Epoch(self.epoch);
@@ -614,7 +615,7 @@ fn finish_reason_is_right(
         FinishReason::Length => {
             let room = max_model_len - client.prompt.len() as u32;
             let most = client.max_tokens.min(room);
-            // What the cache has room for may be less.
+            // The cache may have room for fewer.
             assert!(tokens.len() as u32 == most || client.open_ended && !tokens.is_empty());
             assert!(tokens.len() as u32 <= most);
         }

@@ -50,8 +50,8 @@ fn a_long_prompt_is_prefilled_in_chunks_while_others_decode() {
     rig.drain();
 }
 
-/// Plans until nothing more can be planned, answering nothing: what a replica has begun when it
-/// dies in the middle of a step.
+/// Plans until nothing more can be planned, without answers: what a replica has begun when it dies
+/// in the middle of a step.
 fn begin(rig: &mut Rig) {
     while rig.plan() {}
 }
@@ -83,7 +83,7 @@ fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
     let mut rig = ready();
     let ends = rig.submit(prompt(4)).unwrap();
     let others = [rig.submit(prompt(5)).unwrap(), rig.submit(prompt(6)).unwrap()];
-    // Together at first: nobody knows who it was.
+    // Together at first: which one is the cause is unknown.
     begin(&mut rig);
     assert!(rig.plan.sequences.len() + rig.plan.admitted.len() > 0);
     rig.lost();
@@ -143,7 +143,7 @@ fn a_suspect_that_gets_on_is_one_no_more() {
         begin(&mut rig);
         rig.lost();
         rig.ready(64);
-        // Each gets a step without other suspects, then they run together again.
+        // Each gets a step without other suspects; then they run together again.
         for _ in 0..6 {
             rig.plan();
             rig.deliver();
@@ -250,8 +250,8 @@ fn refusals_name_the_bound() {
     assert_eq!(error, EngineError::QueueFull { queued: 3, max: 3, retry_after_s: 1 });
 }
 
-/// A request without a bound gets what the cache has room for, wherever it comes to run, and ends
-/// as one that reached its bound.
+/// A request without a bound gets what the cache has room for, wherever it runs, and ends as one
+/// that reached its bound.
 #[test]
 fn without_a_bound_the_cache_is_the_bound() {
     let open = ClientRequest { max_tokens: 900, open_ended: true, ..prompt(40) };
@@ -266,7 +266,7 @@ fn without_a_bound_the_cache_is_the_bound() {
     rig.ready(8);
     let id = rig.submit(open.clone()).unwrap();
     ends_at(&mut rig, id, 128);
-    // Taken before it is known how many there are.
+    // Accepted before it is known how many blocks there are.
     let mut rig = Rig::new(config());
     let id = rig.submit(open.clone()).unwrap();
     rig.ready(8);
@@ -281,8 +281,8 @@ fn without_a_bound_the_cache_is_the_bound() {
     rig.lost();
     rig.ready(8);
     ends_at(&mut rig, id, 128);
-    // With more tokens already than the smaller cache holds, it ends with those: in the replica
-    // that comes back smaller, and in another that goes on with it.
+    // If it has more tokens already than the smaller cache holds, it ends with those: in the
+    // replica that comes back smaller, and in another one that continues it.
     for moves in [false, true] {
         let mut rig = ready();
         let id = rig.submit(open.clone()).unwrap();

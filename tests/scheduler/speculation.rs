@@ -1,4 +1,4 @@
-//! Sequences that repeat themselves, and what the scheduler makes of their drafts.
+//! Sequences that repeat themselves, and what the scheduler does with their drafts.
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateRequest};
@@ -33,7 +33,7 @@ fn config() -> SchedulerConfig {
     }
 }
 
-/// Goes round and round: a seed divisible by 3.
+/// A text that repeats itself: its seed is divisible by 3.
 fn repetitive(max_tokens: u32) -> ClientRequest {
     ClientRequest {
         seed: 3,
@@ -43,7 +43,7 @@ fn repetitive(max_tokens: u32) -> ClientRequest {
     }
 }
 
-/// Repeats nothing.
+/// A text that does not repeat itself.
 fn plain(max_tokens: u32) -> ClientRequest {
     ClientRequest { seed: 1, prompt: vec![7, 8, 9], max_tokens, ..ClientRequest::default() }
 }
@@ -118,7 +118,7 @@ fn no_draft_reaches_beyond_the_last_token_or_the_longest_sequence() {
     }
 }
 
-/// The last token of a prompt is known: behind it, too, may be drafted, while the part before it is
+/// The last token of a prompt is known, so drafts may follow it, even while the part before it is
 /// still being computed.
 #[test]
 fn a_prompts_last_token_drafts_while_the_part_before_is_in_flight() {
@@ -142,7 +142,7 @@ fn an_end_in_the_middle_of_a_draft_ends_the_text_there() {
     rig.drain();
     let text = rig.requests[&whole].1.tokens[0].clone();
     let before = rig.totals.wasted;
-    // `finish_reason_is_right` looks that nothing comes behind it.
+    // `finish_reason_is_right` checks that nothing comes after it.
     for token in 0..5 {
         let end_tokens = vec![token];
         rig.submit(ClientRequest { end_tokens, min_tokens: 9, ..repetitive(100) }).unwrap();
@@ -176,8 +176,8 @@ fn nothing_is_drafted_where_more_sequences_run_than_were_said() {
 
 #[test]
 fn drafts_take_what_is_left_of_rows_and_budget() {
-    // 8 rows: 6 sequences leave 2, one more where one waits; and 10 tokens: a prompt takes what
-    // there is.
+    // There are 8 rows: 6 sequences leave 2 free, and one more where a sequence waits. Of 10 tokens
+    // a prompt takes what is left.
     let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 10, ..config() });
     rig.ready(60);
     for _ in 0..6 {
@@ -195,7 +195,7 @@ fn drafts_take_what_is_left_of_rows_and_budget() {
     rig.drain();
 }
 
-/// Who waits to draft and then cannot is in every other step only.
+/// A sequence that waits to draft and then cannot runs only in every other step.
 #[test]
 fn nobody_waits_to_draft_where_no_row_is_left() {
     let steps = |speculation| {
@@ -204,7 +204,7 @@ fn nobody_waits_to_draft_where_no_row_is_left() {
         for _ in 0..8 {
             rig.submit(repetitive(100)).unwrap();
         }
-        // 8 tokens of a prompt each: one step for all.
+        // 8 tokens of each prompt: one step for all.
         loop {
             if rig.plan() {
                 assert_eq!(entries(&rig).len(), 8, "each is in every step");
@@ -226,7 +226,7 @@ fn the_most_urgent_draft_where_few_rows_are_left_and_others_do_not_wait() {
         for _ in 0..6 {
             rig.submit(repetitive(100)).unwrap();
         }
-        // Two rows are one sequence's; of another the answer may be awaited.
+        // Two rows belong to one sequence; another one's answer may be awaited.
         loop {
             if rig.plan() {
                 let all = rig.scheduler.gauges().in_flight == 6;
@@ -274,7 +274,7 @@ fn nobody_waits_to_draft_while_prompts_take_the_whole_step() {
         let (missed, planned, over, all) = steps(config().speculation, waits);
         let (_, _, over_without, all_without) = steps(None, waits);
         assert!(planned > 40, "{planned}");
-        // Before the prompt is seen and with what is left behind its last part they may wait.
+        // Before the prompt comes, and with the room behind its last part, they may wait.
         assert!(missed <= 6, "{missed} of {planned} steps");
         assert!(over <= over_without + 2 && all <= all_without + 2, "{over} {all}");
     }
@@ -282,14 +282,14 @@ fn nobody_waits_to_draft_while_prompts_take_the_whole_step() {
 
 #[test]
 fn nobody_waits_to_draft_where_no_block_is_left() {
-    // A block is one token: a draft needs blocks of its own.
+    // A block holds one token, so a draft needs blocks of its own.
     let steps = |speculation| {
         let mut rig = Rig::new(SchedulerConfig { block_size: 1, speculation, ..config() });
         rig.ready(60);
         for _ in 0..2 {
             rig.submit(repetitive(50)).unwrap();
         }
-        // It waits for blocks: until it is in, none is taken for drafts.
+        // It waits for blocks: until it is admitted, drafts take none.
         let other = rig.submit(ClientRequest { prompt: vec![5; 50], ..plain(1) }).unwrap();
         let mut drafted = 0;
         while rig.requests[&other].1.reasons[0].is_none() {
@@ -325,8 +325,8 @@ fn prompts_and_embeddings_are_rows_as_drafts_are() {
 #[test]
 fn no_block_is_taken_for_a_draft_that_another_may_need() {
     let mut rig = Rig::new(config());
-    // Two sequences of 8 + 8 tokens have a block each; the next token of each needs another. Of 3
-    // blocks the free one is kept for that.
+    // Two sequences of 8 + 8 tokens have a block each, and the next token of each needs another. Of
+    // 3 blocks the free one is kept for that.
     rig.ready(3);
     rig.submit(repetitive(24)).unwrap();
     rig.submit(repetitive(24)).unwrap();
@@ -371,12 +371,12 @@ fn drafts_survive_preemption_loss_and_a_move_of_their_sequence() {
             break;
         }
     }
-    // Every token was compared with the undisturbed one as it came.
+    // The rig has compared every token with the undisturbed one.
     rig.drain();
     assert!(rig.preemptions > 0 && rig.drafted.1 > 20, "{} {:?}", rig.preemptions, rig.drafted);
 }
 
-/// What a rank may answer by mistake.
+/// Wrong answers of a rank.
 #[test]
 fn more_than_was_verified_is_not_believed() {
     let output = |position: u32, token: u32| SequenceOutput {
@@ -389,7 +389,7 @@ fn more_than_was_verified_is_not_believed() {
         corrupted: false,
         embedding: Vec::new(),
     };
-    // Of the drafts 4 0 1 2 behind 3: what comes, and the tokens believed of it, if it is.
+    // For drafts 4 0 1 2 behind 3: what comes, and how many tokens are believed, if the answer is.
     type Case = (&'static [(u32, u32)], Option<usize>);
     let cases: [Case; 7] = [
         (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3)], Some(5)),
@@ -440,8 +440,8 @@ fn more_than_was_verified_is_not_believed() {
     }
 }
 
-/// A draft's tokens come at once: the time since the token before is that of them all, as it is for
-/// who counts on.
+/// A draft's tokens come at once: the time since the token before is shared by them all, as for a
+/// client that counts.
 #[test]
 fn a_drafts_tokens_share_the_time_they_took() {
     let hub = Hub::new(Incarnation(1), Limits::default());
@@ -463,7 +463,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
         )
     };
     let (events, _tokens) = mpsc::channel(64);
-    // The last token of the first one's draft ends it; the second one's tokens come behind them.
+    // The last token of the first one's draft ends it; the second one's tokens come after it.
     driver.submit(Duration::ZERO, request(1, 6), EventSender::Local(events.clone()));
     driver.submit(Duration::ZERO, request(2, 30), EventSender::Local(events));
     driver.ready(Duration::ZERO, Epoch(1), 30, 0);
@@ -473,7 +473,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
         assert!(driver.next_plan(now, &mut plan));
         let drafted: Vec<usize> = plan.sequences.iter().map(|entry| entry.drafts.len()).collect();
         assert_eq!(drafted, drafts);
-        // Everything drafted is right, and goes on.
+        // All drafts are right, and the sequences go on.
         let rows = plan.sequences.iter().flat_map(|entry| {
             let first = entry.start + entry.count - entry.drafts.len() as u32;
             (first..=entry.start + entry.count).map(|position| (entry.seq, position))
@@ -504,8 +504,8 @@ fn a_drafts_tokens_share_the_time_they_took() {
     assert_eq!(buckets.copied().collect::<Vec<_>>(), [5, 3], "{between:?}");
 }
 
-/// A block is found by others only when all of its tokens are accepted: the KV cache is as it would
-/// be without drafts.
+/// Other requests find a block only when all of its tokens are accepted: the KV cache is as it
+/// would be without drafts.
 #[test]
 fn blocks_of_drafts_are_nobody_elses() {
     let mut rig = Rig::new(config());
@@ -513,18 +513,18 @@ fn blocks_of_drafts_are_nobody_elses() {
     // 13 tokens and one more: the first draft fills the first block.
     let prompt: Vec<u32> = (0..13).map(|at| at % 5).collect();
     rig.submit(ClientRequest { prompt, ..repetitive(40) }).unwrap();
-    // Others, so that a step is planned behind the draft's.
+    // Further requests, so that a step is planned after the draft's.
     for _ in 0..3 {
         rig.submit(plain(40)).unwrap();
     }
     assert!(rig.plan() && rig.deliver() && rig.plan());
     assert_eq!(entries(&rig)[0].drafts.len(), 4);
-    // Another that begins with what the draft says shares nothing yet.
+    // Another prompt, which begins with what the draft says, shares nothing yet.
     let alike: Vec<u32> = (0..20).map(|at| at % 5).collect();
     rig.submit(ClientRequest { prompt: alike, ..repetitive(2) }).unwrap();
     assert!(rig.plan());
     let shared = entries(&rig).iter().find(|entry| entry.seq == SeqId(5)).unwrap();
     assert_eq!((shared.start, shared.new_blocks.contains(&BlockId(0))), (0, false));
-    // `cache_holds_what_it_shall` looks at what everybody reads.
+    // `cache_holds_what_it_shall` checks what every sequence reads.
     rig.drain();
 }

@@ -5,7 +5,7 @@ use crate::rig::{ClientRequest, Rig};
 use crate::scenarios::config;
 use coordinator::scheduler::SchedulerConfig;
 
-/// A replica of `blocks` blocks, and `host` in host memory.
+/// A replica with `blocks` blocks, and `host` of them in host memory.
 fn rig(blocks: u32, host: u32) -> Rig {
     let mut rig = Rig::new(SchedulerConfig { prefix_caching: false, ..config() });
     rig.host_blocks = host;
@@ -113,7 +113,7 @@ fn with_its_epoch_host_memory_is_gone_and_everybody_waits() {
 
 #[test]
 fn a_token_in_flight_may_end_the_one_that_left() {
-    // Its last token is on the way when its block is wanted: 30 + 18 tokens fill three blocks.
+    // Its last token is on the way when its block is needed: 30 + 18 tokens fill three blocks.
     for max_tokens in 1..24 {
         let mut rig = rig(5, 20);
         rig.submit(ClientRequest { max_tokens: 40, ..prompt(30, 0) }).unwrap();
@@ -133,7 +133,7 @@ fn what_the_cache_has_still_is_not_copied_back() {
     let mut rig = Rig::new(config());
     rig.host_blocks = 20;
     rig.ready(6);
-    // Alike for two blocks: the second shares those of the first.
+    // The first two blocks are equal: the second request shares those of the first.
     for seed in 0..2 {
         let client = ClientRequest { max_tokens: 30, seed, ..prompt(36, 0) };
         rig.submit(client).unwrap();
@@ -157,8 +157,8 @@ fn choices_of_one_request_are_told_apart() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Loads beyond what the cache holds, with host memory of every size: all end, by the bound of
-    /// steps in `drain`, with the tokens that the rig knows to be right.
+    /// Loads beyond what the cache holds, with host memory of every size. All end, within the bound
+    /// of steps in `drain`, with the tokens that the rig knows to be right.
     #[test]
     fn everybody_gets_on_whatever_the_sizes(
         blocks in 7u32..14,

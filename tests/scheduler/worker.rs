@@ -20,7 +20,7 @@ pub(crate) fn next_token(
     for token in tokens {
         hash = (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
     }
-    // Every third text goes round and round, and is thrown out of it now and then.
+    // Every third text repeats itself, with an interruption now and then.
     if sampling.seed.is_multiple_of(3) && !(hash >> 11).is_multiple_of(16) {
         let next = tokens.last().map_or(0, |last| (last + 1) % 5);
         if allowed.is_none_or(|mask| mask.allows(next)) {
@@ -33,7 +33,7 @@ pub(crate) fn next_token(
     allowed[(hash >> 33) as usize % allowed.len()]
 }
 
-/// The adapter of a request with this seed: of large seeds every other has one of two.
+/// The adapter of a request with this seed: of large seeds, every other has one of two.
 pub(crate) fn adapter_of(seed: u64) -> u32 {
     if seed >> 20 & 1 == 1 { 1 + (seed >> 21 & 1) as u32 } else { 0 }
 }
@@ -58,7 +58,7 @@ pub(crate) struct FakeWorker {
     known: BTreeMap<SeqId, Known>,
     /// What each place of the KV cache holds: a hash of the token there and all before it.
     cache: Vec<u64>,
-    /// As `cache`, in host memory, and which blocks of it somebody has.
+    /// Like `cache`, in host memory; and the blocks of it that are in use.
     host: Vec<u64>,
     host_held: Vec<bool>,
     last_step: u64,
@@ -70,13 +70,13 @@ pub(crate) struct FakeWorker {
     pub(crate) drafted: Vec<u32>,
 }
 
-/// What a draft model knows of what comes.
+/// What a draft model knows about the tokens to come.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) enum Skill {
-    /// Mostly all of it; at times it drafts fewer tokens than it may, or none.
+    /// Mostly all of it; sometimes it drafts fewer tokens than it may, or none.
     #[default]
     Some,
-    /// All.
+    /// All of it.
     All,
     /// Nothing.
     Nothing,
@@ -107,7 +107,7 @@ impl Skill {
     }
 }
 
-/// What the cache holds behind `before` for one more token.
+/// What the cache holds after `before` and one more token.
 fn extend(before: u64, token: u32) -> u64 {
     (before ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23) | 1
 }
@@ -169,7 +169,7 @@ impl FakeWorker {
         }
     }
 
-    /// Runs a plan, whose masked sequences get these masks; panics when it cannot be run
+    /// Runs a plan with these masks for its masked sequences; panics when it cannot be run
     /// (`plan_is_runnable`).
     pub(crate) fn run(
         &mut self,
@@ -218,7 +218,7 @@ impl FakeWorker {
                 drafted.drafts = drafts.into();
             }
             let entry = &drafted;
-            // The first share may begin behind what the cache has already.
+            // The first share may begin behind what the cache already has.
             assert!(known.host.is_none(), "{} is in host memory", entry.seq);
             if known.computed == 0 && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
@@ -272,8 +272,8 @@ impl FakeWorker {
         assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
     }
 
-    /// Every sequence that the worker has not been told to forget finds in the cache what belongs
-    /// to it: blocks are shared only where they hold the same.
+    /// Every sequence that the worker has not been told to forget finds its own values in the
+    /// cache: blocks are shared only where they hold the same.
     fn cache_holds_what_it_shall(&self) {
         let size = self.config.block_size as usize;
         for (seq, known) in self.known.iter().filter(|(_, known)| known.host.is_none()) {
@@ -289,7 +289,7 @@ impl FakeWorker {
     }
 }
 
-/// The tokens of a share with drafts that count: up to the first that is not the draft.
+/// The tokens of a share with drafts that count: up to the first that differs from its draft.
 fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
     if entry.drafts.is_empty() {
         return Vec::new();
@@ -358,7 +358,7 @@ fn output(
     })
 }
 
-/// What the model makes of these tokens.
+/// The simulated embedding of these tokens.
 pub(crate) fn embedding(tokens: &[u32]) -> Vec<f32> {
     let holds = tokens.iter().fold(0, |holds, token| extend(holds, *token));
     vec![(holds % 65_536) as f32, tokens.len() as f32]

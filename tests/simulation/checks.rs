@@ -24,16 +24,16 @@ use crate::network::LinkId;
 use crate::scenario::{S, Time};
 use crate::world::World;
 
-/// What the checks remember of the workers.
+/// What the checks remember about workers.
 #[derive(Default)]
 pub(crate) struct Checks {
-    /// Steps that each report of a process run counts, by its sequence.
+    /// Steps that each report of a process run counts, by the report's sequence number.
     pub(crate) reported: BTreeMap<(WorkerId, u64, u64), u64>,
-    /// By slot, since when and until when it is slow.
+    /// By slot: from when and until when it is slow.
     slow: BTreeMap<usize, (Time, Time)>,
 }
 
-/// What they remember of a coordinator.
+/// What they remember about a coordinator.
 #[derive(Clone, Default)]
 pub(crate) struct LifeChecks {
     /// The newest report of each process run that was delivered.
@@ -43,18 +43,18 @@ pub(crate) struct LifeChecks {
     pub(crate) refused: u64,
     /// The newest epoch in which a replica sent a plan, and its last step.
     plans: BTreeMap<ReplicaId, (Epoch, u64)>,
-    /// The last step in it whose masks were sent.
+    /// The last step in that epoch whose masks were sent.
     masks: BTreeMap<ReplicaId, (Epoch, u64)>,
-    /// To which replica an epoch belongs.
+    /// The replica of each epoch.
     epochs: BTreeMap<Epoch, ReplicaId>,
     last: Option<Merged>,
-    /// Since when an epoch serves.
+    /// Since when an epoch has been serving.
     serving: BTreeMap<Epoch, Time>,
-    /// Since when there is a spare that never was slow.
+    /// Since when there has been a spare that never was slow.
     spare_since: Option<Time>,
 }
 
-/// A slow rank is replaced within this, where nothing else happens.
+/// A slow rank is replaced within this time, if nothing else happens.
 const RELIEVED_WITHIN: Time = 70 * S;
 
 impl Checks {
@@ -68,16 +68,16 @@ impl Checks {
 }
 
 impl LifeChecks {
-    /// What the next coordinator goes on from, whose totals are these.
+    /// What the next coordinator continues from, given these totals.
     pub(crate) fn for_the_next(&self, totals: Merged) -> Self {
         let (newest, retired) = (self.newest.clone(), self.retired.clone());
         Self { newest, retired, refused: self.refused, last: Some(totals), ..Self::default() }
     }
 
-    /// Goes on from what the last coordinator left.
+    /// Continues from what the last coordinator left.
     pub(crate) fn go_on_from(&mut self, last: Self) {
         for (run, sequence) in last.newest {
-            // One that has reported here knows better.
+            // A run that has reported here has newer figures.
             self.newest.entry(run).or_insert(sequence);
         }
         self.retired.extend(last.retired);
@@ -85,7 +85,7 @@ impl LifeChecks {
         self.last = last.last;
     }
 
-    /// What is lower in these totals than in those that were left before.
+    /// What is lower in these totals than in those left before.
     pub(crate) fn fallen_since(&self, before: &Self) -> Option<String> {
         let (before, now) = (before.last.as_ref()?, self.last.as_ref()?);
         let fallen = fallen(before, now);
@@ -132,7 +132,7 @@ impl World {
         self.coordinator.checks.plans.insert(replica, (plan.epoch, plan.step.0));
     }
 
-    /// It sends masks of steps that it has sent, step by step.
+    /// It sends masks only for steps that it has sent, step by step.
     fn check_masks(&mut self, replica: ReplicaId, masks: &StepMasks) {
         let checks = &mut self.coordinator.checks;
         let own = (masks.epoch, masks.step.0);
@@ -144,7 +144,7 @@ impl World {
         }
     }
 
-    /// No step ends its epoch that was in time: at least one rank was disturbed meanwhile.
+    /// No step that was in time ends its epoch: at least one rank was disturbed meanwhile.
     pub(crate) fn check_timeout(&mut self, ranks: &[(WorkerId, LinkId, bool)], reason: &str) {
         let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
         let disturbed = |(_, link, _): &(WorkerId, LinkId, bool)| {
@@ -172,7 +172,7 @@ impl World {
             same(reason.as_str(), got, expected);
         }
         for reason in RejectReason::ALL {
-            // Front ends count full queues, and there is none here.
+            // Front ends count full queues, and there are none here.
             let told = tally.rejected.get(reason).copied().unwrap_or_default();
             let expected = if *reason == RejectReason::QueueFull { 0 } else { told };
             let got = merged.counter_sum_of(REQUESTS_REJECTED, *reason);
@@ -224,7 +224,7 @@ impl World {
         {
             wrong.push(format!("{accepted} of {drafted} tokens of {drafts} drafts emit {emitted}"));
         }
-        // Those that were admitted before are not looked up again, but may find something.
+        // Sequences that were admitted before are not looked up again, but may find something.
         if found > looked_up || found > cached {
             wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));
         }
@@ -269,7 +269,7 @@ impl World {
         }
     }
 
-    /// Only those are said to be slow that are, or were a moment ago.
+    /// A rank is reported as slow only if it is, or was a moment ago.
     pub(crate) fn check_pace(&mut self, worker: WorkerId, slow: bool) {
         let Some(slot) = self.slot_of(worker).filter(|_| slow) else { return };
         let was = self.checks.slow.get(&slot).is_some_and(|(_, until)| *until + 15 * S >= self.now);
@@ -308,7 +308,7 @@ impl World {
         }
     }
 
-    /// Nobody stays with a coordinator that has been replaced, and knows it.
+    /// No process stays with a coordinator that it knows has been replaced.
     pub(crate) fn check_followed(&mut self) {
         for slot in 0..self.processes.len() {
             let process = &self.processes[slot];
@@ -321,7 +321,7 @@ impl World {
         }
     }
 
-    /// Nothing that shall be noticed goes on unnoticed.
+    /// Nothing that has to be noticed goes unnoticed.
     fn check_bounds(&mut self) {
         if !self.is_awake() {
             self.coordinator.checks.spare_since = None;
@@ -350,7 +350,7 @@ impl World {
         }
     }
 
-    /// What holds when all is over and well.
+    /// What holds at the end of a run without open faults.
     pub(crate) fn check_end(&mut self) {
         let now = self.time();
         for (id, running) in &self.coordinator.replicas {
@@ -369,7 +369,7 @@ fn fallen(before: &Merged, after: &Merged) -> Vec<String> {
     let mut fallen = Vec::new();
     let mut families = after.families().peekable();
     for (definition, family) in before.families() {
-        // Both in the order of the catalogue, which is one table.
+        // Both are in the order of the catalogue, which is one table.
         while families.next_if(|(it, _)| std::ptr::from_ref(*it) < definition).is_some() {}
         let later = families.peek().filter(|(it, _)| std::ptr::eq(*it, definition));
         let later = later.map(|(_, family)| *family);

@@ -1,4 +1,4 @@
-//! The clients, what they were promised and what they got.
+//! The clients: what they were promised and what they got.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -23,7 +23,7 @@ use crate::world::World;
 /// Every token that was accepted for a request, by choice.
 type Log = Arc<Mutex<Vec<Vec<u32>>>>;
 
-/// Watches what is accepted, as a stop check sees it.
+/// Watches the tokens that are accepted, as a stop check sees them.
 #[derive(Debug)]
 struct Watch {
     log: Log,
@@ -47,7 +47,8 @@ pub(crate) enum State {
     /// Accepted and not ended.
     Live,
     Rejected,
-    /// The coordinator that had it is gone, and said so by that; or there was none.
+    /// The coordinator that had it is gone, which ended the connection; or there was no
+    /// coordinator.
     Lost,
     Ended(FinishedReason),
 }
@@ -62,18 +63,18 @@ struct Open {
     state: State,
     left: Option<Leaving>,
     left_at: Time,
-    /// Which coordinator has or had it.
+    /// The coordinator that has or had it.
     life: Option<Life>,
     replica: Option<ReplicaId>,
-    /// Since when it has waited for any replica to serve, while it has.
+    /// Since when it has been waiting for any replica to serve, if it is.
     waits_since: Option<Time>,
-    /// How many tokens of each choice were accepted when epochs ended under it.
+    /// How many tokens of each choice were accepted when an epoch that ran it ended.
     lost_at: Vec<Vec<usize>>,
 }
 
 pub(crate) struct Clients {
     open: Vec<Open>,
-    /// Requests not ended, by where they were routed.
+    /// Requests that have not ended, by where they were routed.
     at: BTreeMap<(Life, ReplicaId), Vec<usize>>,
 }
 
@@ -125,7 +126,7 @@ impl Clients {
         let request = GenerateRequest {
             stop_checks: (0..client.n).map(stop_check).collect(),
             guides: (0..client.n).filter_map(guide).collect(),
-            // Text and promises do not depend on it.
+            // Text and promises do not depend on the priority.
             priority: (index % 3) as i32 - 1,
             adapter: adapter_of(client.seed),
             end_tokens: client.ends.end_tokens.clone(),
@@ -150,7 +151,7 @@ impl Clients {
         self.at.entry((life, replica)).or_default().push(index);
     }
 
-    /// A replica's requests go on.
+    /// A replica's requests continue.
     pub(crate) fn served(&mut self, life: Life, replica: ReplicaId) {
         for index in self.at.get(&(life, replica)).into_iter().flatten() {
             self.open[*index].waits_since = None;
@@ -166,7 +167,7 @@ impl Clients {
         }
     }
 
-    /// Requests go on, or wait, at another replica.
+    /// Requests continue, or wait, at another replica.
     pub(crate) fn moved(
         &mut self,
         life: Life,
@@ -192,7 +193,7 @@ impl Clients {
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
     }
 
-    /// Whether its client is one that will cancel and has not yet.
+    /// Whether its client is one that will cancel but has not yet.
     pub(crate) fn would_cancel(&self, index: usize) -> bool {
         let open = &self.open[index];
         let leaves = open.client.leaves.is_some_and(|(_, leaving)| leaving == Leaving::Cancels);
@@ -223,7 +224,7 @@ impl Clients {
         self.open.iter().filter(move |open| open.life == Some(life))
     }
 
-    /// How many tokens were accepted and requests answered, by whomever: grows while all is well.
+    /// Tokens accepted plus requests answered, by any coordinator: grows while all is well.
     pub(crate) fn progress(&self) -> u64 {
         let lives: BTreeSet<Life> = self.open.iter().filter_map(|open| open.life).collect();
         let tokens: u64 = lives.into_iter().map(|life| self.accepted_tokens(life)).sum();
@@ -243,12 +244,12 @@ impl Clients {
         }
     }
 
-    /// Which coordinator has a request that has not ended.
+    /// The coordinator that has a request, if it has not ended.
     pub(crate) fn life_of(&self, index: usize) -> Option<Life> {
         self.open[index].life
     }
 
-    /// Nobody takes the request.
+    /// No coordinator takes the request.
     pub(crate) fn refused(&mut self, index: usize) {
         self.open[index].state = State::Lost;
     }
@@ -260,7 +261,8 @@ impl Open {
         log.iter().map(Vec::len).collect()
     }
 
-    /// Whether as many epochs in a row ended without a token of one choice as make it the cause.
+    /// Whether so many epochs in a row ended without a token of one choice that it counts as the
+    /// cause.
     fn is_suspect(&self) -> bool {
         let stuck = |(choice, accepted): (usize, usize)| {
             let lost = self.lost_at.iter().rev();
@@ -280,7 +282,7 @@ impl Open {
         self.client.expected.iter().zip(&*log).all(|((text, _), got)| text.len() == got.len())
     }
 
-    /// The accepted tokens are the undisturbed text, as far as they go.
+    /// Checks that the accepted tokens are the undisturbed text, as far as they go.
     fn check(&self, lost: bool) -> Result<(), String> {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         for (choice, (text, _)) in self.client.expected.iter().enumerate() {
@@ -345,7 +347,7 @@ impl World {
         self.clients.at.retain(|(of, _), _| *of != life);
     }
 
-    /// A request that no replica was found for.
+    /// A request for which no replica was found.
     pub(crate) fn hear_refused(&mut self, index: usize) {
         if let Err(why) = self.hear(index, true) {
             self.fail(format!("req-{index}: {why}"));
@@ -371,7 +373,7 @@ impl World {
         self.clients.at.entry((life, replica)).or_default().extend(at);
     }
 
-    /// Takes what came for one request; returns whether more is to come.
+    /// Takes what came for one request; returns whether more will come.
     fn hear(&mut self, index: usize, submitted: bool) -> Result<bool, String> {
         let (now, switches) = (self.now, self.switches);
         let open = &mut self.clients.open[index];
@@ -392,7 +394,7 @@ impl World {
                     *tally.rejected.entry((&error).into()).or_default() += 1;
                     return if allowed { Ok(false) } else { Err(format!("refused: {error}")) };
                 }
-                // Its client closed the channel: how it was refused cannot be heard.
+                // Its client closed the channel, so how it was refused cannot be seen.
                 Err(_)
                     if open.left == Some(Leaving::Drops) && events.sender_strong_count() == 0 =>
                 {
@@ -470,7 +472,7 @@ impl World {
         open.check(false)?;
         if over && open.state == State::Live {
             let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
-            // Whether it was given up before its client was missed, the totals alone tell.
+            // Whether the request was given up before its client was missed; only the totals tell.
             let given_up = || {
                 let errors = coordinator.hub.merged();
                 let errors = errors.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error);

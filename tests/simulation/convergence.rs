@@ -10,7 +10,7 @@ use crate::scenario::{S, Time};
 use crate::world::World;
 
 impl World {
-    /// Slots of members, and the epoch in which each is a rank of a replica that serves.
+    /// Slots of members, with the epoch in which each is a rank of a replica that serves.
     pub(crate) fn places(&self) -> Vec<(usize, Option<Epoch>)> {
         let epoch_of = |worker: WorkerId| {
             let serves = |it: &ReplicaStatus| it.phase == ReplicaPhase::Serving;
@@ -26,7 +26,7 @@ impl World {
         self.coordinator.core.replicas().any(|replica| replica.held_until.is_some())
     }
 
-    /// No wait is longer than ten minutes, nor over while it is waited.
+    /// No wait is longer than ten minutes, and none has run out while it is still waited for.
     pub(crate) fn check_holds(&mut self) {
         let now = self.time();
         let (most, late) = (Duration::from_secs(600), Duration::from_secs(15));
@@ -53,7 +53,7 @@ impl World {
         self.coordinator.connected.iter().find(silent).map(|(worker, _)| *worker)
     }
 
-    /// Whether all that are there serve, as far as they can, and all workers are linked.
+    /// Whether all members serve, as far as they can, and all workers are linked.
     pub(crate) fn converged(&self) -> Result<(), String> {
         if self.coordinator.lives().len() > 1 {
             return Err(format!("coordinators serve: {:?}", self.coordinator.lives()));

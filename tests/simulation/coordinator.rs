@@ -1,6 +1,6 @@
-//! Coordinators that lead: their real cores, and between them what `cluster::actor` and
-//! `replica::actor` do with mailboxes and links. Each is a life; what happens in one is not seen in
-//! another but through the checkpoint of its totals.
+//! Coordinators that lead: their real cores and, between those, what `cluster::actor` and
+//! `replica::actor` do with mailboxes and links. Each coordinator is a life. What happens in one
+//! life reaches another only through the checkpoint of its totals.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -41,16 +41,16 @@ pub(crate) struct Connected {
 
 pub(crate) struct Coordinator {
     pub(crate) life: Life,
-    /// Which place its process has.
+    /// The place of its process.
     pub(crate) seat: usize,
-    /// Whether it has what the last leader left.
+    /// Whether it has taken over what the last leader left.
     restored: bool,
     pub(crate) core: Cluster,
     pub(crate) hub: Hub,
     pub(crate) roster: Roster,
     pub(crate) connected: BTreeMap<WorkerId, Connected>,
     pub(crate) replicas: BTreeMap<ReplicaId, RunningReplica>,
-    /// Given up, and still with mail to read.
+    /// Given up, but with mail still to read.
     pub(crate) retiring: BTreeMap<ReplicaId, RunningReplica>,
     pub(crate) orphanage: Orphanage,
     pub(crate) affinity: Affinity,
@@ -58,13 +58,13 @@ pub(crate) struct Coordinator {
     pub(crate) shares_at: Duration,
     pub(crate) mail: VecDeque<ClusterMail>,
     pub(crate) mail_due: Time,
-    /// Results of epochs to come, or gone by then, to be delivered again.
+    /// Results of later epochs, or of epochs gone by then, to be delivered again.
     pub(crate) late_results: Vec<(ReplicaId, WorkerId, StepResult)>,
     /// Reports to be delivered again, or late.
     pub(crate) echoes: Vec<(WorkerId, u64, WorkerStats)>,
-    /// What its totals have to be.
+    /// What its totals should be.
     pub(crate) tally: Tally,
-    /// Tokens accepted in earlier lives, as far as it knows of them.
+    /// Tokens accepted in earlier lives, as far as it knows.
     pub(crate) tokens_before: u64,
     pub(crate) checks: LifeChecks,
 }
@@ -133,7 +133,7 @@ impl Coordinator {
     }
 }
 
-/// Every coordinator there was. Whatever happens at a coordinator happens at the one that acts.
+/// Every coordinator that there was. Whatever happens at a coordinator happens at the acting one.
 #[derive(Default)]
 pub(crate) struct Coordinators {
     lives: Vec<Option<Box<Coordinator>>>,
@@ -170,7 +170,7 @@ impl DerefMut for Coordinators {
     }
 }
 
-/// What a leader leaves for the next one, and what has to come of it.
+/// What a leader leaves for the next one, and what must come of it.
 #[derive(Clone)]
 pub(crate) struct Saved {
     pub(crate) bytes: Vec<u8>,
@@ -180,7 +180,7 @@ pub(crate) struct Saved {
 }
 
 impl World {
-    /// A coordinator begins to lead, and acts. It knows of these workers.
+    /// A coordinator that knows of these workers begins to lead, and acts.
     pub(crate) fn begin_life(&mut self, seat: usize, workers: BTreeSet<String>) -> Life {
         let life = self.coordinator.lives.len();
         let patient = self.switches.hung_ranks_are_waited_for;
@@ -193,7 +193,7 @@ impl World {
         life
     }
 
-    /// The one that acts goes on from what the last leader left.
+    /// The acting coordinator continues from what the last leader left.
     pub(crate) fn restore(&mut self) {
         self.coordinator.restored = true;
         let Some(saved) = self.etcd.ledger.clone() else { return };
@@ -211,7 +211,7 @@ impl World {
         self.coordinator.checks.go_on_from(saved.checks);
     }
 
-    /// A coordinator is gone, with all it held.
+    /// A coordinator is gone, with all that it held.
     pub(crate) fn end_life(&mut self, life: Life) {
         if self.coordinator.lives.get_mut(life).and_then(Option::take).is_none() {
             return;
@@ -225,7 +225,7 @@ impl World {
         self.clients_lost(life);
     }
 
-    /// The one that acts leaves its totals, if it leads as far as it knows.
+    /// The acting coordinator leaves its totals, if it believes that it leads.
     pub(crate) fn checkpoint(&mut self) {
         let (life, who) = (self.coordinator.life, self.member_of(self.coordinator.seat));
         let again = if self.coordinator.restored { self.scenario.checkpoint } else { S / 2 };
@@ -242,7 +242,7 @@ impl World {
             Err(error) => return self.fail(format!("the totals: {error}")),
         };
         let mut tally = self.coordinator.tally.clone();
-        // To whoever reads it these have ended with this coordinator.
+        // For later readers these have ended with this coordinator.
         self.clients.end_in_flight(life, &mut tally);
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
         let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());

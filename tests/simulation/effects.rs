@@ -41,7 +41,7 @@ impl World {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
-                // No device fails here.
+                // No device fails in the simulation.
                 Effect::SetAside { .. } => {}
                 Effect::Pace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);

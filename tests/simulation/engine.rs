@@ -1,7 +1,7 @@
 //! One rank's engine: applies plans exactly as the protocol says and refuses any other.
 //!
-//! Its KV cache holds the model's state at each place, so a block that two sequences share, or that
-//! is read without having been written in this epoch, is found when it is read.
+//! Its KV cache holds the model's state at each place. So a read notices a block that two sequences
+//! share, or that was not written in this epoch.
 use std::collections::BTreeMap;
 
 use shared::ids::SeqId;
@@ -13,7 +13,7 @@ use shared::sampling::{Pooling, SamplingParams};
 use crate::model::{ADAPTERS, POISON, VOCABULARY, before, choose, embedding, extend};
 use crate::switches::Switches;
 
-/// As the real engine: sequences held for each that a step can run.
+/// As in the real engine: sequences held for each one that a step can run.
 const HELD_PER_RUNNING: usize = 4;
 
 #[derive(Debug)]
@@ -44,11 +44,11 @@ pub(crate) struct RankEngine {
     config: Option<EngineConfig>,
     cache: Vec<u64>,
     num_blocks: u32,
-    /// As `cache`, in host memory.
+    /// Like `cache`, in host memory.
     host: Vec<u64>,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
-    /// It has learned something else than was sampled.
+    /// It has learned tokens other than those sampled.
     pub(crate) has_other_tokens: bool,
     /// What was drafted for each sequence that asked, in the step under way.
     drafted: BTreeMap<SeqId, Vec<u32>>,
@@ -58,7 +58,7 @@ pub(crate) struct RankEngine {
     pub(crate) drafts_alone: bool,
 }
 
-/// An entry's drafts: those it brings, or those it asked for.
+/// An entry's drafts: those it brings, or those drafted for it.
 fn drafts_of<'a>(drafted: &'a BTreeMap<SeqId, Vec<u32>>, entry: &'a SequenceStep) -> &'a [u32] {
     match entry.drafts.asked() {
         Some(_) => drafted.get(&entry.seq).map_or(&[], Vec::as_slice),
@@ -85,7 +85,7 @@ impl RankEngine {
         *self = Self::default();
     }
 
-    /// Computes a plan: one share of the logits for each row that is sampled, in order.
+    /// Computes a plan: one share of the logits for each sampled row, in order.
     pub(crate) fn run(&mut self, plan: &StepPlan, switches: &Switches) -> Result<Vec<u64>, String> {
         let Some(config) = self.config.clone() else { return Err("no KV cache".to_owned()) };
         if plan.step.0 != self.last_step + 1 {
@@ -129,8 +129,8 @@ impl RankEngine {
         Ok(shares)
     }
 
-    /// Drafts as rank 0's draft model would, and as it would tell the others: mostly what comes, at
-    /// times something else, at times fewer tokens than it may.
+    /// Drafts as rank 0's draft model would, and shares the result as it would: mostly the right
+    /// tokens, sometimes others, sometimes fewer than allowed.
     fn draft(&mut self, plan: &StepPlan) -> Result<(), String> {
         self.drafted.clear();
         for entry in &plan.sequences {
@@ -157,7 +157,7 @@ impl RankEngine {
         Ok(())
     }
 
-    /// How many tokens were drafted for who asked, in the plan's order.
+    /// How many tokens were drafted for each sequence that asked, in the plan's order.
     pub(crate) fn told(&self, plan: &StepPlan) -> Vec<u32> {
         let asked = plan.sequences.iter().filter(|entry| entry.drafts.asked().is_some());
         asked.map(|entry| drafts_of(&self.drafted, entry).len() as u32).collect()
@@ -267,7 +267,7 @@ impl RankEngine {
         if known.host.is_some() {
             return Err("is in host memory".to_owned());
         }
-        // The first share may begin behind what the cache has already.
+        // The first share may begin behind what the cache already has.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {
             if known.sampling.pooling.is_some_and(Pooling::needs_all) {
@@ -334,8 +334,8 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sampled rows choose, in order, once they are computed; `masks` are those of masked
-    /// ones, as far as they are known here.
+    /// How the sampled rows choose, in order, once they are computed; `masks` are those of the
+    /// masked rows, as far as they are known here.
     pub(crate) fn choosers(&self, plan: &StepPlan, masks: &[Option<TokenMask>]) -> Vec<Chooser> {
         let mut masks = masks.iter();
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
@@ -357,7 +357,7 @@ impl RankEngine {
             .collect()
     }
 
-    /// Learns tokens, which should be those that were sampled; returns rank 0's outputs, and the
+    /// Learns tokens, which should be those that were sampled. Returns rank 0's outputs, and the
     /// digest of what was learned.
     pub(crate) fn sampled(
         &mut self,
@@ -379,7 +379,8 @@ impl RankEngine {
             let (all, mine);
             (all, tokens) = tokens.split_at(rows.min(tokens.len()));
             (mine, learned) = learned.split_at(rows.min(learned.len()));
-            // Of what was sampled behind drafts counts what agrees with them, and one more.
+            // Of the tokens sampled behind drafts, those count that agree with the drafts, and one
+            // more.
             let counting = |of: &[u32]| {
                 let agrees = of.iter().zip(drafts).take_while(|(it, draft)| it == draft);
                 if self.believes_drafts { rows } else { agrees.count() + 1 }

@@ -1,5 +1,5 @@
-//! etcd: keys with revisions, leases, a history that can be compacted, and watches. What can be
-//! lost of it is in [`crate::membership`]; this is the part that keeps its promises.
+//! etcd: keys with revisions, leases, a history that can be compacted, and watches.
+//! [`crate::membership`] has the ways in which its messages get lost; this part keeps its promises.
 use std::collections::BTreeMap;
 
 use shared::membership::keeper::{Change, Event, EventKind, Held};
@@ -9,7 +9,7 @@ use shared::membership::{Desired, Record};
 use crate::coordinator::Saved;
 use crate::scenario::{S, Time};
 
-/// Numbers the processes that speak with etcd: workers by slot, then coordinators by seat.
+/// Numbers the processes that use etcd: workers by slot, then coordinators by seat.
 pub(crate) type MemberId = usize;
 
 /// What a process asks for and waits for.
@@ -33,13 +33,13 @@ pub(crate) enum Request {
         lease: i64,
         led_at: i64,
     },
-    /// Write the leader's key again on condition of its epoch.
+    /// Write the leader's key again, on condition of its epoch.
     Hold {
         record: Record,
         lease: i64,
         epoch: i64,
     },
-    /// Write what operators said on condition of the leader's epoch.
+    /// Write what operators said, on condition of the leader's epoch.
     Store {
         desired: Desired,
         epoch: i64,
@@ -48,9 +48,9 @@ pub(crate) enum Request {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Answer {
-    /// With how long the lease lives; 0: it does not.
+    /// How much longer the lease lives; 0 if it does not.
     Kept(Time),
-    /// Whether the lease lives cannot be said now.
+    /// It cannot be said now whether the lease lives.
     NotKept,
     Granted(i64),
     List(i64, Vec<Entry>),
@@ -61,14 +61,14 @@ pub(crate) enum Answer {
     Refused,
 }
 
-/// What etcd says by itself.
+/// What etcd sends unasked.
 #[derive(Clone, Debug)]
 pub(crate) enum Said {
     Kept(Time),
     Change(Change),
 }
 
-/// Of keys that no lease ends.
+/// For keys that no lease ends.
 const NO_LEASE: i64 = 0;
 
 #[derive(Clone, Debug)]
@@ -94,15 +94,15 @@ pub(crate) struct Etcd {
     leases: BTreeMap<i64, Lease>,
     last_lease: i64,
     history: Vec<Event>,
-    /// Whom to tell of changes.
+    /// The watchers to be told of changes.
     watches: BTreeMap<MemberId, ()>,
-    /// What is to be said to those who watch.
+    /// Changes to be sent to watchers.
     pub(crate) news: Vec<(MemberId, Change)>,
-    /// The condition on the leader's key is not looked at.
+    /// The condition on the leader's key is ignored.
     pub(crate) any_leads: bool,
-    /// Who led last is not written.
+    /// The last leader is not recorded.
     pub(crate) no_led: bool,
-    /// Nobody looks at the condition of who stores what operators said.
+    /// The condition on storing what operators said is ignored.
     pub(crate) any_stores: bool,
     /// What the last leader left.
     pub(crate) ledger: Option<Saved>,
@@ -176,7 +176,7 @@ impl Etcd {
         }
     }
 
-    /// How long a lease lives from now on; 0: it is not there.
+    /// How long a lease lives from now on; 0 if it is not there.
     pub(crate) fn keep(&mut self, lease: i64, now: Time) -> Time {
         let Some(lease) = self.leases.get_mut(&lease) else { return 0 };
         lease.ends = now + lease.ttl;
@@ -218,7 +218,7 @@ impl Etcd {
         self.watches.remove(&who);
     }
 
-    /// Forgets the history. Watches that are behind end.
+    /// Forgets the history. Watches that are behind it end.
     pub(crate) fn compact(&mut self, behind: impl Fn(MemberId) -> bool) {
         self.compacted = self.revision;
         self.history.clear();
@@ -261,7 +261,7 @@ impl Etcd {
         self.news.extend(self.watches.keys().map(|who| (*who, change.clone())));
     }
 
-    /// A lease is over, with all its keys.
+    /// A lease ends, with all its keys.
     pub(crate) fn revoke(&mut self, lease: i64) {
         if self.leases.remove(&lease).is_none() {
             return;
@@ -280,7 +280,7 @@ impl Etcd {
         self.tell(events);
     }
 
-    /// Ends leases that were not kept.
+    /// Ends leases that were not renewed.
     pub(crate) fn expire(&mut self, now: Time) {
         let over = self.leases.iter().filter(|(_, lease)| lease.ends <= now);
         for lease in over.map(|(id, _)| *id).collect::<Vec<_>>() {
@@ -288,20 +288,20 @@ impl Etcd {
         }
     }
 
-    /// It was stopped: leases live for a whole life from now on.
+    /// It was stopped: leases now live for a whole term again.
     pub(crate) fn restarted(&mut self, now: Time) {
         for lease in self.leases.values_mut() {
             lease.ends = now + lease.ttl + S / 10;
         }
     }
 
-    /// Who leads: which process run, since which revision.
+    /// The leader: its process run, and the revision since which it leads.
     pub(crate) fn leader(&self) -> Option<(u64, i64)> {
         let key = self.keys.get(LEADER_KEY)?;
         Some((key.process()?.incarnation, key.created))
     }
 
-    /// The process run that led last, whether it is written or not.
+    /// The process run that led last, whether that is recorded or not.
     pub(crate) fn led(&self) -> Option<u64> {
         self.last_led
     }
@@ -310,7 +310,7 @@ impl Etcd {
         self.leader().is_some_and(|(_, since)| since == epoch)
     }
 
-    /// Who leads says that it ends.
+    /// The leader says that it is ending.
     pub(crate) fn led_ends(&mut self, incarnation: u64) {
         let Some(key) = self.keys.get(LEADER_KEY) else { return };
         let Some(record) = key.process().filter(|it| it.incarnation == incarnation) else { return };
@@ -321,14 +321,14 @@ impl Etcd {
         self.put(&[(LED_KEY, Value::Led(led), NO_LEASE)]);
     }
 
-    /// All that processes say of themselves but the leader's, and whose it is.
+    /// What all processes except the leader say of themselves, and which run says it.
     pub(crate) fn registered(&self) -> BTreeMap<String, u64> {
         let keys = self.keys.iter().filter(|(key, _)| *key != LEADER_KEY);
         keys.filter_map(|(key, of)| Some((key.clone(), of.process()?.incarnation))).collect()
     }
 
-    /// Leaves the totals, as the leader since `epoch`; the bytes alone if it is not and nobody
-    /// looks. Returns what was there before, if it is replaced.
+    /// Leaves the totals, as the leader since `epoch`. If it no longer leads and the condition is
+    /// ignored, leaves only the bytes. Returns what was there before, if it is replaced.
     pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) -> Option<Saved> {
         if self.leads_since(epoch) {
             return self.ledger.replace(saved);

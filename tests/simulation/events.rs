@@ -1,4 +1,4 @@
-//! What can happen, and what a run was.
+//! What can happen, and the summary of a run.
 use shared::ids::ReplicaId;
 
 use crate::coordinator::Life;
@@ -66,7 +66,7 @@ impl Ord for Side {
     }
 }
 
-/// What a run was.
+/// The summary of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Report {
     pub(crate) events: u64,
@@ -82,11 +82,11 @@ pub(crate) struct Report {
     pub(crate) superseded: u64,
     /// Times that etcd was away for everybody.
     pub(crate) outages: u64,
-    /// Given up because epochs ended again and again with them alone.
+    /// Requests given up because epochs ended again and again with them alone.
     pub(crate) quarantined: u64,
-    /// Requests that went on at another replica.
+    /// Requests that continued at another replica.
     pub(crate) moved: u64,
-    /// Of these, those that a replica gave of its queue to one with fewer.
+    /// Of these, those that a replica gave from its queue to one with fewer requests.
     pub(crate) shared: u64,
     /// Formations with fewer ranks than wanted.
     pub(crate) resharded: u64,
@@ -104,7 +104,7 @@ pub(crate) struct Report {
     pub(crate) swapped: u64,
     /// Steps whose ranks were done before their masks were there.
     pub(crate) masks_awaited: u64,
-    /// Prompt tokens that the KV cache had.
+    /// Prompt tokens that were in the KV cache.
     pub(crate) cached: u64,
     /// Tokens drafted, and those of them that were right.
     pub(crate) drafted: u64,
@@ -114,6 +114,6 @@ pub(crate) struct Report {
     /// From the last fault until all workers served again, and until all requests had ended.
     pub(crate) converged_after: Time,
     pub(crate) ended_after: Time,
-    /// Of everything that happened, in order.
+    /// A hash of everything that happened, in order.
     pub(crate) trace: u64,
 }

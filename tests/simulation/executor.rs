@@ -1,5 +1,5 @@
-//! A worker's executor: runs one command at a time. Does what `worker::executor` does, with the
-//! model of this simulation.
+//! A worker's executor: runs one command at a time. It does what `worker::executor` does, with this
+//! simulation's model.
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -37,7 +37,7 @@ pub(crate) enum Command {
     Report,
 }
 
-/// What the executor is at.
+/// What the executor is doing.
 #[derive(Debug)]
 pub(crate) enum Job {
     /// Waiting for the other ranks to connect.
@@ -66,7 +66,7 @@ pub(crate) struct Collective {
 
 #[derive(Debug, Default)]
 pub(crate) struct Executor {
-    /// With the number of the link that they came by.
+    /// Each with the number of the link that it came over.
     pub(crate) queue: VecDeque<(u64, Command)>,
     /// The present link's number.
     pub(crate) link: u64,
@@ -76,7 +76,7 @@ pub(crate) struct Executor {
     pub(crate) began: Time,
     /// How long the step under way takes to compute.
     computes: Time,
-    /// Formed, and the link that it came by.
+    /// The epoch that it is formed in, and the link that it came over.
     pub(crate) epoch: Option<(u64, Epoch)>,
     /// Epochs up to this one, of this link or one before, are over.
     pub(crate) aborted: (u64, Epoch),
@@ -84,13 +84,13 @@ pub(crate) struct Executor {
     handle: Option<(u64, Epoch)>,
     /// Of the command under way.
     pub(crate) entered: u64,
-    /// Those that have come and are not taken, with the link that they came by.
+    /// Masks that have come and are not taken yet, with the link that they came over.
     masks: VecDeque<(u64, StepMasks)>,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
     form: Option<Form>,
-    /// How many it has room for, as it said when it was formed.
+    /// How many blocks it has room for, as it said when it was formed.
     kv_blocks: u32,
     host_blocks: u32,
     engine: RankEngine,
@@ -107,7 +107,7 @@ pub(crate) struct Arrived {
     slot: usize,
     token: u64,
     rank: u32,
-    /// How many meet.
+    /// How many ranks meet.
     world_size: u32,
     shares: Vec<u64>,
     choosers: Vec<Chooser>,
@@ -115,7 +115,7 @@ pub(crate) struct Arrived {
 }
 
 impl Executor {
-    /// The weights that it has.
+    /// The weights that it holds.
     pub(crate) fn held(&self) -> Option<HeldShard> {
         let (rank, world_size) = self.loaded?;
         Some(HeldShard { model: MODEL.to_owned(), identity: ModelIdentity(1), rank, world_size })
@@ -136,7 +136,7 @@ impl World {
         executor.queue.push_back((executor.link, command));
         if self.processes[slot].hung.is_some() {
             if leaves {
-                // As `Commands::push`: what it takes the place of is gone.
+                // As `Commands::push`: what it replaces is gone.
                 let queue = &mut self.processes[slot].executor.queue;
                 let last = queue.pop_back();
                 queue.retain(|(_, it)| matches!(it, Command::Report));
@@ -261,7 +261,7 @@ impl World {
         self.meet((place, 0), arrived);
     }
 
-    /// Where the ranks of a collective meet: at a place that no other epoch of anybody has.
+    /// Where the ranks of a collective meet: a place that no other epoch of any coordinator has.
     fn place_of(&self, form: &Form) -> u64 {
         if self.switches.collectives_share_names {
             return form.epoch.0 % 4;
@@ -280,7 +280,7 @@ impl World {
         let stall = std::mem::take(&mut process.stall);
         let slowed = process.slowed;
         let takes = self.random.range(200, self.scenario.step) * slowed + rows * 10 + stall;
-        // The longest steps are within the time-out: a slow rank is no hung one.
+        // The longest steps are within the time-out: a slow rank is not a hung one.
         let bound = self.scenario.limits.step_timeout.as_micros() as Time;
         let takes = if stall == 0 { takes.min(bound * 4 / 5) } else { takes };
         if stall > 0 || slowed > 1 {
@@ -400,7 +400,7 @@ impl World {
         executor.engine.drafts_alone = self.switches.drafts_are_not_told && !is_first;
         let shares = match executor.engine.run(plan, &self.switches) {
             Ok(shares) => shares,
-            // Of other tokens other drafts are right: the next plan does not fit what it has.
+            // With other tokens other drafts are right, so the next plan does not fit what it has.
             Err(_) if executor.engine.has_other_tokens => {
                 return self.step_failed(slot, plan, "the plan does not fit");
             }
@@ -439,7 +439,7 @@ impl World {
         }
     }
 
-    /// Goes on with the step under way if its masks are there.
+    /// Continues the step under way if its masks are there.
     fn look_for_masks(&mut self, slot: usize) -> bool {
         let any = self.switches.masks_are_for_anybody;
         let executor = &mut self.processes[slot].executor;
@@ -462,7 +462,7 @@ impl World {
         true
     }
 
-    /// Meets the other ranks, if there are any; those that choose know the masks.
+    /// Meets the other ranks, if there are any; ranks that choose know the masks.
     fn exchange(
         &mut self,
         slot: usize,
@@ -533,7 +533,7 @@ impl World {
         let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));
         let in_meeting = |meeting: &Meeting| meeting.ranks.iter().any(|rank| rank.token == token);
         if !self.meetings.values().any(in_meeting) {
-            // All have come: the event of that is on its way.
+            // All have come: that event is on its way.
             return;
         }
         match self.processes[slot].executor.job.take_if(waits) {
@@ -567,7 +567,7 @@ impl World {
             && let Some(token) = learned.first_mut()
             && std::mem::take(&mut process.diverge)
         {
-            // Two that diverge at once do not agree either.
+            // Two ranks that diverge at once do not agree either.
             *token = (*token + 1 + slot as u32) % VOCABULARY;
         }
         let (mut outputs, digest): (Vec<SequenceOutput>, u32) =
@@ -597,7 +597,7 @@ impl World {
         self.tell(slot, FromWorker::Step(result));
     }
 
-    /// Drops the collective. Over TCP the others notice.
+    /// Drops the collective. With TCP the others notice.
     pub(crate) fn leave_collective(&mut self, slot: usize) {
         for meeting in self.meetings.values_mut() {
             meeting.ranks.retain(|rank| rank.slot != slot);

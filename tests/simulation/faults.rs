@@ -1,4 +1,4 @@
-//! What goes wrong, and how it ends.
+//! The faults, and how they end.
 use shared::membership::LEADER_LEASE_TTL;
 use shared::membership::keeper::{DEADLINE, INCUMBENT_FIRST, Keeper};
 
@@ -8,7 +8,7 @@ use crate::network::Side;
 use crate::scenario::{Fault, S, Time};
 use crate::world::World;
 
-/// A pending fault that found no occasion is taken back after this.
+/// A pending fault that found no occasion is withdrawn after this time.
 const OCCASION: Time = 5 * S;
 
 impl World {
@@ -137,8 +137,7 @@ impl World {
             }
             Fault::Scale { max } => {
                 for life in self.coordinator.lives() {
-                    // Operators may still reach one that is not the leader any more, with another
-                    // wish.
+                    // Operators may still reach a former leader, with another wish.
                     let leads = Some(life) == leading;
                     let max = if leads { max } else { max.xor(Some(1)) };
                     self.schedule(1, Event::Scale(life, max.unwrap_or(0)));
@@ -157,7 +156,7 @@ impl World {
         }
     }
 
-    /// Something holds up the slot's steps for so long.
+    /// Something holds up the slot's steps for this long.
     pub(crate) fn disturb(&mut self, slot: usize, lasts: Time) {
         self.disturbed[slot] = self.disturbed[slot].max(self.now + lasts);
     }
@@ -172,7 +171,7 @@ impl World {
         self.faulty_until(self.now + after);
     }
 
-    /// Bounds of time are counted from the last fault's end.
+    /// Deadlines are counted from the end of the last fault.
     pub(crate) fn faulty_until(&mut self, at: Time) {
         self.last_fault = self.last_fault.max(at);
     }
@@ -216,7 +215,7 @@ impl World {
         }
     }
 
-    /// Nobody reaches etcd for a while.
+    /// etcd is out of reach for a while.
     fn etcd_goes(&mut self, lasts: Time, counts: bool, resets: bool) {
         if self.etcd_away > 0 {
             return;
@@ -241,7 +240,7 @@ impl World {
         }
     }
 
-    /// Whoever leads may be gone, and another be found a while after this has lasted.
+    /// The leader may be gone, and another is found a while after this has lasted.
     pub(crate) fn may_be_leaderless(&mut self, lasts: Time) {
         let until = self.now + lasts + micros(LEADER_LEASE_TTL + INCUMBENT_FIRST + 2 * DEADLINE);
         self.leaderless = self.leaderless.max(until);

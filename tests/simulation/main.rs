@@ -5,16 +5,16 @@
 //! - [`world`], [`events`]: the event queue; [`faults`]: what goes wrong
 //! - [`network`]: links, latency, partitions, liveness
 //! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
-//! - [`seats`]: coordinator processes, one of which leads; [`etcd`], [`membership`]: by what they
-//!   and the workers find each other
-//! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: one that leads: the cores, and what
-//!   the actors do between them
-//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: commands,
-//!   likewise
+//! - [`seats`]: coordinator processes, one of which leads; [`etcd`], [`membership`]: how they and
+//!   the workers find each other
+//! - [`coordinator`], [`workers`], [`effects`], [`replicas`]: a coordinator that leads: the cores,
+//!   and what the actors do between them
+//! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: the same for
+//!   commands
 //! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
-//! - [`switches`]: guards that can be taken away, to show that this is noticed
+//! - [`switches`]: guards that can be taken away, to show that the checks notice
 //!
-//! `TUTTI_SIM_SEED=7` replays one seed and says what happens; `TUTTI_SIM_SEEDS=100000` runs more;
+//! `TUTTI_SIM_SEED=7` replays one seed and prints what happens; `TUTTI_SIM_SEEDS=100000` runs more;
 //! `TUTTI_SIM_GUARD=no_liveness` takes away this guard alone.
 #![forbid(unsafe_code)]
 #![allow(
@@ -56,7 +56,7 @@ use crate::scenario::{Fault, S, Scenario};
 use crate::switches::Switches;
 use crate::world::World;
 
-/// Runs of the usual test.
+/// Seeds of the usual test.
 const SEEDS: u64 = 1000;
 
 fn number(name: &str) -> Option<u64> {
@@ -123,10 +123,10 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
     assert!(failed.is_empty(), "{} of {seeds} seeds failed: {failed:?}", failed.len());
 }
 
-/// Seeds that are tried for each guard: some are missed in rare moments alone.
+/// Seeds that are tried for each guard: some are missed only in rare moments.
 const GUARD_SEEDS: u64 = 4 * SEEDS;
 
-/// What is taken away, and its name.
+/// A guard's name, and what takes it away.
 type Mutation = (&'static str, fn(&mut Switches));
 
 const MUTATIONS: [Mutation; 57] = [
@@ -210,7 +210,7 @@ fn every_guard_that_is_taken_away_is_missed() {
     assert!(unnoticed.is_empty(), "no seed of {GUARD_SEEDS} notices: {unnoticed:?}");
 }
 
-/// A leader freezes; the next one leads, leaves totals and crashes; when its lease has ended, the
+/// A leader freezes. The next one leads, leaves totals and crashes. When its lease has ended, the
 /// first one goes on and knows nothing of it.
 #[test]
 fn one_that_missed_another_leader_does_not_write_over_its_totals() {

@@ -1,5 +1,5 @@
-//! How processes and etcd come together: what `shared::membership::etcd` does around the real
-//! keeper, over connections that can be cut, and what each process makes of its view.
+//! Between processes and etcd: what `shared::membership::etcd` does around the real keeper, over
+//! connections that can be cut, and what each process makes of its view.
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use crate::events::Event;
 use crate::scenario::{MS, S, Time};
 use crate::world::World;
 
-/// Whatever a watch has lost is known by then.
+/// A process lists everything again within this time, so it knows then what its watch has lost.
 const RELISTED: Time = 66 * S;
 
 pub(crate) fn micros(duration: Duration) -> Time {
     duration.as_micros() as Time
 }
 
-/// What is to be handled once nothing is waited for.
+/// What is to be handled when no answer is being waited for.
 #[derive(Debug)]
 enum Todo {
     Tick,
@@ -40,7 +40,7 @@ pub(crate) struct Member {
     /// When it was sent.
     sent: Time,
     answer: Option<Answer>,
-    /// On their way from etcd.
+    /// Messages on their way from etcd.
     stream: VecDeque<Said>,
     last_arrival: Time,
     held: u32,
@@ -51,12 +51,12 @@ pub(crate) struct Member {
     pub(crate) cut: u32,
     /// The next change is lost on its way.
     pub(crate) loses_change: bool,
-    /// The next request to keep its lease fails; whether by the word that there is none.
+    /// The next request to keep its lease fails; true if etcd says that there is no such lease.
     pub(crate) fails_keep: Option<bool>,
 }
 
 impl World {
-    /// A process begins to be a member.
+    /// A process becomes a member.
     pub(crate) fn join_etcd(&mut self, who: MemberId, record: Record) {
         let campaign = record.role == Role::Coordinator;
         let ttl = if campaign { LEADER_LEASE_TTL } else { LEASE_TTL };
@@ -68,7 +68,7 @@ impl World {
         self.schedule(1, Event::EtcdOpen { who, session });
     }
 
-    /// The process is gone; its lease is not, unless it leaves in order.
+    /// The process is gone. Its lease stays, unless the process leaves in order.
     pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
         self.drop_session(who);
         let keeper = self.members[who].keeper.take();
@@ -153,7 +153,7 @@ impl World {
         self.spread_news();
     }
 
-    /// What watches have to say goes out.
+    /// Sends out what watches have to report.
     pub(crate) fn spread_news(&mut self) {
         for (who, change) in std::mem::take(&mut self.etcd.news) {
             if !change.events.is_empty() && std::mem::take(&mut self.members[who].loses_change) {
@@ -186,7 +186,7 @@ impl World {
         }
     }
 
-    /// Whatever was held up between etcd and processes goes on.
+    /// What was held up between etcd and processes continues.
     pub(crate) fn etcd_is_back(&mut self) {
         for who in 0..self.members.len() {
             if self.reaches_etcd(who) {
@@ -204,7 +204,7 @@ impl World {
         }
     }
 
-    /// The session is over; the next begins after a while.
+    /// The session is over; the next one begins after a while.
     pub(crate) fn etcd_broken(&mut self, who: MemberId, reason: &str) {
         self.say(|| format!("member {who}: {reason}"));
         self.drop_session(who);
@@ -231,7 +231,7 @@ impl World {
         who >= self.processes.len()
     }
 
-    /// A keepalive, and a question after the watch's progress, arrive.
+    /// A keepalive arrives, and a request for the watch's progress.
     pub(crate) fn etcd_kept(&mut self, who: MemberId, lease: i64) {
         if !self.reaches_etcd(who) {
             return;
@@ -283,7 +283,7 @@ impl World {
         }
     }
 
-    /// As the rest of `Member`: what becomes of an answer.
+    /// The rest of `Member`: handles an answer.
     pub(crate) fn etcd_answered(&mut self, who: MemberId, number: u64) {
         let now = self.time();
         let member = &mut self.members[who];
@@ -378,7 +378,7 @@ impl World {
         }
     }
 
-    /// Whether everybody knows of everybody.
+    /// Whether all processes know of each other.
     pub(crate) fn members_agree(&self) -> Result<(), String> {
         let there = self
             .members
@@ -405,7 +405,7 @@ impl World {
         Ok(())
     }
 
-    /// Operators said something to a process that leads.
+    /// Operators said something to a leader.
     pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
         let Some(keeper) = &mut self.members[who].keeper else { return };
         keeper.desire(desired);
@@ -428,7 +428,7 @@ impl World {
                 let (record, led_at) = (keeper.record().clone(), keeper.led_at());
                 self.ask(who, Request::Lead { record, lease, led_at });
             }
-            // One under a lease that was given up ends with it.
+            // A key under a lease that was given up ends with that lease.
             (Some(Due::Hold(_)), _)
                 if self.switches.leads_by_an_old_lease || self.switches.leases_are_given_up => {}
             (Some(Due::Hold(epoch)), Some(lease)) => {

@@ -1,5 +1,5 @@
-//! The simulated model: what follows depends on the seed, the position and every token before, so
-//! that a lost, repeated or swapped token, or a stale cache, changes the text.
+//! The simulated model: the next token depends on the seed, the position and every token before. So
+//! a lost, repeated or swapped token, or a stale cache, changes the text.
 use std::task::{Context, Poll};
 
 use coordinator::engine::{FinishReason, GuideEnd, Guided, TokenGuide};
@@ -9,7 +9,7 @@ use crate::random::mix;
 
 /// Token ids are below this.
 pub(crate) const VOCABULARY: u32 = 997;
-/// A prompt's token that ends every process that computes it.
+/// A token in a prompt that ends every process that computes it.
 pub(crate) const POISON: u32 = VOCABULARY + 1;
 /// The state before the first token.
 pub(crate) const EMPTY: u64 = 0x7077_1e55;
@@ -22,7 +22,7 @@ pub(crate) fn before(adapter: u32) -> u64 {
     }
 }
 
-/// Adapters there are.
+/// The number of adapters.
 pub(crate) const ADAPTERS: u32 = 2;
 
 /// The adapter of the request with this seed: every other has none.
@@ -38,7 +38,7 @@ pub(crate) fn extend(state: u64, token: u32) -> u64 {
 }
 
 /// The token that follows a state whose last token was `last`, of those allowed. Every third text
-/// goes round and round as prompts do that begin alike, until something throws it out.
+/// repeats itself, in the way of prompts that begin alike, until something changes it.
 pub(crate) fn choose(
     state: u64,
     last: u32,
@@ -57,12 +57,12 @@ pub(crate) fn choose(
     }
 }
 
-/// What guided texts must be: the tokens that may come depend on all before, and so does the end.
+/// What guided texts must be: the tokens that may come, and the end, depend on all tokens before.
 #[derive(Debug)]
 pub(crate) struct Guide {
     state: u64,
     allowed: TokenMask,
-    /// How often whoever asks is told to ask again.
+    /// How often the guide answers "ask again".
     waits: u64,
 }
 
@@ -112,7 +112,7 @@ impl TokenGuide for Guide {
     }
 }
 
-/// What the ranks make of their shares together; ranks that disagree make something else.
+/// Combines the ranks' shares; the result is different if ranks disagree.
 pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
     let first = shares[0];
     if shares.iter().all(|share| *share == first) {
@@ -123,7 +123,7 @@ pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
 
 /// The embedding of a prompt that leads to this state.
 pub(crate) fn embedding(state: u64) -> Vec<f32> {
-    // As many bits as such a number holds.
+    // As many bits as an f32 holds exactly.
     [state, state >> 24, state >> 48].map(|bits| (bits & 0xff_ffff) as f32).to_vec()
 }
 
@@ -135,7 +135,7 @@ pub(crate) struct Ends {
     pub(crate) min_tokens: u32,
     pub(crate) max_tokens: u32,
     pub(crate) max_model_len: u32,
-    /// The text is guided; texts of another key must be something else.
+    /// The text is guided; texts of another key must be different.
     pub(crate) guide: Option<u64>,
 }
 
@@ -145,7 +145,7 @@ impl Ends {
     }
 }
 
-/// The text of one choice as nothing disturbs it, and why it ends.
+/// The undisturbed text of one choice, and why it ends.
 pub(crate) fn undisturbed(
     prompt: &[u32],
     seed: u64,
@@ -183,7 +183,7 @@ pub(crate) fn undisturbed(
     }
 }
 
-/// What ranks are told of them.
+/// What ranks are told about the adapters.
 pub(crate) fn lora() -> Lora {
     let adapter =
         |number: u32| Adapter { name: number.to_string(), path: format!("/adapters/{number}") };

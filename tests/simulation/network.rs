@@ -42,7 +42,7 @@ pub(crate) enum Packet {
     Up(Box<FromWorker>),
     Ping,
     Pong,
-    /// The other side's end.
+    /// The other side has ended.
     End,
 }
 
@@ -58,21 +58,21 @@ struct Pipe {
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) slot: usize,
-    /// Which coordinator is at the other end.
+    /// The coordinator at the other end.
     pub(crate) life: Life,
-    /// Which process run is at the worker's end.
+    /// The process run at the worker's end.
     pub(crate) incarnation: u64,
     /// By [`Side`]: whether that end is still open.
     pub(crate) open: [bool; 2],
     /// By the side that receives.
     pipes: [Pipe; 2],
-    /// By side; there once the handshake is over on it.
+    /// By side; set once the handshake is over there.
     liveness: [Option<Liveness>; 2],
-    /// Whether frames of the worker can arrive even after its end is closed.
+    /// Whether the worker's frames can arrive even after its end is closed.
     pub(crate) established: bool,
-    /// When the coordinator last heard anything by it.
+    /// When the coordinator last heard anything over it.
     pub(crate) heard: Time,
-    /// As which worker the coordinator welcomed it.
+    /// The worker as which the coordinator welcomed it.
     pub(crate) joined: Option<WorkerId>,
 }
 
@@ -157,7 +157,7 @@ impl World {
         frozen || stopped || self.paths[slot].blocked[to as usize] > 0
     }
 
-    /// Lets go what was held up for a slot, if nothing else holds it.
+    /// Lets frames pass that were held up for a slot, if nothing else holds them.
     pub(crate) fn release_held(&mut self, slot: usize) {
         for link in 0..self.links.len() {
             for to in [Side::Coordinator, Side::Worker] {
@@ -231,8 +231,8 @@ impl World {
         self.schedule(self.poll_interval(), Event::Poll { link, side });
     }
 
-    /// Closes one end. What it had queued may be lost; the other end learns of it behind what is
-    /// not. Its owner is told by an event of its own, as by the link's tasks.
+    /// Closes one end. What that end had queued may be lost; the other end learns of the close
+    /// after what is not lost. The owner is told by an event of its own, as by the link's tasks.
     pub(crate) fn close(&mut self, link: LinkId, side: Side) {
         if !std::mem::replace(&mut self.links[link].open[side as usize], false) {
             return;

@@ -1,5 +1,5 @@
-//! What operators tell coordinators, and what they were promised: whoever leads next goes by the
-//! last that was said to be stored, or by something that was said after it.
+//! What operators tell coordinators, and what they were promised: the next leader goes by the last
+//! command that was said to be stored, or by a later one.
 use std::collections::BTreeMap;
 
 use shared::membership::Desired;
@@ -7,14 +7,14 @@ use shared::membership::Desired;
 use crate::coordinator::Life;
 use crate::world::World;
 
-/// A bound of replicas that a coordinator was told.
+/// A bound of replicas that a coordinator was given.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     life: Life,
-    /// Commands until then.
+    /// Number of commands until then.
     generation: u64,
     bound: Option<u32>,
-    /// The one that was told was the last that led.
+    /// The coordinator that was told is the last one that led.
     led: bool,
 }
 
@@ -22,11 +22,11 @@ struct Said {
 pub(crate) struct Operators {
     /// The last bound that is known to be stored.
     promised: Option<u32>,
-    /// What was said since, and may be stored or not.
+    /// What was said since, stored or not.
     said: Vec<Said>,
-    /// Process runs that were told to leave, by whom, and after how many commands.
+    /// Process runs that were told to leave: by which coordinator, and after how many commands.
     drained: BTreeMap<u64, (Life, u64)>,
-    /// Those of them that stay away, whoever leads.
+    /// Those of them that stay away, whichever coordinator leads.
     pub(crate) gone: Vec<u64>,
 }
 
@@ -37,7 +37,7 @@ impl Operators {
 }
 
 impl World {
-    /// The one that acts is told how many replicas there shall be.
+    /// The acting coordinator is told how many replicas there should be.
     pub(crate) fn scale(&mut self, replicas: u32) {
         let (now, mut effects) = (self.time(), Vec::new());
         let core = &mut self.coordinator.core;
@@ -50,7 +50,7 @@ impl World {
         self.carry_out(effects);
     }
 
-    /// The one that acts has told a process run to leave.
+    /// The acting coordinator has told a process run to leave.
     pub(crate) fn drained(&mut self, incarnation: u64) {
         let said = (self.coordinator.life, self.coordinator.core.desired().generation);
         self.operators.drained.insert(incarnation, said);
@@ -81,7 +81,7 @@ impl World {
         self.operators.gone.extend(gone);
     }
 
-    /// The one that acts begins to lead and goes by this. That has to be what was promised.
+    /// The acting coordinator begins to lead and goes by this, which must be what was promised.
     pub(crate) fn go_by(&mut self, told: Option<Desired>) {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
@@ -106,7 +106,7 @@ impl World {
         self.operators.said.clear();
     }
 
-    /// A process that is linked although it was told to leave, and that was stored.
+    /// A process that is linked although it was told to leave and that command was stored.
     pub(crate) fn undrained(&self) -> Option<u64> {
         let mut connected = self.coordinator.connected.values().map(|it| it.incarnation);
         connected.find(|run| self.operators.gone.contains(run))

@@ -1,4 +1,4 @@
-//! A worker process: its life, and its end of the link. Does what `worker::actor` does.
+//! A worker process: its life, and its end of the link. It does what `worker::actor` does.
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ const HANDSHAKE_DEADLINE: Time = 3 * S;
 const REDIAL_MIN: Time = 50 * MS;
 const REDIAL_MAX: Time = 2 * S;
 const LEAVE_PATIENCE: Time = 2 * S;
-/// As its `RELEASE_PATIENCE`, but shorter: before or after the coordinator notices.
+/// Like its `RELEASE_PATIENCE`, but shorter: before or after the coordinator notices.
 const RELEASE_PATIENCE: Time = 25 * S;
 /// An executor that hangs is noticed in a step, and then twice when it is formed.
 const HANG_ENDS_WITHIN: Time = 70 * S + 2 * (FORM_TIMEOUT + 40 * S);
@@ -30,7 +30,7 @@ pub(crate) struct Process {
     pub(crate) frozen: bool,
     /// What happened while it was frozen.
     pub(crate) deferred: Vec<Event>,
-    /// Its link, from the welcome on.
+    /// Its link, once it is welcomed.
     pub(crate) link: Option<LinkId>,
     dialling: Option<LinkId>,
     generation: u64,
@@ -50,7 +50,7 @@ pub(crate) struct Process {
     pub(crate) fail_step: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
-    /// Its executor does nothing any more; whether its process notices.
+    /// Its executor does nothing any more; and whether its process notices.
     pub(crate) hung: Option<Hung>,
     /// When it is started again after it was told to end, if ever.
     pub(crate) back_after: Option<Time>,
@@ -84,7 +84,7 @@ impl Process {
         }
     }
 
-    /// The epoch of the step under way, and since when it is.
+    /// The epoch of the step under way, and since when it has been running.
     pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
         let executor = &self.executor;
         let (Some(Job::Compute(_)), Some((link, epoch))) = (&executor.job, executor.epoch) else {
@@ -109,7 +109,7 @@ impl Process {
 pub(crate) struct Hung {
     /// The process ends when its executor does not leave an epoch.
     pub(crate) notices: bool,
-    /// It was told to form or to leave an epoch since.
+    /// Since then it was told to form or to leave an epoch.
     pub(crate) asked: bool,
 }
 
@@ -127,7 +127,7 @@ impl Counted {
         self.formed = true;
     }
 
-    /// A step that began under another slot is none of a rank's, yet.
+    /// A step that began under another slot does not count for any rank yet.
     pub(crate) fn step(&mut self, timings: &StepTimings) {
         self.stats.step(timings);
         self.steps += u64::from(self.formed);
@@ -167,8 +167,7 @@ impl World {
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
-    /// Somebody tells the process to end: it says goodbye, and ends when it is let go or after a
-    /// while.
+    /// The process is told to end: it says goodbye, and ends when it is let go or after a while.
     pub(crate) fn leave_cluster(&mut self, slot: usize, back_after: Option<Time>) {
         let process = &mut self.processes[slot];
         if !process.alive || process.frozen {
@@ -189,7 +188,7 @@ impl World {
         }
     }
 
-    /// The executor does nothing any more. Whoever is told of it restarts the process.
+    /// The executor does nothing any more. Its supervisor, if told, restarts the process.
     pub(crate) fn hang(&mut self, slot: usize, notices: bool) {
         let process = &mut self.processes[slot];
         if process.alive && process.hung.is_none() {
@@ -200,7 +199,7 @@ impl World {
         }
     }
 
-    /// Something is asked of an executor that hangs: from now on it has to be noticed.
+    /// An executor that hangs is asked for something: from now on it must be noticed.
     pub(crate) fn hung_is_asked(&mut self, slot: usize, leaves: bool) {
         let process = &mut self.processes[slot];
         let incarnation = process.incarnation;
@@ -275,7 +274,7 @@ impl World {
             return;
         }
         let known = self.view(slot).and_then(View::destination);
-        // Where nobody leads, whoever led last may still be there.
+        // If no coordinator leads, the last leader may still be there.
         let Some(to) = known.or_else(|| self.processes[slot].dialled.clone()) else {
             self.processes[slot].waits_for_leader = true;
             return;
@@ -286,13 +285,13 @@ impl World {
             process.redial = REDIAL_MIN;
         }
         let Some(life) = life else {
-            // Nobody listens there, or one that stands by hangs up.
+            // Nothing listens there, or a standby hangs up.
             process.redial = (process.redial * 2).min(REDIAL_MAX);
             let after = process.redial;
             return self.schedule(after, Event::Dial { slot, incarnation, generation });
         };
         let link = self.new_link(slot, incarnation, life);
-        // Without a way there and back no connection comes about before the partition ends.
+        // During a partition no connection is established until there is a way in both directions.
         self.links[link].established = self.paths[slot].blocked == [0, 0];
         self.processes[slot].dialling = Some(link);
         let process = &self.processes[slot];
@@ -329,7 +328,7 @@ impl World {
         self.watch(link, Side::Worker);
     }
 
-    /// The process ends, and whoever supervises it starts it again.
+    /// The process ends, and its supervisor starts it again.
     pub(crate) fn refused(&mut self, link: LinkId) {
         let slot = self.links[link].slot;
         if self.processes[slot].dialling == Some(link) {
@@ -439,8 +438,8 @@ impl World {
         stats
     }
 
-    /// Says something to the coordinator, of the command under way. As `Uplink::tell_over`: not to
-    /// another one than the command came from, and without a link to nobody.
+    /// Sends a message about the command under way to the coordinator. As `Uplink::tell_over`: only
+    /// to the coordinator that the command came from, and not at all without a link.
     pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
         let process = &self.processes[slot];
         let passes = process.executor.entered == process.executor.link;
@@ -449,7 +448,7 @@ impl World {
         }
     }
 
-    /// Says something of the process.
+    /// Sends a message about the process itself.
     fn tell_now(&mut self, slot: usize, message: FromWorker) {
         if let Some(link) = self.processes[slot].link {
             self.send(link, Side::Coordinator, Packet::Up(Box::new(message)));

@@ -1,4 +1,4 @@
-//! Random numbers that depend on the seed alone.
+//! Random numbers that depend only on the seed.
 
 /// A generator of the splitmix family.
 #[derive(Clone, Debug)]
@@ -19,7 +19,7 @@ impl Random {
         low + self.next() % (high - low + 1)
     }
 
-    /// A number in `low..=high`, small ones more often: times range over orders of magnitude.
+    /// A number in `low..=high`, small ones more often: for times over several orders of magnitude.
     pub(crate) fn skewed(&mut self, low: u64, high: u64) -> u64 {
         let cut = self.range(low, high);
         self.range(low, cut)
@@ -40,7 +40,7 @@ fn finish(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Two numbers to one, such that any change of either shows.
+/// Combines two numbers into one, so that any change of either shows.
 pub(crate) fn mix(a: u64, b: u64) -> u64 {
     finish(a.rotate_left(25) ^ b.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x2545_f491_4f6c_dd1d)
 }

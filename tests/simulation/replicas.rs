@@ -1,5 +1,5 @@
-//! The coordinator's replicas: their mailboxes, and what they want sent. Does what `replica::actor`
-//! does around the real `Operation`.
+//! The coordinator's replicas: their mailboxes, and what they want sent. It does what
+//! `replica::actor` does around the real `Operation`.
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -61,7 +61,7 @@ impl RunningReplica {
     }
 }
 
-/// What a replica wants sent; sent when it has returned.
+/// What a replica wants sent; it is sent when the replica has returned.
 struct Outgoing<'a> {
     ranks: &'a [(WorkerId, LinkId, bool)],
     plans: Vec<(LinkId, Rc<ToWorker>)>,
@@ -98,14 +98,14 @@ pub(crate) enum ClusterMail {
 }
 
 impl Coordinator {
-    /// A replica, also one that is given up and still has mail to read.
+    /// A replica, or one that is given up and still has mail to read.
     pub(crate) fn running(&mut self, id: ReplicaId) -> Option<&mut RunningReplica> {
         self.replicas.get_mut(&id).or_else(|| self.retiring.get_mut(&id))
     }
 }
 
 impl World {
-    /// Sends to a replica's mailbox, which it reads in order a little later.
+    /// Puts a message into a replica's mailbox, which it reads in order a little later.
     pub(crate) fn mail_replica(&mut self, id: ReplicaId, mail: ReplicaMail) {
         let after = self.now + self.random.skewed(1, 200);
         let life = self.coordinator.life;
@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// A replica answers with the requests that it cannot go on with.
+    /// A replica answers with the requests that it cannot continue.
     fn give_up(&mut self, id: ReplicaId) {
         let mut requests = Vec::new();
         self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
@@ -237,7 +237,7 @@ impl World {
     }
 
     fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<Moved>) {
-        // Some clients cancel in the moment that no replica has their request.
+        // Some clients cancel at the moment when no replica has their request.
         let ids = requests.iter().map(|request| request.id().0 as usize);
         let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
         self.mail_cluster(ClusterMail::Orphans { from: id, requests });
@@ -341,8 +341,7 @@ impl World {
         }
     }
 
-    /// Now and then a result of an epoch that is over comes again, as it could if links did not
-    /// keep order.
+    /// Now and then a result of a past epoch comes again, as it might if links did not keep order.
     pub(crate) fn deliver_late(
         &mut self,
         replica: ReplicaId,

@@ -18,8 +18,8 @@ pub(crate) const MS: Time = 1_000;
 pub(crate) const MODEL: &str = "m";
 pub(crate) const S: Time = 1_000_000;
 
-/// Nothing may be heard of a rank that is formed for so long: longer than collectives wait, so that
-/// its peers give up first.
+/// How long a rank that is being formed may be silent: longer than collectives wait, so that its
+/// peers give up first.
 pub(crate) const FORM_TIMEOUT: Time = 40 * S;
 
 /// Faults begin within this.
@@ -33,11 +33,11 @@ pub(crate) enum Fault {
     /// The process is told to end: it says goodbye, is let go, and is started again after a while
     /// or never.
     Leave { slot: usize, back_after: Option<Time> },
-    /// The process is stopped, and goes on after a while.
+    /// The process is stopped, and continues after a while.
     Freeze { slot: usize, lasts: Time },
     /// The connection breaks; both ends notice.
     Cut { slot: usize },
-    /// Nothing passes, in one direction or both, and nobody is told.
+    /// Nothing passes, in one direction or both, and neither end is told.
     Partition { slot: usize, up: bool, down: bool, lasts: Time },
     /// Everything takes longer.
     Delay { slot: usize, extra: Time, lasts: Time },
@@ -47,7 +47,7 @@ pub(crate) enum Fault {
     Stall { slot: usize, takes: Time },
     /// The rank's next step fails.
     FailStep { slot: usize },
-    /// The rank has another token of its next step than the others.
+    /// The rank's token of its next step differs from the others'.
     Diverge { slot: usize },
     /// Another number of replicas is wanted, at most.
     Scale { max: Option<u32> },
@@ -55,26 +55,27 @@ pub(crate) enum Fault {
     Drain { slot: usize, back_after: Option<Time> },
     /// Another process takes the name of a slot's, for a while.
     Twin { twin: usize, lasts: Time },
-    /// A coordinator process is killed, and started again after a while. Without a seat it is
-    /// whichever leads, here and below.
+    /// A coordinator process is killed, and started again after a while. Without a seat, here and
+    /// below, it is the leader.
     CrashCoordinator { seat: Option<usize>, back_after: Time },
     /// A coordinator process is told to end and has waited for its requests long enough; it is
     /// started again after a while. Another takes over at once.
     StopCoordinator { seat: Option<usize>, back_after: Time },
-    /// A coordinator process is stopped, and goes on after a while.
+    /// A coordinator process is stopped, and continues after a while.
     FreezeCoordinator { seat: Option<usize>, lasts: Time },
-    /// Nobody reaches etcd; whether leases end meanwhile, and whether this is noticed at once.
+    /// etcd is out of reach for all; whether leases end meanwhile, and whether its absence is
+    /// noticed at once.
     EtcdAway { lasts: Time, counts: bool, resets: bool },
-    /// One process does not reach etcd.
+    /// One process cannot reach etcd.
     CutEtcd { who: usize, lasts: Time },
     /// A process's lease is taken away.
     Revoke { who: usize },
-    /// A process loses its connection to etcd, and what keeps its lease does not get through when
-    /// it is back; or etcd says that the lease is gone, which is not true.
+    /// A process loses its connection to etcd, and its next request to keep its lease fails when it
+    /// is back; or etcd wrongly says that the lease is gone.
     FailKeep { who: usize, gone: bool },
     /// etcd ends a process's watch.
     CancelWatch { who: usize },
-    /// A process's watch does not say what changes next.
+    /// A process's watch does not report the next change.
     LoseChange { who: usize },
     /// etcd forgets its history.
     Compact,
@@ -152,7 +153,7 @@ pub(crate) struct Scenario {
     pub(crate) faults: Vec<(Time, Fault)>,
 }
 
-/// Whether sequences draft, and how: of the seed alone, so that all else stays what it was.
+/// Whether sequences draft, and how. It depends only on the seed, so that all else stays as it was.
 fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
     let random = &mut Random::new(seed ^ 0xd4af7);
     let min = random.range(1, 3) as u32;
@@ -286,7 +287,8 @@ impl Scenario {
             ends.stop_token = Some(random.pick(&text));
         }
         let n = random.pick(&[1, 1, 1, 2, 3]);
-        // Whether a request for no tokens finished before its client was gone, no token tells.
+        // For a request for no tokens, no token tells whether it finished before its client was
+        // gone.
         let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
         let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
         let pooling = match seed % 4 {
@@ -311,7 +313,7 @@ impl Scenario {
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
         if random.chance(25) {
-            // As where a process that is not heard of is replaced, and thaws.
+            // For example, a process that is silent is replaced, and thaws.
             let slot = random.range(0, slots - 1) as usize;
             let at = random.range(0, FAULTS_END);
             let twin = self.hosts.len();
@@ -324,7 +326,7 @@ impl Scenario {
         }
         let has_spare = slots > u64::from(self.tensor_parallel) * self.replicas;
         if self.tensor_parallel > 1 && has_spare && random.chance(30) {
-            // For long: the spare shall take its place.
+            // For long: the spare is to take its place.
             let (slot, factor) = (random.range(0, slots - 1) as usize, random.range(8, 40));
             self.faults
                 .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
@@ -365,7 +367,7 @@ impl Scenario {
         }
     }
 
-    /// An executor that hangs: of the seed alone, so that all else stays what it was.
+    /// An executor that hangs. It depends only on the seed, so that all else stays as it was.
     fn add_hang(&mut self, seed: u64) {
         let random = &mut Random::new(seed ^ 0x4a46);
         if random.chance(12) {
@@ -380,7 +382,7 @@ impl Scenario {
         for _ in 0..random.range(1, 4) {
             let at = random.range(0, FAULTS_END);
             let seat = random.range(0, self.seats as u64 - 1) as usize;
-            // Coordinators as often as all workers.
+            // Coordinators as often as all workers together.
             let worker = random.range(0, self.hosts.len() as u64 - 1) as usize;
             let who = if random.chance(50) { self.hosts.len() + seat } else { worker };
             let seat = random.chance(30).then_some(seat);

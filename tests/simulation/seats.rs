@@ -1,5 +1,5 @@
-//! Coordinator processes: each stands by until it leads, serves then until another does, and is
-//! started again. As `tutti coordinator --etcd`.
+//! Coordinator processes, like `tutti coordinator --etcd`: each stands by until it leads, then
+//! serves until another leads, and is started again.
 use std::collections::BTreeSet;
 
 use shared::membership::{LEADER_LEASE_TTL, Record, Role};
@@ -20,14 +20,14 @@ const LOAD_PATIENCE: Time = 5 * S;
 pub(crate) struct Seat {
     pub(crate) alive: bool,
     pub(crate) incarnation: u64,
-    /// Since when it leads and looks for what the last leader left, while it does not serve yet.
+    /// Since when it leads but does not serve yet, because it looks for what the last leader left.
     elected: Option<Time>,
     pub(crate) life: Option<Life>,
-    /// It is stopped, and this happened meanwhile.
+    /// It is frozen; what happened meanwhile.
     pub(crate) frozen: bool,
     pub(crate) deferred: Vec<Event>,
     thawed: Time,
-    /// Until when it may be replaced for something that was done to it.
+    /// Until when it may be replaced because of something that was done to it.
     troubled: Time,
 }
 
@@ -40,13 +40,13 @@ impl World {
         format!("seat-{seat}:8001")
     }
 
-    /// Which coordinator answers at an address.
+    /// The coordinator that answers at an address.
     pub(crate) fn serves_at(&self, address: &str) -> Option<Life> {
         let seat = (0..self.seats.len()).find(|seat| Self::address(*seat) == address)?;
         self.seats[seat].life
     }
 
-    /// The one that leads as etcd knows, or else one that goes on.
+    /// The leader that etcd knows, or else one that goes on.
     pub(crate) fn leading(&self) -> Option<Life> {
         let leader = self.etcd.leader().map(|(incarnation, _)| incarnation);
         let leads = |seat: &&Seat| seat.alive && Some(seat.incarnation) == leader;
@@ -79,7 +79,7 @@ impl World {
         self.join_etcd(self.member_of(seat), record);
     }
 
-    /// The process is gone, and started again after a while.
+    /// The process is gone, and is started again after a while.
     pub(crate) fn seat_ends(&mut self, seat: usize, in_order: bool, back_after: Time) {
         if !std::mem::take(&mut self.seats[seat].alive) {
             return;
@@ -98,7 +98,7 @@ impl World {
         self.faulty_until(self.now + back_after);
     }
 
-    /// It may lose its lease by what is done to it until then.
+    /// Until then it may lose its lease because of what is done to it.
     pub(crate) fn trouble(&mut self, seat: usize, lasts: Time) {
         let until = self.now + lasts + 2 * micros(LEADER_LEASE_TTL);
         self.seats[seat].troubled = self.seats[seat].troubled.max(until);
@@ -126,13 +126,13 @@ impl World {
         (0..self.processes.len()).for_each(|slot| self.release_held(slot));
     }
 
-    /// Whether the one that acts notices what there is to notice.
+    /// Whether the acting coordinator notices what there is to notice.
     pub(crate) fn is_awake(&self) -> bool {
         let seat = &self.seats[self.coordinator.seat];
         !seat.frozen && self.now > seat.thawed + 5 * S
     }
 
-    /// What was done since then may be noticed only now.
+    /// What was done since then may only be noticed now.
     pub(crate) fn trouble_again(&mut self, since: Time) {
         for seat in 0..self.seats.len() {
             if self.seats[seat].troubled >= since {
@@ -165,7 +165,7 @@ impl World {
         }
     }
 
-    /// One that leads looks for what the last leader left, and begins to serve.
+    /// A new leader looks for what the last leader left, and begins to serve.
     pub(crate) fn load(&mut self, seat: usize, incarnation: u64) {
         let it = &self.seats[seat];
         let Some(elected) = it.elected.filter(|_| it.alive && it.incarnation == incarnation) else {

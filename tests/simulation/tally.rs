@@ -1,9 +1,9 @@
-//! What the totals have to be, as the clients count.
+//! What the totals must be, as the clients count.
 use std::collections::BTreeMap;
 
 use shared::metrics::labels::{FinishedReason, RejectReason};
 
-/// What the totals have to be.
+/// What the totals must be.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) accepted: u64,
@@ -15,7 +15,7 @@ pub(crate) struct Tally {
 }
 
 impl Tally {
-    /// Goes on from another's.
+    /// Adds another tally.
     pub(crate) fn add(&mut self, other: &Self) {
         self.accepted += other.accepted;
         for (reason, count) in &other.rejected {

@@ -1,4 +1,4 @@
-//! The coordinator's workers: who may join, what they say, and their going, as in
+//! The coordinator's workers: which may join, what they report, and how they leave, as in
 //! `cluster::actor::workers`.
 use coordinator::cluster::Member;
 use coordinator::cluster::roster::{Admission, Joining};
@@ -33,7 +33,7 @@ impl World {
             admitted = self.links.iter().find_map(joined);
         }
         let Some(worker) = admitted else {
-            // Another process has the name, as far as is known: it may try again.
+            // As far as is known, another process has the name: this one may try again.
             if admission == Admission::Retired {
                 self.send(link, Side::Worker, Packet::Refused);
             }
@@ -106,7 +106,7 @@ impl World {
         format!("node-{}", self.scenario.nodes[slot])
     }
 
-    /// Whether events of a link are of a worker's present connection.
+    /// Whether events of a link belong to a worker's present connection.
     fn is_current(&self, worker: WorkerId, link: LinkId) -> bool {
         let Some(connected) = self.coordinator.connected.get(&worker) else { return false };
         if self.switches.links_not_told_apart {
@@ -144,7 +144,7 @@ impl World {
         self.drop_handle(connected.link);
     }
 
-    /// A link without any handle on it closes.
+    /// A link closes when there are no handles on it.
     pub(crate) fn drop_handle(&mut self, link: LinkId) {
         let coordinator = &self.coordinator;
         let connected = coordinator.connected.values().any(|it| it.link == link);

@@ -1,4 +1,4 @@
-//! The event queue, virtual time, and everything that lives in them.
+//! The event queue, virtual time, and everything in them.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
@@ -20,13 +20,13 @@ use crate::switches::Switches;
 
 /// The cluster serves with all its workers this long after the last fault.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
-/// Something gets on at least this often while there are requests.
+/// There is some progress at least this often while there are requests.
 const STANDS_STILL: Time = 30 * S;
 /// Every request has ended this long after the last fault.
 const ENDS_WITHIN: Time = 900 * S;
-/// A run ends when all was well for this long: two stats reports of every worker.
+/// A run ends when all has been well for this long: two stats reports of every worker.
 const STAYS_WELL: Time = 2500 * MS;
-/// How often the totals are looked at.
+/// How often the totals are checked.
 const SCRAPE: Time = 700 * MS;
 
 pub(crate) struct World {
@@ -45,29 +45,29 @@ pub(crate) struct World {
     pub(crate) left: BTreeSet<u64>,
     pub(crate) coordinator: Coordinators,
     pub(crate) etcd: Etcd,
-    /// How many faults keep everybody from etcd.
+    /// How many faults keep all processes from etcd.
     pub(crate) etcd_away: u32,
-    /// When it went away last.
+    /// When it last went away.
     pub(crate) etcd_went: Time,
-    /// While it is away leases end.
+    /// Leases end while it is away.
     pub(crate) etcd_counts: bool,
     pub(crate) members: Vec<Member>,
     pub(crate) seats: Vec<Seat>,
-    /// Until when there may be nobody that serves.
+    /// Until when there may be no coordinator that serves.
     pub(crate) leaderless: Time,
     pub(crate) seed: u64,
     pub(crate) clients: Clients,
     pub(crate) operators: Operators,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
-    /// By slot: no process of it is started any more.
+    /// By slot: no process is started there any more.
     pub(crate) ended: Vec<bool>,
-    /// By slot: until when something held up its steps, slowness aside.
+    /// By slot: until when something held up its steps, other than slowness.
     pub(crate) disturbed: Vec<Time>,
     pub(crate) next_token: u64,
     pub(crate) report: Report,
     well_since: Option<Time>,
-    /// The last time that a request had got on, and how far they all were then.
+    /// The last time that any request made progress, and the progress of all then.
     got_on: (Time, u64),
     converged_since: Option<Time>,
     failure: Option<String>,
@@ -79,7 +79,7 @@ impl World {
         Self::of(Scenario::new(seed), seed, switches, verbose)
     }
 
-    /// Of a scenario that not the seed alone decides.
+    /// A run of a scenario that is not decided by the seed alone.
     pub(crate) fn of(scenario: Scenario, seed: u64, switches: Switches, verbose: bool) -> Self {
         let slots = scenario.hosts.len();
         let mut world = Self {
@@ -178,7 +178,8 @@ impl World {
         self.queue.push(Reverse((at.max(self.now), self.order, event)));
     }
 
-    /// Nobody takes a request. This may be while a new leader is found, and not for longer.
+    /// No coordinator takes a request. This may happen while a new leader is found, but not for
+    /// longer.
     fn refuse(&mut self, index: usize) {
         if self.now > self.leaderless {
             self.fail(format!("nobody serves, and req-{index} is refused"));
@@ -214,7 +215,7 @@ impl World {
         }
     }
 
-    /// Which slot's process has to run for an event to happen.
+    /// The slot whose process must run for an event to happen.
     fn runs_on(&self, event: Event) -> Option<usize> {
         match event {
             Event::Dial { slot, .. }
@@ -239,7 +240,7 @@ impl World {
         }
     }
 
-    /// Whose connection to etcd something happens at.
+    /// The process whose connection to etcd an event belongs to.
     fn session_of(event: Event) -> Option<(MemberId, u64)> {
         match event {
             Event::EtcdOpen { who, session }
@@ -253,7 +254,7 @@ impl World {
         }
     }
 
-    /// Which coordinator's process has to run for an event to happen.
+    /// The coordinator process that must run for an event to happen.
     fn seat_of(&self, event: Event) -> Option<usize> {
         let coordinator = match event {
             Event::EtcdOpen { who, .. }
@@ -271,7 +272,7 @@ impl World {
         self.seats.iter().position(|seat| coordinator.is_some() && seat.life == coordinator)
     }
 
-    /// Which coordinator something happens at.
+    /// The coordinator that an event happens at.
     fn life_of(&self, event: Event) -> Option<Life> {
         match event {
             Event::ReplicaMail(life, _)
@@ -363,7 +364,7 @@ impl World {
         }
     }
 
-    /// Looks at the totals. Returns whether the run is over.
+    /// Checks the totals. Returns whether the run is over.
     fn scrape(&mut self) -> bool {
         for life in self.coordinator.lives() {
             self.coordinator.act(life);

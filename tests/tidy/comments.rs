@@ -1,9 +1,9 @@
-//! Comments: what a module with several children says of them, and how wide lines are.
+//! Comments: the map of a module with several children, and the width of lines.
 
 use crate::rust_code;
 use crate::tree::{self, File};
 
-/// From so many children on a module's header is a map of them.
+/// With this many children, a module's header must be a map of them.
 const CHILDREN: usize = 4;
 /// As rustfmt's `max_width`, which leaves comments alone.
 const COLUMNS: usize = 100;
@@ -36,7 +36,7 @@ fn child(line: &str) -> Option<&str> {
     (name != "tests").then_some(name)
 }
 
-/// Lines of comments that are too wide, but for those that hold one long word, as an address does.
+/// Comment lines that are too wide, except those that hold one long word, such as an address.
 fn wide(files: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files {

@@ -1,5 +1,5 @@
 //! The compose file and the image, which no test can start: the host paths that they name exist,
-//! the image has all that its build reads, and the program has the options that they give it.
+//! the image has all that its build reads, and the program has the options that they pass.
 use saphyr::{LoadableYamlNode as _, Yaml};
 
 use crate::program;
@@ -11,7 +11,7 @@ const IMAGE: &str = "cluster-configs/docker/Dockerfile";
 /// The image that [`IMAGE`] makes; its entry point is the program.
 const NAME: &str = "tutti";
 
-/// What a key of a service holds, there or in what is merged into it.
+/// The value of a service's key, its own or one merged into it.
 fn value<'a, 'y>(service: &'a Yaml<'y>, key: &str) -> Option<&'a Yaml<'y>> {
     let merged = || service.as_mapping_get("<<")?.as_mapping_get(key);
     service.as_mapping_get(key).or_else(merged)
@@ -75,7 +75,7 @@ fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     problems
 }
 
-/// What `cargo build` reads at the root of the repository: its own configuration, too.
+/// What `cargo build` reads at the root of the repository, its own configuration included.
 fn needed_by_the_build() -> Vec<String> {
     let manifest: toml::Table = tree::read("Cargo.toml").unwrap().text.parse().unwrap();
     let members = manifest["workspace"]["members"].as_array().unwrap().iter();

@@ -1,4 +1,4 @@
-//! Every file in `cluster-configs` is well formed, and what can be asked of the program is asked.
+//! Every file in `cluster-configs` is well formed, and the program accepts what it can check.
 use saphyr::LoadableYamlNode as _;
 
 use crate::program;

@@ -1,5 +1,4 @@
-//! Who may know whom: the direction of dependencies between the crates, and who may name a
-//! foreign crate.
+//! The direction of dependencies between the crates, and the modules that may name a foreign crate.
 use std::collections::BTreeSet;
 
 use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
@@ -37,7 +36,7 @@ fn manifest_dependencies(manifest: &toml::Table) -> BTreeSet<String> {
     names
 }
 
-/// Manifests that name a crate of ours which they must not know.
+/// Manifests that name one of our crates although they may not depend on it.
 fn manifest_direction(manifests: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in manifests {
@@ -61,7 +60,7 @@ fn manifest_direction(manifests: &[File]) -> Vec<String> {
     findings
 }
 
-/// Sources that name a crate of ours which they must not know.
+/// Sources that name one of our crates although they may not depend on it.
 fn source_direction(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {

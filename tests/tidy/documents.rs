@@ -1,5 +1,5 @@
-//! Documents keep up with the repository: links resolve, commands have the options they show,
-//! the architecture names every module, and the README's two commands are the real ones.
+//! Documents match the repository: links resolve, commands have the options that they show, the
+//! architecture names every module, and the README's two commands are the real ones.
 use crate::program;
 use crate::tree::{self, File};
 

@@ -1,6 +1,5 @@
-//! The Kubernetes manifests, which no test can apply: the program has the options that they give
-//! it, it has the time to end that it is told to take, selectors find what they are for, and what
-//! is listed is there.
+//! The Kubernetes manifests, which no test can apply: the program has the options that they pass,
+//! its pods have enough time to end, selectors find their pods, and listed files exist.
 use saphyr::{LoadableYamlNode as _, Yaml};
 
 use crate::program;
@@ -10,9 +9,9 @@ const FOLDER: &str = "cluster-configs/kubernetes";
 const LIST: &str = "cluster-configs/kubernetes/kustomization.yaml";
 /// The image whose entry point is the program.
 const NAME: &str = "tutti";
-/// The variable with what metrics call the host.
+/// The variable with the host's name in metrics.
 const HOST: &str = "TUTTI_HOST";
-/// Seconds that a process has beyond --drain-timeout at least: it hands over and says goodbye.
+/// Seconds that a process must have beyond --drain-timeout, to hand over and say goodbye.
 const BEYOND_DRAINING: i64 = 10;
 
 /// What is below a path of keys.
@@ -107,7 +106,7 @@ fn what_is_listed_is_there_and_what_is_there_is_listed() {
         }
     }
     for name in tree::entries(FOLDER) {
-        // Also as a choice, in a comment.
+        // Commented-out entries, which are a choice, count too.
         if !text.contains(&format!("- {name}")) && !LIST.ends_with(&name) {
             findings.push(format!("{LIST}: {name} is not listed"));
         }

@@ -59,7 +59,7 @@ fn one(words: &[&str], at: &mut usize, allowed: &[String], used: &mut BTreeSet<S
     known
 }
 
-/// Packages that no choice of allowed licences covers, and allowed licences nobody needs.
+/// Packages that no choice of allowed licences covers, and allowed licences that no package needs.
 fn licence_findings(packages: &[(String, String)], allowed: &[String]) -> Vec<String> {
     let mut used = BTreeSet::new();
     let mut findings: Vec<String> = packages

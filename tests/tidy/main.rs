@@ -37,7 +37,7 @@ fn assert_kept(rule: &str, findings: &[String]) {
     );
 }
 
-/// Says something that does not fail: written past the capture of libtest, so that it is seen.
+/// Prints a message that is no failure, past libtest's capture, so that it is seen.
 fn notice(message: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "tidy: {message}");

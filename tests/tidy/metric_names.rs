@@ -1,6 +1,7 @@
 //! Documents, dashboards and alerts name only series that the catalogue declares.
 //!
-//! A query for a series that nobody exports is silent: its panel is empty, its alert never fires.
+//! A query for a series that nothing exports fails silently: its panel is empty, its alert never
+//! fires.
 use std::collections::BTreeSet;
 
 use crate::tree::{self, File};
@@ -23,8 +24,8 @@ fn series_in(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Names in `files` that `declared` has not. A name that ends with `_` stands for a family
-/// (`tutti_request_*`) and needs one declared name that it begins.
+/// Names in `files` that are not in `declared`. A name that ends with `_` stands for a family
+/// (`tutti_request_*`) and needs one declared name that begins with it.
 fn undeclared(files: &[File], declared: &BTreeSet<String>) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files {

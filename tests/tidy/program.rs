@@ -1,4 +1,4 @@
-//! Runs the program `tutti` for the rules that only it can answer: which options there are,
+//! Runs the program `tutti` for the rules that only it can check: whether options exist, and
 //! whether a configuration file is right.
 use std::path::PathBuf;
 use std::process::{Command, Output};
@@ -9,8 +9,8 @@ use crate::tree;
 /// The roles whose options the rules look up.
 const ROLES: [&str; 3] = ["up", "coordinator", "worker"];
 
-/// The program of the profile under test. `TUTTI_BIN` names one; else it is built, which takes no
-/// time when it is fresh.
+/// The program of the profile under test. `TUTTI_BIN` names one; otherwise it is built, which takes
+/// no time when it is up to date.
 fn binary() -> &'static PathBuf {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {

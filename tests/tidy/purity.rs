@@ -17,7 +17,7 @@ const PURE: [&str; 10] = [
     "shared/src/metrics",
 ];
 
-/// Shells that live beside the core they drive.
+/// Shells that live beside the core that they drive.
 const SHELLS: [&str; 1] = ["coordinator/src/cluster/actor"];
 
 const CRATES: [&str; 7] =

@@ -1,15 +1,16 @@
-//! Rules of single source files: header, size, unsafe code, unfinished code; and what may stand
-//! at the top of the repository.
+//! Rules for single source files (header, size, unsafe code, unfinished code), and for the top
+//! folder of the repository.
 use crate::rust_code::{RustCode, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 const LINES_MAX: usize = 800;
 const LINES_WARN: usize = 500;
 
-/// Sources by people; data and generated files have no limit.
+/// Sources that people write; data and generated files have no limit.
 const SOURCE_EXTENSIONS: [&str; 5] = ["rs", "cu", "cuh", "py", "sh"];
 
-/// What stands at the top. Tools look for their own file there; all else has its place below.
+/// The entries of the top folder. Tools look there for their own files; all else has its place
+/// below.
 const TOP_LEVEL: &[&str] = &[
     ".cargo", // where etcd-client finds protoc
     ".ci",
@@ -32,10 +33,10 @@ const TOP_LEVEL: &[&str] = &[
     "worker",
 ];
 
-/// What tools leave at the top and git does not keep.
+/// What tools leave in the top folder and git does not keep.
 const UNTRACKED: &[&str] = &[".git", ".venv", "target"];
 
-/// Rust files that do not begin by saying what they own.
+/// Rust files that do not begin with a `//!` header.
 fn headers(sources: &[File]) -> Vec<String> {
     sources
         .iter()
@@ -70,7 +71,7 @@ fn unfinished(sources: &[File]) -> Vec<String> {
     findings
 }
 
-/// `unsafe` outside `kernels`, and `unsafe` in it that does not say why it is sound.
+/// `unsafe` outside `kernels`, and `unsafe` inside it without a reason why it is sound.
 fn unsafe_code(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {
@@ -129,7 +130,7 @@ fn has_reason(source: &RustCode, line: usize) -> bool {
     false
 }
 
-/// Entries at the top that have no place there.
+/// Entries of the top folder that do not belong there.
 fn top_level(names: &[String]) -> Vec<String> {
     names
         .iter()

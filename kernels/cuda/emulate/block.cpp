@@ -368,7 +368,7 @@ bool barrier_and(bool vote) {
         if (peer_memory != nullptr) {
             peer_memory->met();
         }
-        // Not on: who was last must not be first.
+        // Yield: the last thread to arrive must not be the first to go on.
     } else {
         block.current->state = State::at_barrier;
     }
@@ -488,7 +488,7 @@ void store_release(uint64_t* at, uint64_t value) {
 }
 
 uint64_t load_acquire(const uint64_t* at) {
-    // Whoever waits lets the block's other threads go on, and the other ranks.
+    // A thread that waits lets the block's other threads run, and the other ranks.
     to_scheduler();
     if (peer_memory != nullptr) {
         return peer_memory->load_acquire(at);

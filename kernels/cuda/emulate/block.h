@@ -50,7 +50,7 @@ class Block {
     std::unique_ptr<State> state;
 };
 
-// Memory that ranks share, where a test decides who sees what when. While there is one, a thread
+// Memory that ranks share; a test decides which rank sees what, and when. While there is one, a thread
 // lets others run before each access. Calls come from the thread that `thread_index` names.
 class PeerMemory {
    public:

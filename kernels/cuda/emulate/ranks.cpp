@@ -4,17 +4,17 @@
 // A step runs one thread to its next access of memory that ranks share, its next barrier, or its
 // next meeting with its warp. Which thread is next, how long one block runs ahead of all others,
 // when pushed bytes become visible (in any order, at the latest when a flag is released that comes
-// after them), and whether a take still sees what was there at its thread's last acquire: all by
-// the seed. Each rank makes several launches in a row, of several kinds and sizes, on slots so
+// after them), and whether a take still sees what was there at its thread's last acquire: the seed
+// decides all of it. Each rank makes several launches in a row, of several kinds and sizes, on slots so
 // small that a launch needs many exchanges.
 //
 // Usage: ranks SCENARIO FROM COUNT [THREADS]: runs these seeds; the first that fails is named, with
 // what went wrong, and ends the program with status 1. Scenarios:
 // - whole: all results of all ranks are right, to the bit
 // - abort: the host's word is set at some step, for one rank or for all, of which one may be gone
-// - die: a rank stops for good; of its pushes some are lost
-// - freeze: a rank stops, and goes on when all others have ended
-// In the last three all end soon after, and whatever a rank holds to be a result is right.
+// - die: a rank stops for good; some of its pushes are lost
+// - freeze: a rank stops, and continues when all others have ended
+// In the last three all ranks end soon after, and whatever a rank takes for a result is right.
 #include <unistd.h>
 
 #include <algorithm>
@@ -71,7 +71,7 @@ struct Pending {
     float4 value;
 };
 
-// A block of a rank, and what of its pushes nobody sees yet.
+// A block of a rank, and those of its pushes that are not visible yet.
 struct Running {
     emulate::Block block;
     uint32_t rank = 0;
@@ -356,7 +356,7 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // Whoever has failed leaves the others alone.
+    // A rank that has failed does not touch the others' memory.
     void touched(const char* what) const {
         if (ranks[running->rank].had_failed) {
             wrong("rank %u %s in a launch after it has failed", running->rank, what);
