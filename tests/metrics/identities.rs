@@ -1,4 +1,4 @@
-//! Identities between series hold in every scrape, whatever happens to requests and whoever scrapes.
+//! Identities between series hold in every scrape, whatever happens to requests and who scrapes.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
