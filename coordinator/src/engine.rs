@@ -233,6 +233,12 @@ impl Reading {
         Self { since: now, ..Self::default() }
     }
 
+    /// So many events, from before `now`, wait to be taken.
+    #[must_use]
+    pub fn behind(now: Duration, waiting: usize) -> Self {
+        Self { sent: waiting as u64, ..Self::new(now) }
+    }
+
     /// One more event was sent.
     pub fn sent(&mut self) {
         self.sent += 1;

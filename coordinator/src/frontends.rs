@@ -3,8 +3,8 @@
 //!
 //! A link's reader task puts requests into the engine's queue; one task per front end gathers the
 //! events of its requests and sends many per frame. Neither waits for the other: when the engine's
-//! queue is full, the client gets a 429; a front end that does not read its events loses its link;
-//! and the requests of a lost link are cancelled.
+//! queue is full, the client gets a 429 (unless its answer has begun); a front end that does not
+//! read its events loses its link; and the requests of a lost link are cancelled.
 //!
 //! - `events`: events on their way to a front end
 //! - `link`: the receiving side of a front end's link

@@ -22,6 +22,8 @@ pub(super) struct Asked {
     accepted: Vec<AcceptedChoice>,
     /// Tokens of choices that are not over.
     tokens: usize,
+    /// What else is kept of it takes as much memory as so many tokens.
+    besides: usize,
     /// Choices that are not over.
     left: usize,
     /// Something of its answer was delivered.
@@ -48,12 +50,16 @@ impl Asked {
         let arrived = request.arrived;
         let submit = Box::new(submit(request)?);
         let left = submit.n as usize;
+        let guide = submit.guide.as_ref().map_or(0, shared::protocol::GuideSpec::bytes);
+        let stops: usize = submit.stops.iter().map(String::len).sum();
+        let besides = (guide + stops) / size_of::<u32>() + 2 * submit.sampling.logit_bias.len();
         Some(Self {
             submit,
             arrived,
             lost: 0,
             accepted: vec![AcceptedChoice::GoesOn(Vec::new()); left],
             tokens: 0,
+            besides,
             left,
             has_begun: false,
             is_kept: true,
@@ -66,9 +72,9 @@ impl Asked {
         self.submit.id
     }
 
-    /// Tokens that are kept of it, which its memory is counted by.
+    /// Its memory, in tokens.
     pub(super) fn weight(&self) -> usize {
-        self.submit.prompt.len() + self.tokens
+        self.submit.prompt.len() + self.tokens + self.besides
     }
 
     /// Whether its answer is complete.
@@ -89,8 +95,11 @@ impl Asked {
     /// Frees its tokens: it cannot be sent again.
     pub(super) fn let_go(&mut self) {
         self.is_kept = false;
-        self.tokens = 0;
+        (self.tokens, self.besides) = (0, 0);
         self.submit.prompt = Vec::new();
+        self.submit.guide = None;
+        self.submit.stops = Vec::new();
+        self.submit.sampling.logit_bias = Vec::new();
         for choice in &mut self.accepted {
             if let AcceptedChoice::GoesOn(tokens) = choice {
                 *tokens = Vec::new();

@@ -112,7 +112,9 @@ impl Requests {
                 asked.let_go();
             }
             self.live_tokens += asked.weight();
-            let live = Live { asked, events, reading: Reading::new(now) };
+            // What an earlier coordinator said may not be read yet.
+            let reading = Reading::behind(now, events.waiting());
+            let live = Live { asked, events, reading };
             self.live.insert(live.asked.id(), live);
             return Some(message);
         }

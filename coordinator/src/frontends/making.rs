@@ -3,6 +3,7 @@
 //! resumed, what their stop checks and guides know.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use shared::ids::RequestId;
 use tokio::sync::Semaphore;
@@ -16,6 +17,8 @@ use crate::text::stream::StopRules;
 /// Most requests of a link that are resumed at a time: after a change of coordinators there are
 /// thousands, and the cores have other things to do.
 const RESUMED_MAX: usize = 2;
+/// Before a resumed request asks again for a grammar that could not be made for want of room.
+const BUSY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The waiting requests of one link, with the receivers of their events: a cancelled request ends
 /// at once, however long its grammar takes. Clones share them.
@@ -48,7 +51,8 @@ impl Making {
         self.lock().insert(id, events);
         let making = self.clone();
         tokio::spawn(async move {
-            let made = frontends.made(request, &making.resuming).await;
+            let is_wanted = || making.has(id);
+            let made = frontends.made(request, &making.resuming, is_wanted).await;
             // The client may have left meanwhile, so that the front end has dropped the request.
             let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
             match made {
@@ -76,6 +80,10 @@ impl Making {
         self.lock().is_empty()
     }
 
+    fn has(&self, id: RequestId) -> bool {
+        self.lock().contains_key(&id)
+    }
+
     fn take(&self, id: RequestId) -> Option<RemoteEvents> {
         self.lock().remove(&id)
     }
@@ -97,27 +105,36 @@ fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
 }
 
 impl Frontends {
-    /// The request with all that it needs.
+    /// The request with all that it needs. One that is resumed waits while too many others have
+    /// grammars made, as long as it `is_wanted`.
     pub(super) async fn made(
         self: &Arc<Self>,
         mut request: Box<GenerateRequest>,
         resuming: &Semaphore,
+        is_wanted: impl Fn() -> bool,
     ) -> Result<Box<GenerateRequest>, EngineError> {
+        let goes_on = request.resumed.is_some();
+        let _turn = if goes_on { Some(resuming.acquire().await) } else { None };
         let guides = match request.guide_spec.clone() {
             Some(spec) => {
-                let grammar = self.text.grammars.make(&self.text, &spec).await;
+                let grammar = loop {
+                    let made = self.text.grammars.make(&self.text, &spec).await;
+                    if !goes_on || !matches!(made, Err(GrammarError::Busy)) || !is_wanted() {
+                        break made;
+                    }
+                    tokio::time::sleep(BUSY_PAUSE).await;
+                };
                 let grammar = grammar.map_err(|error| engine_error(request.id, error))?;
                 self.guides(&request, &grammar).map_err(|message| EngineError::Guide { message })?
             }
             None => Vec::new(),
         };
-        if request.resumed.is_none() {
+        if !goes_on {
             let guides = guides.into_iter();
             request.guides = guides.map(|guide| Box::new(guide) as Box<dyn TokenGuide>).collect();
             return Ok(request);
         }
         let max = self.serving.max_model_len;
-        let _turn = resuming.acquire().await;
         // Text is made of up to a whole context of tokens: other tasks do not wait for it.
         let resumed = tokio::task::spawn_blocking(move || {
             resume(&mut request, guides, max)?;

@@ -177,7 +177,7 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
             vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
         change(&mut submit);
         let request = receiver.frontends.request(submit.id, submit).unwrap();
-        let made = receiver.frontends.made(Box::new(request), &Semaphore::new(1)).await;
+        let made = receiver.frontends.made(Box::new(request), &Semaphore::new(1), || true).await;
         let request = made.unwrap();
         let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();
         assert_eq!((choices, request.n()), (vec![1, 2], 3));

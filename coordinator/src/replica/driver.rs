@@ -47,8 +47,11 @@ struct Live {
     by_length: bool,
     /// Since when no epoch has been under way where it is or was, unless one is.
     waits_since: Duration,
-    /// When it came to the server, as long as it has been in no step.
+    /// When it came to the server, as long as it has been in no step, here or at a coordinator
+    /// before this one.
     unscheduled_since: Option<Duration>,
+    /// It has been in a step of this coordinator's.
+    has_run: bool,
 }
 
 /// One replica's scheduler and everything that hangs off its effects.
@@ -172,6 +175,7 @@ impl ReplicaDriver {
                     by_length: false,
                     waits_since,
                     unscheduled_since: resumed.is_none().then_some(arrived),
+                    has_run: false,
                 };
                 self.live.insert(id, live);
                 if let Some(resumed) = resumed {
@@ -200,11 +204,11 @@ impl ReplicaDriver {
         self.completions.retry_after_s(now, waiting, id)
     }
 
-    /// Frees everything a request holds: at once where it has run, at the next tick where it waits
-    /// for its first step. Unknown requests are ignored.
+    /// Frees everything a request holds: at once where it has run here, at the next tick where it
+    /// waits for its first step here. Unknown requests are ignored.
     pub fn cancel(&mut self, now: Duration, id: RequestId) {
         let Some(live) = self.live.get(&id) else { return };
-        if live.unscheduled_since.is_some() {
+        if !live.has_run {
             // Each takes a pass over the queue, or all of them one together.
             self.gone.push(id);
             return;

@@ -1,8 +1,9 @@
 //! PURE: how much may wait, how requests come, and how they leave.
 //!
 //! The queue is bounded by what has never run: what was preempted, or moves here from a replica
-//! that broke, has been let in before. Requests that end leave it in one pass, however many they
-//! are: a pass for each of 100,000 sequences would hold everything up for minutes.
+//! that broke or from another coordinator, has been let in before. Requests that end leave it in
+//! one pass, however many they are: a pass for each of 100,000 sequences would hold everything up
+//! for minutes.
 use std::sync::Arc;
 
 use shared::ids::{RequestId, SeqId};

@@ -14,29 +14,35 @@ impl Scheduler {
         ends: impl IntoIterator<Item = (SeqId, Option<FinishReason>)>,
         effects: &mut Vec<Effect>,
     ) {
+        // What was in the queue before cannot have outgrown the cache: it has been looked at, and
+        // there may be thousands of it.
+        let room = self.epoch.map(|_| self.room());
         for (id, reason) in ends {
-            let Some(reason) = reason else { continue };
             let Some(owner) = self.requests.get(&request) else { return };
             let is_it =
                 |slot: &&usize| self.sequences[**slot].as_ref().is_some_and(|seq| seq.id == id);
-            if let Some(slot) = owner.live.iter().find(is_it).copied() {
+            let Some(slot) = owner.live.iter().find(is_it).copied() else { continue };
+            let sequence = self.sequences[slot].as_ref();
+            let has_outgrown = sequence.zip(room).is_some_and(|(seq, room)| seq.has_outgrown(room));
+            if let Some(reason) = reason.or(has_outgrown.then_some(FinishReason::Length)) {
                 self.finish(slot, reason, effects);
             }
         }
-        self.end_outgrown(effects);
     }
 
-    /// Queues a sequence behind its equals that have run before, and before those that have not.
+    /// Queues a sequence behind the last of its equals that has run before. Looked for from the
+    /// end: at a new leader hardly any have not run, and thousands may have.
     pub(super) fn wait_resumed(&mut self, slot: usize) {
         let priority = self.priority(slot);
         let from = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
-        let is_fresh = |waiting: &usize| {
-            let Some(sequence) = &self.sequences[*waiting] else { return false };
-            let owner = self.requests.get(&sequence.request);
-            sequence.priority > priority || owner.is_some_and(|owner| !owner.scheduled)
+        let to = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
+        // The request that is being queued has no owner yet: its choices stay in order.
+        let has_run = |at: &usize| {
+            let sequence = self.waiting.get(*at).and_then(|slot| self.sequences[*slot].as_ref());
+            let owner = sequence.and_then(|sequence| self.requests.get(&sequence.request));
+            owner.is_none_or(|owner| owner.scheduled)
         };
-        let equals = self.waiting.iter().skip(from);
-        let at = from + equals.take_while(|waiting| !is_fresh(waiting)).count();
+        let at = (from..to).rev().find(has_run).map_or(from, |last| last + 1);
         self.waiting.insert(at, slot);
     }
 }

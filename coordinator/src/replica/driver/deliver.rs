@@ -95,6 +95,7 @@ impl Delivery<'_> {
     fn scheduled(&mut self, request: RequestId) {
         if let Some(live) = self.live.get_mut(&request) {
             live.unscheduled_since = None;
+            live.has_run = true;
             self.recording.scheduled(&mut live.track, self.id, self.now);
         }
     }
@@ -151,7 +152,7 @@ impl Delivery<'_> {
         }
         if let Some(live) = self.live.remove(&request) {
             // What leaves the queue says nothing of the pace at which it is served.
-            if live.unscheduled_since.is_none() {
+            if live.has_run {
                 self.completions.ended(self.now);
             }
             dropped(&mut self.recording, live, error);
