@@ -143,7 +143,14 @@ impl<D: Device> EngineRank<D> {
             load_seconds,
             identity: key.identity,
         };
-        let kv_blocks = if self.device.computes_on_host() { kv_blocks } else { 0 };
+        let on_host = self.device.computes_on_host();
+        // Blocks that will not be used again must not count as taken. On CPUs all are made anew,
+        // which costs nothing: those that were never written have no memory yet, and would not be
+        // counted.
+        if on_host || !engine.has_host_blocks(host_blocks) {
+            engine.drop_host_blocks();
+        }
+        let kv_blocks = if on_host { kv_blocks } else { 0 };
         host::fits(engine, Asked { kv_blocks, host_blocks, swap_bytes }, host::ranks_here(form))
             .map_err(|message| FormError { message, permanent: false })?;
         Ok(ready)

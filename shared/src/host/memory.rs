@@ -44,9 +44,14 @@ fn of_host(meminfo: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
+/// What the kernel can reclaim: pages of files, read once or often, and its own caches of them.
 fn cached(stat: &str) -> u64 {
-    let line = stat.lines().find_map(|line| line.strip_prefix("inactive_file "));
-    line.and_then(|bytes| bytes.trim().parse().ok()).unwrap_or(0)
+    const RECLAIMABLE: [&str; 3] = ["inactive_file", "active_file", "slab_reclaimable"];
+    let bytes = |line: &str| {
+        let (name, bytes) = line.split_once(' ')?;
+        RECLAIMABLE.contains(&name).then(|| bytes.trim().parse::<u64>().ok())?
+    };
+    stat.lines().filter_map(bytes).fold(0, u64::saturating_add)
 }
 
 #[cfg(test)]
@@ -105,6 +110,10 @@ mod tests {
         assert_eq!(found(&[meminfo, max("max\n"), current]), Some(8192));
         assert_eq!(found(&[meminfo, max("4000\n"), current]), Some(1000));
         assert_eq!(found(&[meminfo, max("4000\n"), current, stat]), Some(2000));
+        let often =
+            "anon 500\ninactive_file 1000\nactive_file 700\nslab_reclaimable 800\nshmem 9\n";
+        let stat = ("sys/fs/cgroup/memory.stat", often);
+        assert_eq!(found(&[meminfo, max("4000\n"), current, stat]), Some(3500));
         assert_eq!(found(&[meminfo, max("2000\n"), current]), Some(0));
         assert_eq!(found(&[]), None);
     }

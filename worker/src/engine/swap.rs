@@ -60,12 +60,17 @@ impl<B: Backend> Engine<B> {
             return Ok(());
         }
         // First, so that there is room.
-        self.host = None;
+        self.drop_host_blocks();
         if count > 0 {
             let shape = self.host_shape(count);
             self.host = Some(HostBlocks::new(self.backend.new_host_kv(shape)?, shape));
         }
         Ok(())
+    }
+
+    /// Gives the host back what was taken of it to swap to.
+    pub fn drop_host_blocks(&mut self) {
+        self.host = None;
     }
 
     fn host_shape(&self, count: u32) -> KvShape {

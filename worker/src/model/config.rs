@@ -102,8 +102,10 @@ struct Raw {
     vocab_size: Option<usize>,
     rms_norm_eps: Option<f64>,
     sliding_window: Option<u32>,
-    #[serde(alias = "_sliding_window_pattern")]
     sliding_window_pattern: Option<usize>,
+    /// As Gemma 3's own code writes it; some files have both.
+    #[serde(rename = "_sliding_window_pattern")]
+    own_sliding_window_pattern: Option<usize>,
     use_sliding_window: Option<bool>,
     max_window_layers: Option<usize>,
     tie_word_embeddings: Option<bool>,

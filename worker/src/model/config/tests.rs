@@ -29,6 +29,9 @@ fn gemma_3_is_what_its_three_dialects_say() {
         "sliding_window": 512, "sliding_window_pattern": 6, "attention_bias": false,
         "attn_logit_softcapping": null, "final_logit_softcapping": null,
         "hidden_activation": "gelu_pytorch_tanh", "torch_dtype": "bfloat16"});
+    let mut both = one.clone();
+    both["_sliding_window_pattern"] = json!(6);
+    assert_eq!(check(both).unwrap().sliding_windows, check(one.clone()).unwrap().sliding_windows);
     let config = check(one.clone()).unwrap();
     assert!(config.tied && config.qk_norm && config.delta_norms && config.is_bf16);
     assert!(!config.qkv_bias && config.experts.is_none());

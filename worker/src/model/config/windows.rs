@@ -60,8 +60,8 @@ pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>
     if let Some(types) = &raw.layer_types {
         return listed(types, num_layers);
     }
-    let (step, first) = (raw.sliding_window_pattern, raw.max_window_layers);
-    let (step, first) = (step.unwrap_or(6), first.unwrap_or(num_layers));
+    let step = raw.sliding_window_pattern.or(raw.own_sliding_window_pattern).unwrap_or(6);
+    let first = raw.max_window_layers.unwrap_or(num_layers);
     if usual == Usual::ButEachPatternth && step == 0 {
         return Err("sliding_window_pattern is 0, it must be at least 1".to_owned());
     }
