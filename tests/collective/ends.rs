@@ -164,7 +164,7 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
         stranger.write_all(b"GET / HTTP/1.1\r\nhost: somewhere\r\n\r\n").unwrap();
         let mut stale = TcpStream::connect(ranks[0]).unwrap();
         let greeting: Vec<u8> =
-            [*b"TUTICOL1", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 6u64.to_le_bytes()].concat();
+            [*b"TUTICOL2", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 6u64.to_le_bytes()].concat();
         stale.write_all(&greeting).unwrap();
         std::thread::scope(|scope| {
             for rank in 0..2u32 {
@@ -193,7 +193,7 @@ fn tcp_strangers_do_not_hold_a_rank_beyond_its_deadline() {
         scope.spawn(|| {
             // A greeting as it should be, and 16 s long.
             let greeting =
-                [*b"TUTICOL1", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 1u64.to_le_bytes()].concat();
+                [*b"TUTICOL2", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 1u64.to_le_bytes()].concat();
             for byte in greeting {
                 if is_over.load(Ordering::Relaxed) || stranger.write_all(&[byte]).is_err() {
                     break;

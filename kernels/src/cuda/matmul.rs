@@ -169,6 +169,10 @@ impl Matmul {
         let is_refit = planned.is_some();
         let kept = if is_refit { self.refits.len() } else { self.plans.len() };
         let is_kept = kept < PLANS_MAX;
+        if is_refit && !is_kept {
+            // As when captured: another choice in every step would be another sum.
+            return Ok(false);
+        }
         let named = self.choose(&shape, key.alignment)?;
         // One that is not kept is not measured either: it would be another the next time.
         let measures = is_kept && self.measured < MEASURING_MOST;

@@ -13,7 +13,7 @@ use super::{Peer, SLICE, TcpOptions, progress};
 use crate::error::CollectiveError;
 
 /// First bytes of a connection, then rank, ranks and token, 8 bytes each.
-const MAGIC: [u8; 8] = *b"TUTICOL1";
+const MAGIC: [u8; 8] = *b"TUTICOL2";
 const GREETING: usize = 32;
 /// How long one attempt to reach a rank may take.
 const ATTEMPT: Duration = Duration::from_secs(1);
@@ -150,7 +150,8 @@ impl Lobby {
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-            Err(error) if is_of_one_connection(&error) => return Ok(true),
+            // Some of these last, such as a network that is down: not again at once.
+            Err(error) if is_of_one_connection(&error) => return Ok(false),
             Err(error) => return Err(error),
         };
         if stream.set_nonblocking(true).is_ok() && stream.set_nodelay(true).is_ok() {
