@@ -19,8 +19,8 @@ const BEGUN: usize = 6;
 /// What a client makes of a stream, as far as it does not tell when it came.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
-    /// Of each choice: text, log-probabilities, why it ended.
-    choices: BTreeMap<u64, (String, Vec<Value>, Value)>,
+    /// Of each choice: text, lists of log-probabilities by name, why it ended.
+    choices: BTreeMap<u64, (String, BTreeMap<String, Vec<Value>>, Value)>,
     /// Tokens of the prompt, and of the answer.
     tokens: (u64, u64),
 }
@@ -35,8 +35,10 @@ impl Answer {
             let own = self.choices.entry(choice["index"].as_u64().unwrap()).or_default();
             let piece = choice["text"].as_str().or(choice["delta"]["content"].as_str());
             own.0.push_str(piece.unwrap_or_default());
-            if !choice["logprobs"].is_null() {
-                own.1.push(choice["logprobs"].clone());
+            // How many tokens an event has, and whether the last one says the end, is a matter of
+            // time.
+            for (name, list) in choice["logprobs"].as_object().into_iter().flatten() {
+                own.1.entry(name.clone()).or_default().extend(list.as_array().unwrap().clone());
             }
             if !choice["finish_reason"].is_null() {
                 assert!(own.2.is_null(), "it ends once: {event}");
