@@ -16,11 +16,14 @@ use crate::etcd::{Meeting, PATIENCE, sum, until};
 /// Pieces of its answer that each client has when the coordinator ends.
 const BEGUN: usize = 6;
 
+/// Lists of log-probabilities, by name.
+type Lists = BTreeMap<String, Vec<Value>>;
+
 /// What a client makes of a stream, as far as it does not tell when it came.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
-    /// Of each choice: text, lists of log-probabilities by name, why it ended.
-    choices: BTreeMap<u64, (String, BTreeMap<String, Vec<Value>>, Value)>,
+    /// Of each choice: text, log-probabilities, why it ended.
+    choices: BTreeMap<u64, (String, Lists, Value)>,
     /// Tokens of the prompt, and of the answer.
     tokens: (u64, u64),
 }
