@@ -7,7 +7,9 @@
 pub(crate) mod attention;
 pub(crate) mod experts;
 
-use crate::backend::Buffer;
+use std::ops::Range;
+
+use crate::backend::{Buffer, HostMatrix};
 use crate::error::KernelError;
 
 pub(crate) fn shape_error(op: &'static str, message: String) -> KernelError {
@@ -45,6 +47,32 @@ pub(crate) fn width(
     let found = buffer.width();
     ensure!(op, found == wanted, "{name}.width is {found}, not {wanted}");
     Ok(())
+}
+
+/// `out` = rows of a buffer that holds `values` on the host.
+pub(crate) fn read_rows(
+    buffer: &impl Buffer,
+    values: &[f32],
+    rows: &[Range<usize>],
+    out: &mut Vec<f32>,
+) -> Result<(), KernelError> {
+    let (len, width) = (buffer.rows(), buffer.width());
+    out.clear();
+    for rows in rows {
+        ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
+        out.extend_from_slice(&values[rows.start * width..rows.end * width]);
+    }
+    Ok(())
+}
+
+/// The one shape of a stack's matrices, `(rows, cols)`.
+pub(crate) fn stack(matrices: &[HostMatrix<'_>]) -> Result<(usize, usize), KernelError> {
+    let shape = |matrix: &HostMatrix<'_>| (matrix.rows, matrix.cols);
+    let wanted = matrices.first().map_or((0, 0), shape);
+    for found in matrices.iter().map(shape) {
+        ensure!("load_stack", found == wanted, "matrices are {wanted:?} and {found:?}");
+    }
+    Ok(wanted)
 }
 
 /// That a buffer, where there is one, is `[rows, width]`.

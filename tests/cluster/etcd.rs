@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt as _;
 use serde_json::json;
+use shared::clock::since_1970;
 use tempfile::TempDir;
 use testkit::client::Client;
 use testkit::etcd::Etcd;
 use testkit::fleet::free_port;
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
+pub(crate) use testkit::wait::until;
 
 use crate::counters::check_invariants;
 use crate::front_ends::fixed;
@@ -60,18 +62,6 @@ impl Meeting {
         let mut frontend = self.spawn(&["frontend", "--listen", "127.0.0.1:0"]);
         frontend.wait_ready().await.unwrap();
         frontend
-    }
-}
-
-/// Waits until `wanted` returns a value.
-pub(crate) async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
-    let began = Instant::now();
-    loop {
-        if let Some(found) = wanted().await {
-            return found;
-        }
-        assert!(began.elapsed() < PATIENCE, "{what}");
-        tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
 
@@ -283,7 +273,8 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
         late.push(meeting.worker(workers.len() + late.len()));
         let up = 2.0 + late.len() as f64;
         let old = |s: &Scrape| {
-            since_1970() - sum(s, "tutti_membership_confirmed_timestamp_seconds") > 8.0
+            since_1970().as_secs_f64() - sum(s, "tutti_membership_confirmed_timestamp_seconds")
+                > 8.0
                 && sum(s, "tutti_worker_up") == up - 1.0
         };
         let scrape = client.scrape_until(PATIENCE, old).await.unwrap();
@@ -329,10 +320,6 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
     let back = |s: &Scrape| sum(s, "tutti_worker_up") == 4.0;
     assert!(back(&client.scrape_until(PATIENCE, back).await.unwrap()));
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
-}
-
-fn since_1970() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
 }
 
 /// Every total that does not depend on time, by series.
@@ -419,7 +406,7 @@ async fn counters_go_on_under_the_next_leader() {
     let third = meeting.coordinator(&quick).await;
     ask(&leader, 2).await;
     // A page is as old as the checkpoint that it shows.
-    let now = since_1970();
+    let now = since_1970().as_secs_f64();
     let present = |s: &Scrape| {
         sum(s, "tutti_totals_checkpoint_timestamp_seconds") > now + 1.5
             && sum(s, "tutti_requests_in_flight") == 0.0

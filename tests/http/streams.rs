@@ -306,7 +306,7 @@ async fn a_client_that_leaves_cancels_its_request_streaming_or_not() {
         let client = rig.client.clone();
         let body = json!({"prompt": "x", "max_tokens": 50, "stream": stream});
         let task = tokio::spawn(async move { client.open("/v1/completions", &body).await });
-        let begun = async || !rig.seen.lock().unwrap().requests.is_empty();
+        let begun = async || (!rig.seen.lock().unwrap().requests.is_empty()).then_some(());
         until("the request is with the engine", begun).await;
         tokio::time::sleep(Duration::from_millis(100)).await;
         task.abort();
@@ -345,7 +345,8 @@ async fn counted(rig: &Rig, status: &str) -> f64 {
 
 /// Waits until only the scrape itself is being answered.
 async fn idle(rig: &Rig) {
-    let is_idle = async || sum(rig, "tutti_http_requests_in_flight", &[]).await <= 1.0;
+    let is_idle =
+        async || (sum(rig, "tutti_http_requests_in_flight", &[]).await <= 1.0).then_some(());
     until("no other request is being answered", is_idle).await;
 }
 

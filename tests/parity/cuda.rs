@@ -22,6 +22,7 @@ use worker::engine::Engine;
 use worker::rank::{NoSteps, StepSource};
 
 use crate::checkpoint::Folder;
+use crate::goldens::follow;
 use crate::masks;
 use crate::rig::{On, Rig, engine_of, fake_cuda_backend, fake_cuda_with};
 
@@ -33,35 +34,9 @@ pub(crate) fn check(on: On, model: &Path, degree: u32, prompts: usize, output: u
     let (mut worst, mut compared) = (0.0f64, 0);
     for golden in goldens(model).iter().take(prompts) {
         let at = format!("{} at tp {degree}", golden.name);
-        let sampling = SamplingParams {
-            logprobs: Some(0),
-            prompt_logprobs: Some(0),
-            ..SamplingParams::greedy()
-        };
-        let prompt = &golden.prompt_ids;
-        let mut seq = rig.sequence(prompt, prompt.len(), sampling);
-        rig.run(&mut seq, output.min(golden.greedy_ids.len()), u32::MAX);
-        assert_eq!(seq.prompt_logprobs.len() + 1, prompt.len(), "{at}");
-        for (i, (token, logprob)) in seq.prompt_logprobs.iter().enumerate() {
-            assert_eq!(*token, prompt[i + 1], "{at}");
-            let expected = golden.prompt_logprobs[i + 1].unwrap();
-            let error = (f64::from(*logprob) - expected).abs();
-            assert!(error < TOLERANCE, "{at}: prompt token {i}: {logprob} for {expected}");
-            worst = worst.max(error);
-        }
-        for (i, token) in seq.output().iter().enumerate() {
-            if *token != golden.greedy_ids[i] {
-                let gap = golden.greedy_top1_top2_gap[i];
-                assert!(gap < TOLERANCE, "{at}: token {i} differs, with a gap of {gap}");
-                break;
-            }
-            let expected = golden.greedy_logprobs[i];
-            let error = (f64::from(seq.logprobs[i]) - expected).abs();
-            assert!(error < TOLERANCE, "{at}: token {i}: {} for {expected}", seq.logprobs[i]);
-            worst = worst.max(error);
-            compared += 1;
-        }
-        rig.forget(&[&seq]);
+        let found = follow(&mut rig, golden, output, TOLERANCE, &at);
+        worst = worst.max(found.worst);
+        compared += found.compared as usize;
     }
     println!("{} tp {degree}: {compared} tokens, worst error {worst:.1e}", model.display());
     assert!(compared >= prompts * 4, "{compared} tokens compared");

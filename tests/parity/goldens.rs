@@ -3,7 +3,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use shared::sampling::SamplingParams;
-use testkit::models::{demo, goldens, variant};
+use testkit::models::{Golden, demo, goldens, variant};
 
 use crate::checkpoint::Folder;
 use crate::rig::{On, Rig};
@@ -26,6 +26,60 @@ fn check(model: &Path) {
     check_on(On::CpuBf16, model, &[1, 2], BF16_TOLERANCE);
 }
 
+/// How a prompt's log-probabilities and greedy tokens compare with the golden ones.
+#[derive(Default)]
+pub(crate) struct Followed {
+    /// Largest error of a log-probability.
+    pub(crate) worst: f64,
+    /// Sum of the errors of the greedy tokens' log-probabilities.
+    pub(crate) total: f64,
+    /// Greedy tokens that are the golden ones, up to the first that is not.
+    pub(crate) compared: u32,
+    /// Which is that, if there is one.
+    pub(crate) differs: Option<String>,
+}
+
+/// Computes a prompt and up to `output` greedy tokens. `tolerance` bounds the error of
+/// log-probabilities, and the gap between the best two tokens where a greedy token differs.
+pub(crate) fn follow(
+    rig: &mut Rig,
+    golden: &Golden,
+    output: usize,
+    tolerance: f64,
+    at: &str,
+) -> Followed {
+    let mut found = Followed::default();
+    let sampling =
+        SamplingParams { logprobs: Some(0), prompt_logprobs: Some(0), ..SamplingParams::greedy() };
+    let prompt = &golden.prompt_ids;
+    let mut seq = rig.sequence(prompt, prompt.len(), sampling);
+    rig.run(&mut seq, output.min(golden.greedy_ids.len()), u32::MAX);
+    assert_eq!(seq.prompt_logprobs.len() + 1, prompt.len(), "{at}");
+    for (i, (token, logprob)) in seq.prompt_logprobs.iter().enumerate() {
+        assert_eq!(*token, prompt[i + 1], "{at}");
+        let expected = golden.prompt_logprobs[i + 1].unwrap();
+        let error = (f64::from(*logprob) - expected).abs();
+        assert!(error < tolerance, "{at}: prompt token {i}: {logprob} for {expected}");
+        found.worst = found.worst.max(error);
+    }
+    for (i, expected) in golden.greedy_ids.iter().take(output).enumerate() {
+        if seq.output()[i] != *expected {
+            let gap = golden.greedy_top1_top2_gap[i];
+            assert!(gap < tolerance, "{at}: token {i} differs, with a gap of {gap}");
+            found.differs = Some(format!("{} at {i}, gap {gap:.1e}", golden.name));
+            break;
+        }
+        let (logprob, expected) = (f64::from(seq.logprobs[i]), golden.greedy_logprobs[i]);
+        let error = (logprob - expected).abs();
+        assert!(error < tolerance, "{at}: token {i}: {logprob} for {expected}");
+        found.worst = found.worst.max(error);
+        found.total += error;
+        found.compared += 1;
+    }
+    rig.forget(&[&seq]);
+    found
+}
+
 /// `tolerance` bounds the error of log-probabilities, and the gap between the best two tokens where
 /// a greedy token differs.
 fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
@@ -37,37 +91,11 @@ fn check_on(backend: On, model: &Path, degrees: &[u32], tolerance: f64) {
         let mut compared = 0u32;
         for golden in &goldens {
             let at = format!("{} at tp {degree}", golden.name);
-            let sampling = SamplingParams {
-                logprobs: Some(0),
-                prompt_logprobs: Some(0),
-                ..SamplingParams::greedy()
-            };
-            let prompt = &golden.prompt_ids;
-            let mut seq = rig.sequence(prompt, prompt.len(), sampling);
-            rig.run(&mut seq, golden.greedy_ids.len(), u32::MAX);
-            assert_eq!(seq.prompt_logprobs.len() + 1, prompt.len(), "{at}");
-            for (i, (token, logprob)) in seq.prompt_logprobs.iter().enumerate() {
-                assert_eq!(*token, prompt[i + 1], "{at}");
-                let expected = golden.prompt_logprobs[i + 1].unwrap();
-                let error = (f64::from(*logprob) - expected).abs();
-                assert!(error < tolerance, "{at}: prompt token {i}: {logprob} for {expected}");
-                worst = worst.max(error);
-            }
-            for (i, expected) in golden.greedy_ids.iter().enumerate() {
-                if seq.output()[i] != *expected {
-                    let gap = golden.greedy_top1_top2_gap[i];
-                    assert!(gap < tolerance, "{at}: token {i} differs, with a gap of {gap}");
-                    differ.push(format!("{} at {i}, gap {gap:.1e}", golden.name));
-                    break;
-                }
-                let (logprob, expected) = (f64::from(seq.logprobs[i]), golden.greedy_logprobs[i]);
-                let error = (logprob - expected).abs();
-                assert!(error < tolerance, "{at}: token {i}: {logprob} for {expected}");
-                worst = worst.max(error);
-                total += error;
-                compared += 1;
-            }
-            rig.forget(&[&seq]);
+            let found = follow(&mut rig, golden, usize::MAX, tolerance, &at);
+            worst = worst.max(found.worst);
+            total += found.total;
+            compared += found.compared;
+            differ.extend(found.differs);
         }
         println!(
             "{} on {backend:?} tp {degree}: {compared} tokens, worst error {worst:.1e}, mean {:.1e}; \

@@ -157,22 +157,7 @@ fn drafts_survive_preemption_swapping_loss_and_a_move_of_their_sequence() {
         for seed in 0..4 {
             rig.submit(ClientRequest { seed: seed * 3 + 1, ..request(60) }).unwrap();
         }
-        for at in 0..400 {
-            rig.worker.as_mut().unwrap().skill = skill;
-            let (planned, delivered) = (rig.plan(), at % 3 != 2 && rig.deliver());
-            if at % 41 == 40 {
-                rig.lost();
-                rig.ready(9);
-            }
-            if at % 67 == 66 {
-                rig.move_on();
-                rig.ready(9);
-            }
-            if !planned && !delivered && rig.scheduler.gauges().in_flight == 0 {
-                break;
-            }
-        }
-        rig.drain();
+        rig.disturbed(9, |rig| rig.worker.as_mut().unwrap().skill = skill);
         assert!(rig.preemptions > 0 && rig.drafted.1 > 20, "{:?}", rig.drafted);
     }
 }

@@ -512,6 +512,27 @@ impl Rig {
         }
     }
 
+    /// Runs to the end, with answers that come late, ranks that are lost and moves to another
+    /// replica, each of which has `num_blocks`; `before` each step something may be set.
+    pub(crate) fn disturbed(&mut self, num_blocks: u32, mut before: impl FnMut(&mut Self)) {
+        for at in 0..400 {
+            before(self);
+            let (planned, delivered) = (self.plan(), at % 3 != 2 && self.deliver());
+            if at % 41 == 40 {
+                self.lost();
+                self.ready(num_blocks);
+            }
+            if at % 67 == 66 {
+                self.move_on();
+                self.ready(num_blocks);
+            }
+            if !planned && !delivered && self.scheduler.gauges().in_flight == 0 {
+                break;
+            }
+        }
+        self.drain();
+    }
+
     /// Runs until nothing is left to do; everything must finish within a bound of steps.
     pub(crate) fn drain(&mut self) {
         for _ in 0..20_000 {

@@ -6,13 +6,16 @@ use std::time::{Duration, Instant};
 pub const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Waits until `is_so` is true; `what` says what that means.
+/// Waits until `wanted` returns a value; `what` says what that means.
 ///
 /// # Panics
-/// When it is not within [`PATIENCE`].
-pub async fn until(what: &str, mut is_so: impl AsyncFnMut() -> bool) {
+/// When it does not within [`PATIENCE`].
+pub async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
     let began = Instant::now();
-    while !is_so().await {
+    loop {
+        if let Some(found) = wanted().await {
+            return found;
+        }
         assert!(began.elapsed() < PATIENCE, "waited {PATIENCE:?} in vain: {what}");
         tokio::time::sleep(POLL).await;
     }

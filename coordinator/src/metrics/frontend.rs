@@ -145,11 +145,6 @@ impl FrontendStats {
         }
     }
 
-    /// Records with the cells, for what else the process measures.
-    pub fn with_local<R>(&self, record: impl FnOnce(&mut LocalStats) -> R) -> R {
-        record(&mut self.cells().stats)
-    }
-
     /// All totals at one moment, with a number that grows from call to call.
     #[must_use]
     pub fn report(&self) -> (u64, PartialSnapshot) {

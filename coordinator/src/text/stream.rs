@@ -79,12 +79,6 @@ impl TextStream {
         self.decoder.has_text_before()
     }
 
-    /// Number of tokens taken.
-    #[must_use]
-    pub fn num_tokens(&self) -> u32 {
-        self.num_tokens
-    }
-
     /// The stop string that ended the text, if one did.
     #[must_use]
     pub fn stop_string(&self) -> Option<&str> {

@@ -3,8 +3,8 @@ use std::ops::Range;
 
 use super::pack::Format;
 use super::{CpuBackend, CpuBuffer, CpuKvCache, CpuMatrix, CpuRoutes, CpuStack, CpuVector, kv};
-use crate::backend::{Buffer as _, Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::{self, ensure};
+use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
+use crate::check;
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -81,13 +81,7 @@ impl Tensors for CpuBackend {
         rows: &[Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
-        let (len, width) = (buffer.rows(), buffer.width());
-        out.clear();
-        for rows in rows {
-            ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
-            out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
-        }
-        Ok(())
+        check::read_rows(buffer, buffer.values(), rows, out)
     }
 }
 

@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::memory::AlignedVec;
 use crate::backend::HostMatrix;
-use crate::check::shape_error;
+use crate::check::{self, shape_error};
 use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::{Int4Groups, int4_groups};
@@ -293,13 +293,9 @@ impl CpuStack {
         matrices: &[HostMatrix<'_>],
     ) -> Result<Self, KernelError> {
         let op = "load_stack";
-        let (rows, cols) = matrices.first().map_or((0, 0), |matrix| (matrix.rows, matrix.cols));
+        let (rows, cols) = check::stack(matrices)?;
         for matrix in matrices {
             matrix.check(op, cols)?;
-            if matrix.rows != rows {
-                let message = format!("matrices have {rows} and {} rows", matrix.rows);
-                return Err(shape_error(op, message));
-            }
         }
         let shape = Shape { count: matrices.len(), rows, cols };
         shape.check(op)?;

@@ -12,7 +12,7 @@ use super::tensors::{
     CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element, Uploader, int4_shift, kv_block_bytes,
 };
 use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::{self, ensure};
+use crate::check;
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -153,11 +153,7 @@ impl CudaBackend {
         matrices: &[HostMatrix<'_>],
         load: Load,
     ) -> Result<CudaStack, KernelError> {
-        let rows = matrices.first().map_or(0, |matrix| matrix.rows);
-        for matrix in matrices {
-            let found = matrix.rows;
-            ensure!("load_stack", found == rows, "matrices have {rows} and {found} rows");
-        }
+        check::stack(matrices)?;
         Ok(CudaStack { all: self.load_with(matrices, load)?, count: matrices.len() })
     }
 }

@@ -160,8 +160,9 @@ impl Matmul {
                 return Ok(true);
             }
         }
-        // The library may refuse to choose while the stream captures (13.3 does, with an internal
-        // error). What is captured has run before, so only shapes beyond `PLANS_MAX` come here.
+        // The library may refuse to choose while the stream captures (with an internal error, as
+        // reported of 13.3). What is captured has run before, so only shapes beyond `PLANS_MAX`
+        // come here.
         if stream.captures() {
             return Ok(false);
         }

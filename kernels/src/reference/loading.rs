@@ -4,8 +4,8 @@ use std::ops::Range;
 use super::{
     ReferenceBackend, ReferenceBuffer, ReferenceKvCache, ReferenceMatrix, ReferenceRoutes,
 };
-use crate::backend::{Buffer as _, Choices, HostMatrix, Inspect, KvShape, Tensors};
-use crate::check::{self, ensure};
+use crate::backend::{Choices, HostMatrix, Inspect, KvShape, Tensors};
+use crate::check;
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
@@ -81,13 +81,7 @@ impl Tensors for ReferenceBackend {
         rows: &[Range<usize>],
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
-        let (len, width) = (buffer.rows(), buffer.width());
-        out.clear();
-        for rows in rows {
-            ensure!("read_rows", rows.end <= len, "rows {rows:?} are read, {len} are in use");
-            out.extend_from_slice(&buffer.values()[rows.start * width..rows.end * width]);
-        }
-        Ok(())
+        check::read_rows(buffer, buffer.values(), rows, out)
     }
 }
 
@@ -107,11 +101,7 @@ fn stack(
     matrices: &[HostMatrix<'_>],
     load: impl Fn(&[HostMatrix<'_>]) -> Result<ReferenceMatrix, KernelError>,
 ) -> Result<Vec<ReferenceMatrix>, KernelError> {
-    let shape = |matrix: &HostMatrix<'_>| (matrix.rows, matrix.cols);
-    let wanted = matrices.first().map_or((0, 0), shape);
-    for found in matrices.iter().map(shape) {
-        ensure!("load_stack", found == wanted, "matrices are {wanted:?} and {found:?}");
-    }
+    check::stack(matrices)?;
     matrices.iter().map(|matrix| load(std::slice::from_ref(matrix))).collect()
 }
 

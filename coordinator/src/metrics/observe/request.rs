@@ -118,12 +118,6 @@ impl RequestTrack {
     pub(super) fn preempted(&mut self) {
         self.preemptions += 1;
     }
-
-    /// Tokens accepted so far, over all choices.
-    #[must_use]
-    pub fn tokens(&self) -> u64 {
-        self.tokens
-    }
 }
 
 impl Observer {
