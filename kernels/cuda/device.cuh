@@ -179,6 +179,11 @@ __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
+// What several threads of a block may write at once, each the same.
+__device__ __forceinline__ void store_alike(float* at, float value) {
+    asm volatile("st.relaxed.cta.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
+}
+
 // What ranks tell each other, and the host: at system scope. A flag that is seen makes everything
 // visible that its writer, or threads that it met at a barrier before, had written or read.
 __device__ __forceinline__ void store_release(uint64_t* at, uint64_t value) {

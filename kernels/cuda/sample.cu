@@ -119,7 +119,8 @@ __device__ __forceinline__ void edit(const TuttiSampleParams& p, const TuttiIdVa
     for (uint32_t i = threadIdx.x; i < p.suppress_len; i += THREADS) {
         const uint32_t id = ids[p.suppress_start + i];
         if (id < vocab) {
-            edited[id] = -INFINITY;
+            // It may be listed twice.
+            store_alike(&edited[id], -INFINITY);
         }
     }
     // The highest bit says that a token was seen at all, the others how often it was generated.

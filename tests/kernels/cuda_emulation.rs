@@ -4,7 +4,8 @@
 //! do; no GPU is involved, and none has checked it. Every launch runs several times, with different
 //! orders of threads and blocks, with background copies early and late, and with buffers right
 //! before or right after memory that faults: the results must be the same bits. Shared memory and
-//! outputs are initially NaN. UBSan checks alignment.
+//! outputs are initially NaN. UBSan checks alignment. Another build notices two accesses to the
+//! same memory that nothing orders (`emulate/races.h`), in whatever order they came.
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{Read as _, Write as _};
@@ -14,6 +15,8 @@ use std::sync::OnceLock;
 
 /// Seeds of the orders in which every launch runs; see `Settings::seed` in `emulate/block.h`.
 const SEEDS: std::ops::Range<u32> = 0..4;
+/// The order in which races are looked for. One is enough: what counts is what orders accesses.
+const RACING_SEED: u32 = 2;
 
 /// One argument of a kernel.
 #[derive(Clone, Debug)]
@@ -102,7 +105,8 @@ impl Launch<'_> {
     /// Runs it in every order; returns the final contents of its buffers, in the order of the
     /// arguments.
     pub(crate) fn run(&self, args: &[Arg]) -> Vec<Vec<u8>> {
-        let running: Vec<Child> = SEEDS.map(|seed| self.start(args, seed)).collect();
+        let mut running: Vec<Child> = SEEDS.map(|seed| self.start(program(), args, seed)).collect();
+        running.push(self.start(racing(), args, RACING_SEED));
         let mut results = running.into_iter().map(|child| self.finish(child, args));
         let first = results.next().unwrap();
         for (seed, other) in results.enumerate() {
@@ -113,12 +117,16 @@ impl Launch<'_> {
 
     /// Runs it in one order; returns the emulation's error.
     pub(crate) fn failure(&self, args: &[Arg]) -> String {
-        let output = self.start(args, 0).wait_with_output().unwrap();
+        self.failure_of(program(), args)
+    }
+
+    fn failure_of(&self, program: &Path, args: &[Arg]) -> String {
+        let output = self.start(program, args, 0).wait_with_output().unwrap();
         assert!(!output.status.success(), "{} did not fail", self.kernel);
         String::from_utf8_lossy(&output.stderr).into_owned()
     }
 
-    fn start(&self, args: &[Arg], seed: u32) -> Child {
+    fn start(&self, program: &Path, args: &[Arg], seed: u32) -> Child {
         let mut request = Vec::new();
         let mut word = |x: u32| request.extend(x.to_le_bytes());
         word(self.kernel.len() as u32);
@@ -142,7 +150,7 @@ impl Launch<'_> {
                 Arg::Same(of, at) => put(4, &[&of.to_le_bytes(), &at.to_le_bytes()]),
             }
         }
-        let mut child = Command::new(program())
+        let mut child = Command::new(program)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -192,28 +200,47 @@ pub(crate) fn folder() -> PathBuf {
 pub(crate) fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
-        program_named("cuda-emulation", |program| {
-            let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-            let mut entries = String::new();
-            for name in declared() {
-                writeln!(entries, "ENTRY({name}),").unwrap();
-            }
-            std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
-            let sources = sources();
-            let units = sources.iter().filter(|path| {
-                // `ranks.cpp` is a separate program.
-                path.extension().is_some_and(|extension| extension == "cu" || extension == "cpp")
-                    && !path.ends_with("ranks.cpp")
-            });
-            link(&compile(units, scratch.path()), scratch.path(), program);
-        })
+        program_named("cuda-emulation", |program| build(program, SANITIZED, SANITIZED))
     })
+}
+
+/// The same, which looks for races: the compiler reports what kernels access.
+fn racing() -> &'static Path {
+    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAM.get_or_init(|| {
+        // Marks hold addresses of code in 32 bits.
+        let emulation = &["-DTUTTI_RACES", "-no-pie"];
+        let kernels = &["-DTUTTI_RACES", "-fsanitize=thread"];
+        program_named("cuda-races", |program| build(program, kernels, emulation))
+    })
+}
+
+/// Compiles kernels and the emulation with these flags each.
+fn build(program: &Path, kernel_flags: &[&str], emulation_flags: &[&str]) {
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let mut entries = String::new();
+    for name in declared() {
+        writeln!(entries, "ENTRY({name}),").unwrap();
+    }
+    std::fs::write(scratch.path().join("entries.inc"), entries).unwrap();
+    let sources = sources();
+    let of = |wanted: &'static str| {
+        sources.iter().filter(move |path| {
+            // `ranks.cpp` is a separate program.
+            path.extension().is_some_and(|extension| extension == wanted)
+                && !path.ends_with("ranks.cpp")
+        })
+    };
+    let mut objects = compile(of("cu"), kernel_flags, scratch.path());
+    objects.extend(compile(of("cpp"), emulation_flags, scratch.path()));
+    // Without what the kernels are compiled with: `races.cpp` is the library.
+    link(&objects, emulation_flags, scratch.path(), program);
 }
 
 /// A program that `build` creates, once per version of these sources.
 pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     let mut hasher = DefaultHasher::new();
-    FLAGS.hash(&mut hasher);
+    (FLAGS, SANITIZED).hash(&mut hasher);
     for path in sources() {
         (&path, std::fs::read(&path).unwrap()).hash(&mut hasher);
     }
@@ -238,9 +265,12 @@ const FLAGS: &[&str] = &[
     "-Wno-unused-function",
     "-fno-strict-aliasing",
     "-ffp-contract=off",
+    "-DTUTTI_EMULATE",
+];
+/// Besides, where races are not looked for.
+pub(crate) const SANITIZED: &[&str] = &[
     "-fsanitize=alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero",
     "-fno-sanitize-recover=all",
-    "-DTUTTI_EMULATE",
 ];
 
 fn sources() -> Vec<PathBuf> {
@@ -260,6 +290,7 @@ fn sources() -> Vec<PathBuf> {
 /// Compiles each unit to an object below `scratch`, which is also an include directory.
 pub(crate) fn compile<'a>(
     units: impl Iterator<Item = &'a PathBuf>,
+    flags: &[&str],
     scratch: &Path,
 ) -> Vec<PathBuf> {
     let mut objects = Vec::new();
@@ -268,6 +299,7 @@ pub(crate) fn compile<'a>(
             let object = scratch.join(unit.file_name().unwrap()).with_extension("o");
             let child = Command::new("c++")
                 .args(FLAGS)
+                .args(flags)
                 .args(["-I".as_ref(), scratch.as_os_str(), "-I".as_ref(), folder().as_os_str()])
                 .args(["-x", "c++", "-c"])
                 .arg(unit)
@@ -289,10 +321,16 @@ pub(crate) fn compile<'a>(
 }
 
 /// Atomically: another process may use the file.
-pub(crate) fn link(objects: &[PathBuf], scratch: &Path, program: &Path) {
+pub(crate) fn link(objects: &[PathBuf], flags: &[&str], scratch: &Path, program: &Path) {
     let linked = scratch.join("program");
-    let output =
-        Command::new("c++").args(FLAGS).args(objects).arg("-o").arg(&linked).output().unwrap();
+    let output = Command::new("c++")
+        .args(FLAGS)
+        .args(flags)
+        .args(objects)
+        .arg("-o")
+        .arg(&linked)
+        .output()
+        .unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::rename(linked, program).unwrap();
 }
@@ -334,5 +372,31 @@ fn the_emulation_notices_who_does_not_wait() {
     ] {
         let said = launch(kernel, [3, 1, 1], 64).failure(&word);
         assert!(said.contains(words), "{kernel}: {said}");
+    }
+}
+
+/// What orders accesses to the same memory, and what does not: whatever came out in the order in
+/// which the emulation happened to run them.
+#[test]
+fn the_emulation_notices_races() {
+    let words = [u32s(&[0; 64])];
+    let run = |kernel| read_u32(&launch(kernel, [3, 1, 1], 64).run(&words)[0]);
+    let on = |apart: u32| (0..64).map(|i| (i + apart) % 64).collect::<Vec<u32>>();
+    assert_eq!(run("threads_read_what_others_wrote_behind_a_barrier"), on(33));
+    let pairs: Vec<u32> = (0..64).map(|i| i ^ 1).collect();
+    assert_eq!(run("lanes_read_what_others_wrote_behind_a_warp_barrier"), pairs);
+    assert_eq!(run("threads_add_atomically")[0], 3 * 64 * 64);
+    assert_eq!(run("blocks_write_words_of_their_own")[40..50], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]);
+    for (kernel, words_of_it) in [
+        ("threads_read_what_others_wrote", "reads byte"),
+        ("threads_overwrite_what_others_read", "of shared memory of 256 bytes"),
+        ("lanes_read_what_others_wrote_behind_a_shuffle", "reads byte"),
+        ("warps_read_what_others_wrote_behind_a_warp_barrier", "reads byte"),
+        ("a_thread_reads_what_others_add_atomically", "reads byte"),
+        ("a_copy_arrives_while_others_read", "of shared memory of 16 bytes"),
+        ("blocks_write_what_others_read", "of global memory"),
+    ] {
+        let said = launch(kernel, [3, 1, 1], 64).failure_of(racing(), &words);
+        assert!(said.contains("a race: ") && said.contains(words_of_it), "{kernel}: {said}");
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
-use crate::cuda_emulation::{compile, folder, link, program_named};
+use crate::cuda_emulation::{SANITIZED, compile, folder, link, program_named};
 
 /// All sources except the exchange itself.
 fn other_units() -> [PathBuf; 3] {
@@ -22,7 +22,8 @@ fn program() -> &'static Path {
             let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
             let units = other_units().into_iter().chain([folder().join("all_reduce.cu")]);
             let units: Vec<PathBuf> = units.collect();
-            link(&compile(units.iter(), scratch.path()), scratch.path(), program);
+            let objects = compile(units.iter(), SANITIZED, scratch.path());
+            link(&objects, SANITIZED, scratch.path(), program);
         })
     })
 }
@@ -187,7 +188,7 @@ const CHANGES: &[Change] = &[
 fn every_part_of_the_protocol_that_is_taken_away_is_missed() {
     let source = std::fs::read_to_string(folder().join("all_reduce.cu")).unwrap();
     let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let others = compile(other_units().iter(), scratch.path());
+    let others = compile(other_units().iter(), SANITIZED, scratch.path());
     for (index, change) in CHANGES.iter().enumerate() {
         assert_eq!(source.matches(change.from).count(), 1, "{}: {}", change.what, change.from);
         let place = scratch.path().join(index.to_string());
@@ -195,9 +196,9 @@ fn every_part_of_the_protocol_that_is_taken_away_is_missed() {
         let changed = place.join("changed.cu");
         std::fs::write(&changed, source.replace(change.from, change.to)).unwrap();
         let mut objects = others.clone();
-        objects.extend(compile([&changed].into_iter(), &place));
+        objects.extend(compile([&changed].into_iter(), SANITIZED, &place));
         let program = place.join("ranks");
-        link(&objects, &place, &program);
+        link(&objects, SANITIZED, &place, &program);
         let output = run(&program, change.scenario, (0, 1000), 32);
         let said =
             [output.stdout, output.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());

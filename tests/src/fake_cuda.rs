@@ -111,7 +111,7 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
         .map_err(|error| error.to_string())?;
     let is_unit = |path: &&PathBuf| {
         let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
-        let program = ["main.cpp", "ranks.cpp"].contains(&name);
+        let program = ["main.cpp", "ranks.cpp", "rules.cu"].contains(&name);
         (name.ends_with(".cu") || name.ends_with(".cpp")) && !program
     };
     let units: Vec<&PathBuf> = sources.iter().filter(is_unit).collect();

@@ -16,6 +16,7 @@
 
 #include "../kernels.h"
 #include "device.h"
+#include "races.h"
 
 #if !defined(__x86_64__)
 #include <ucontext.h>
@@ -61,6 +62,8 @@ struct Warp {
     uint32_t mask = 0;
     const char* what = nullptr;
     void* operands[32] = {};
+    // __syncwarp, so far.
+    uint32_t barriers = 0;
 };
 
 struct SharedBlock {
@@ -70,6 +73,7 @@ struct SharedBlock {
 };
 
 void perform(const Copy& copy) {
+    touch(copy.to, 16, Access::write);
     if (copy.valid) {
         memcpy(copy.to, copy.from, 16);
     } else {
@@ -93,6 +97,7 @@ struct Block::State {
     // Of a barrier that counts votes: so far, and of the last one that was complete.
     bool votes = true;
     bool verdict = true;
+    uint32_t barriers = 0;
     bool copies_arrive_early = false;
     const std::function<void()>* entry = nullptr;
     dim3 grid, index;
@@ -242,6 +247,7 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     if (s.dynamic.memory == nullptr || s.dynamic.bytes != settings.shared_bytes) {
         release_guarded(s.dynamic.memory, s.dynamic.bytes);
         s.dynamic = {guarded(settings.shared_bytes, false), settings.shared_bytes, 0};
+        watch(s.dynamic.memory, settings.shared_bytes, true);
     }
     for (Fiber& fiber : s.fibers) {
         start(fiber);
@@ -251,6 +257,7 @@ void Block::begin(const Settings& settings, dim3 index, const std::function<void
     }
     s.waiting_at_barrier = s.finished = s.have_waited = 0;
     s.votes = s.verdict = true;
+    s.barriers = 0;
     s.is_free = false;
     s.copies_arrive_early = settings.seed % 2 == 1;
     s.entry = &kernel;
@@ -346,6 +353,7 @@ void* shared_array(const void* key, size_t bytes) {
     auto found = arrays.find(key);
     if (found == arrays.end()) {
         found = arrays.emplace(key, SharedBlock{guarded(bytes, false), bytes, 0}).first;
+        watch(found->second.memory, bytes, true);
     }
     return poisoned(found->second);
 }
@@ -360,6 +368,7 @@ bool barrier_and(bool vote) {
     block.votes = block.votes && vote;
     if (++block.waiting_at_barrier == block.fibers.size()) {
         block.waiting_at_barrier = 0;
+        block.barriers++;
         // Nobody overwrites it before all have read it: that takes all of them again.
         block.verdict = std::exchange(block.votes, true);
         for (Fiber& fiber : block.fibers) {
@@ -412,6 +421,20 @@ void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void*
     to_scheduler();
 }
 
+void count_warp_barrier() { running->warps[running->current->index / 32].barriers++; }
+
+#if defined(TUTTI_RACES)
+bool now(Moment* moment) {
+    if (running == nullptr || running->current == nullptr || running->finished == running->fibers.size()) {
+        return false;
+    }
+    const uint32_t thread = running->current->index;
+    *moment = {static_cast<uint32_t>(running->number), thread, running->barriers,
+               running->warps[thread / 32].barriers};
+    return true;
+}
+#endif
+
 void waited() {
     running->current->waited = true;
     if (may_write && !std::exchange(running->is_free, true)) {
@@ -429,6 +452,11 @@ void copy_async(void* to, const void* from, bool valid) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
         fail("a background copy that is not 16-byte aligned");
     }
+    if (valid) {
+        touch(from, 16, Access::read);
+    }
+    // From now on until it is waited for it may arrive.
+    touch(to, 16, Access::write);
     const Copy copy{to, from, valid, running->current->group};
     if (running->copies_arrive_early) {
         perform(copy);
@@ -463,6 +491,7 @@ void push(void* to, const void* from) {
         peer_memory->push(to, from);
         return;
     }
+    touch(to, 16, Access::write);
     memcpy(to, from, 16);
 }
 
@@ -475,6 +504,7 @@ void take(void* to, const void* from) {
         peer_memory->take(to, from);
         return;
     }
+    touch(from, 16, Access::read);
     memcpy(to, from, 16);
 }
 
@@ -608,7 +638,8 @@ uint32_t __ballot_sync(uint32_t mask, bool vote) {
 
 void __syncwarp() {
     int nothing = 0;
-    emulate::meet(0xffffffffu, "syncwarp", &nothing, [](void* const*) {});
+    emulate::meet(0xffffffffu, "syncwarp", &nothing,
+                  [](void* const*) { emulate::count_warp_barrier(); });
 }
 
 namespace tutti {
@@ -686,11 +717,13 @@ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 }
 
 void load_matrices(uint32_t (&r)[4], const void* row) {
+    emulate::touch(row, 16, emulate::Access::read);
     Matrices mine{r, row};
     emulate::meet(0xffffffffu, "ldmatrix", &mine, load<false>);
 }
 
 void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+    emulate::touch(row, 16, emulate::Access::read);
     Matrices mine{r, row};
     emulate::meet(0xffffffffu, "ldmatrix.trans", &mine, load<true>);
 }

@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "races.h"
+
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -49,6 +51,8 @@ bool barrier_and(bool vote);
 // those of all 32 lanes (null where not in the mask).
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes));
 [[noreturn]] void fail(const char* what);
+// A warp has passed a __syncwarp.
+void count_warp_barrier();
 
 // The thread has waited for the kernels before this one, as it must have before it reads what they write
 // or writes anything.
@@ -135,16 +139,19 @@ inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 // One thread runs at a time, and only meetings interrupt it: plain code is atomic.
 template <class T>
 inline T atomicAdd(T* at, T value) {
+    const emulate::Atomically both;
     const T old = *at;
     *at = old + value;
     return old;
 }
 inline uint32_t atomicOr(uint32_t* at, uint32_t value) {
+    const emulate::Atomically both;
     const uint32_t old = *at;
     *at = old | value;
     return old;
 }
 inline uint32_t atomicExch(uint32_t* at, uint32_t value) {
+    const emulate::Atomically both;
     const uint32_t old = *at;
     *at = value;
     return old;
@@ -263,6 +270,11 @@ inline void commit_copies() { emulate::commit_copies(); }
 template <int pending>
 inline void wait_copies() {
     emulate::wait_copies(pending);
+}
+
+inline void store_alike(float* at, float value) {
+    const emulate::Atomically whole;
+    *at = value;
 }
 
 inline float exp2_fast(float x) { return exp2f(x); }

@@ -19,6 +19,8 @@
 #include "../kernels.h"
 #include "block.h"
 #include "device.h"
+#include "races.h"
+#include "rules.h"
 
 namespace {
 
@@ -56,30 +58,7 @@ const std::vector<Kernel>& kernels() {
     return all;
 }
 
-// How kernels may wait for those before them, and how not: the emulation has to tell. Not listed.
-void one_block_waits(uint32_t*) {
-    if (blockIdx.x == 0) {
-        tutti::wait_for_predecessors();
-    }
-}
-void no_block_waits(uint32_t*) {}
-void half_of_a_block_waits(uint32_t*) {
-    if (threadIdx.x < blockDim.x / 2) {
-        tutti::wait_for_predecessors();
-    }
-}
-void a_block_writes_that_does_not_wait(uint32_t* word) {
-    if (blockIdx.x == 0) {
-        tutti::wait_for_predecessors();
-    } else {
-        *word = blockIdx.x;
-    }
-}
-void it_writes_before_it_waits(uint32_t* word) {
-    *word = 1;
-    tutti::wait_for_predecessors();
-}
-
+// What the emulation has to tell from what is right: see rules.cu. Not listed.
 const std::vector<Kernel>& rules() {
     static const std::vector<Kernel> all = {
         ENTRY(one_block_waits),
@@ -87,6 +66,17 @@ const std::vector<Kernel>& rules() {
         ENTRY(half_of_a_block_waits),
         ENTRY(a_block_writes_that_does_not_wait),
         ENTRY(it_writes_before_it_waits),
+        ENTRY(threads_read_what_others_wrote_behind_a_barrier),
+        ENTRY(threads_read_what_others_wrote),
+        ENTRY(threads_overwrite_what_others_read),
+        ENTRY(lanes_read_what_others_wrote_behind_a_warp_barrier),
+        ENTRY(lanes_read_what_others_wrote_behind_a_shuffle),
+        ENTRY(warps_read_what_others_wrote_behind_a_warp_barrier),
+        ENTRY(threads_add_atomically),
+        ENTRY(a_thread_reads_what_others_add_atomically),
+        ENTRY(a_copy_arrives_while_others_read),
+        ENTRY(blocks_write_what_others_read),
+        ENTRY(blocks_write_words_of_their_own),
     };
     return all;
 }
@@ -159,6 +149,7 @@ int main(int count, char** options) {
             Buffer buffer{static_cast<unsigned char*>(memory), bytes};
             memset(buffer.at, 0xff, (bytes + 15) / 16 * 16);
             read_exactly(buffer.at, bytes);
+            emulate::watch(buffer.at, bytes, false);
             buffer_of[i] = buffers.size();
             buffers.push_back(buffer);
             raw[i] = reinterpret_cast<uintptr_t>(buffer.at);
