@@ -15,7 +15,7 @@ const DRIVER: &[Known] = &[
         "CUDA_ERROR_STUB_LIBRARY",
         "libcuda.so is the toolkit's stub, not the driver: put the driver's library first in the loader's path",
     ),
-    (35, "CUDA_ERROR_INSUFFICIENT_DRIVER", "the driver is too old: update it"),
+    (36, "CUDA_ERROR_CALL_REQUIRES_NEWER_DRIVER", "the driver is too old: update it"),
     (
         46,
         "CUDA_ERROR_DEVICE_UNAVAILABLE",
@@ -25,18 +25,36 @@ const DRIVER: &[Known] = &[
     (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU of this number"),
     (200, "CUDA_ERROR_INVALID_IMAGE", "the embedded kernels cannot be read by this driver"),
     (201, "CUDA_ERROR_INVALID_CONTEXT", "the context is not current: a bug in this program"),
+    (205, "CUDA_ERROR_MAP_FAILED", "memory cannot be mapped into this process"),
     (
         209,
         "CUDA_ERROR_NO_BINARY_FOR_GPU",
         "the embedded kernels have no image for this GPU's architecture",
     ),
     (214, "CUDA_ERROR_ECC_UNCORRECTABLE", "the GPU's memory is faulty: look at nvidia-smi -q"),
+    (217, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED", "these GPUs cannot reach each other's memory"),
     (218, "CUDA_ERROR_INVALID_PTX", "the embedded kernels cannot be compiled for this GPU"),
+    (
+        220,
+        "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+        "a link between GPUs is faulty: look at nvidia-smi nvlink -e",
+    ),
+    (
+        221,
+        "CUDA_ERROR_JIT_COMPILER_NOT_FOUND",
+        "the driver does not find its PTX compiler (libnvidia-ptxjitcompiler.so.1)",
+    ),
     (
         222,
         "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
         "the embedded kernels are newer than the driver: update it",
     ),
+    (
+        226,
+        "CUDA_ERROR_CONTAINED",
+        "a fault of a GPU or a link was contained, at the cost of this process",
+    ),
+    (304, "CUDA_ERROR_OPERATING_SYSTEM", "a call of the operating system failed"),
     (
         400,
         "CUDA_ERROR_INVALID_HANDLE",
@@ -69,6 +87,7 @@ const DRIVER: &[Known] = &[
         "a cooperative kernel wants more blocks than the GPU runs at once",
     ),
     (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "a kernel ended without freeing its tensor memory"),
+    (800, "CUDA_ERROR_NOT_PERMITTED", "the driver does not allow it here"),
     (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver cannot do it"),
     (802, "CUDA_ERROR_SYSTEM_NOT_READY", "the driver's services (fabric manager) are not running"),
     (
@@ -76,13 +95,23 @@ const DRIVER: &[Known] = &[
         "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH",
         "the driver's library and its kernel module differ: restart the host or its container",
     ),
+    (
+        804,
+        "CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE",
+        "CUDA's compatibility library (cuda-compat) comes before the driver's in the loader's path, and this GPU does not take it",
+    ),
+    (
+        805,
+        "CUDA_ERROR_MPS_CONNECTION_FAILED",
+        "the MPS daemon does not answer: start it, or unset CUDA_MPS_PIPE_DIRECTORY",
+    ),
     (900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "an operation cannot be captured in a graph"),
     (901, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "capturing a graph failed"),
     (999, "CUDA_ERROR_UNKNOWN", "the driver gives no reason"),
 ];
 
 /// Of a status, whether trying again on the same device can help: it cannot for what is missing.
-const MISSING: &[u32] = &[34, 35, 46, 100, 101, 200, 209, 218, 222, 500, 802, 803];
+const MISSING: &[u32] = &[34, 36, 46, 100, 101, 200, 209, 218, 221, 222, 500, 802, 803, 804, 805];
 
 /// What can go wrong while a graph is captured.
 const CAPTURE: std::ops::RangeInclusive<u32> = 900..=908;
