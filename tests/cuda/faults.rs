@@ -1,7 +1,7 @@
 //! One clear line for each error of the driver while a model is loaded and run.
 use std::collections::HashMap;
 
-use crate::{fake, tutti, with_fake};
+use crate::{described, fake, tutti, with_fake};
 
 const BENCH: [&str; 9] = [
     "bench",
@@ -133,6 +133,11 @@ fn kernels_that_do_not_suit_the_gpu_are_named() {
     assert!(line.contains("newer than the driver"), "{line}");
     let line = fails(&[("FAKE_CUDA_FAIL", "cuModuleGetFunction:2=500")]);
     assert!(line.contains("tutti_add_rmsnorm") && line.contains("not among"), "{line}");
+    let line = fails(&[("FAKE_CUDA_FAIL", "cuFuncLoad:3=2")]);
+    assert!(
+        line.contains("cannot allocate") && line.contains("tutti_add_normed_rmsnorm"),
+        "{line}"
+    );
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("broken.fatbin"), "not a fatbin").unwrap();
     let libraries = fake().libraries.to_str().unwrap();
@@ -253,6 +258,22 @@ fn an_algorithm_that_fails_is_passed_over() {
         &[("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_FAIL", "cublasLtMatmul:3=719")],
     );
     assert!(code != 0 && stderr.contains("(719)"), "{code} {stderr}");
+}
+
+/// Why a kernel cannot be loaded is not hidden by modules that do not have it.
+#[test]
+fn a_kernel_that_cannot_be_loaded_is_not_looked_for_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["a.fatbin", "b.fatbin"] {
+        std::fs::write(folder.path().join(name), "fake fatbin").unwrap();
+    }
+    let libraries = fake().libraries.to_str().unwrap();
+    let mut args = BENCH.to_vec();
+    args.extend(["--cuda-lib-dir", libraries]);
+    args.extend(["--cuda-kernels", folder.path().to_str().unwrap(), "--batches", "1"]);
+    let (code, _, stderr) = described(&tutti(&args, &[("FAKE_CUDA_FAIL", "cuFuncLoad:1=209")]));
+    assert!(code != 0 && stderr.contains("tutti_embed"), "{code} {stderr}");
+    assert!(stderr.contains("no image for this GPU's architecture"), "{stderr}");
 }
 
 /// Without cuBLASLt prompts are computed by this project's own kernels.

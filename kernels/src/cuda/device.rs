@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use super::choice::Exchange;
 use super::context::{Context, Driver};
+use super::failure;
 use super::fatbin;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
@@ -15,6 +16,9 @@ use super::peer::tuning::Thresholds;
 use super::stream::Stream;
 use crate::backend::EXPERT_SLOTS;
 use crate::error::KernelError;
+
+/// `CUDA_ERROR_NOT_FOUND`
+const NOT_FOUND: u32 = 500;
 
 /// Which GPU, and with what.
 #[derive(Clone, Debug)]
@@ -192,16 +196,15 @@ fn load_modules(
     files.iter().map(load).collect()
 }
 
-/// Looks through all modules; the last one's error tells what is missing.
+/// Looks through all modules. One that has it and cannot load it is no reason to look further: what
+/// the others say would hide why.
 fn find(modules: &[Rc<Module>], entry: Entry) -> Result<Kernel, KernelError> {
-    let mut missing = None;
     for module in modules {
-        match module.kernel(entry.name(), entry.shared()) {
-            Ok(kernel) => return Ok(kernel),
-            Err(error) => missing = Some(error),
+        if let Some(kernel) = module.kernel(entry.name(), entry.shared())? {
+            return Ok(kernel);
         }
     }
-    Err(missing.unwrap_or_else(|| KernelError::Unsupported("no kernels are loaded".to_owned())))
+    Err(failure::driver(NOT_FOUND, entry.name(), 0))
 }
 
 /// Device memory that is reused from call to call and grows when a call needs more than any before.

@@ -137,15 +137,22 @@ impl Module {
     }
 
     /// A kernel by its name, allowed to use `shared` bytes of dynamic shared memory, or 48 KiB
-    /// where the GPU does not have so much.
+    /// where the GPU does not have so much; none where another module may have it.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] naming it, when it is not there.
-    pub fn kernel(self: &Rc<Self>, name: &'static str, shared: u32) -> Result<Kernel, KernelError> {
+    /// [`KernelError`] naming it, when it is there and cannot be loaded.
+    pub fn kernel(
+        self: &Rc<Self>,
+        name: &'static str,
+        shared: u32,
+    ) -> Result<Option<Kernel>, KernelError> {
         let wanted = CString::new(name).unwrap_or_default();
         let mut raw = std::ptr::null_mut();
         // SAFETY: the module is loaded; the name ends with a zero.
         let status = unsafe { sys::cuModuleGetFunction(&raw mut raw, self.raw, wanted.as_ptr()) };
+        if status == sys::cudaError_enum::CUDA_ERROR_NOT_FOUND {
+            return Ok(None);
+        }
         check(status, name)?;
         // Now, not when it is first launched: the driver may wait for all that runs before it loads
         // a kernel, also for one that waits for another rank, and does not load within a capture.
@@ -164,7 +171,7 @@ impl Module {
             };
             check(status, name)?;
         }
-        Ok(kernel)
+        Ok(Some(kernel))
     }
 }
 
