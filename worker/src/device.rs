@@ -217,6 +217,37 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
+    /// Captures the decode steps of every size.
+    fn capture(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
+        if !engine.backend().captures() {
+            return Ok(());
+        }
+        let began = Instant::now();
+        let sizes = engine.config();
+        let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
+        let patience = if is_new { self.warmup } else { Duration::ZERO };
+        let mut warmed = engine.warm(&rows, patience);
+        if let Err(KernelError::Again(reason)) = &warmed
+            && !engine.backend().samples_everywhere()
+        {
+            tracing::warn!(reason, "decode steps are captured again");
+            warmed = engine.warm(&rows, patience);
+        }
+        let Warmed { kinds, of } = match warmed {
+            // One rank goes on without graphs: the next step gives them up. Several form anew.
+            Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
+                tracing::warn!(reason, "decode steps are not captured");
+                return Ok(());
+            }
+            warmed => warmed?,
+        };
+        let (graphs, took) = (engine.backend().num_graphs(), began.elapsed());
+        if kinds > 0 {
+            tracing::info!(graphs, of, ?took, "decode steps captured");
+        }
+        Ok(())
+    }
+
     fn measure(&self, backend: &CudaBackend) -> Result<Measured, KernelError> {
         let (free, total) = backend.memory()?;
         Ok(Measured { total, free, utilization: self.memory_utilization })
@@ -321,31 +352,11 @@ impl Device for CudaDevice {
     }
 
     fn warm(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
-        if !engine.backend().captures() {
-            return Ok(());
-        }
-        let began = Instant::now();
-        let sizes = engine.config();
-        let rows = decode_buckets(sizes.max_num_seqs.min(sizes.max_num_batched_tokens));
-        let patience = if is_new { self.warmup } else { Duration::ZERO };
-        let mut warmed = engine.warm(&rows, patience);
-        if let Err(KernelError::Again(reason)) = &warmed
-            && !engine.backend().samples_everywhere()
+        self.capture(engine, is_new)?;
+        if self.options.graphs
+            && let Some(reason) = engine.backend().given_up()
         {
-            tracing::warn!(reason, "decode steps are captured again");
-            warmed = engine.warm(&rows, patience);
-        }
-        let Warmed { kinds, of } = match warmed {
-            // One rank goes on without graphs: the next step gives them up. Several form anew.
-            Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
-                tracing::warn!(reason, "decode steps are not captured");
-                return Ok(());
-            }
-            warmed => warmed?,
-        };
-        let (graphs, took) = (engine.backend().num_graphs(), began.elapsed());
-        if kinds > 0 {
-            tracing::info!(graphs, of, ?took, "decode steps captured");
+            tracing::warn!(reason, "decode steps are slower than they could be");
         }
         Ok(())
     }
