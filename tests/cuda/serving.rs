@@ -1,4 +1,6 @@
 //! A whole cluster on stand-ins for GPUs.
+use std::collections::BTreeSet;
+
 use serde_json::json;
 use testkit::local_cluster::LocalCluster;
 
@@ -83,6 +85,16 @@ async fn graphs_are_captured_before_the_first_request() {
             text.lines().filter(|line| line.starts_with("capture ")).count()
         };
         assert_eq!(captured(), captures, "{args:?}\n{}", cluster.log());
+        // Nor is a product planned later: what the library loads for it was there when memory was
+        // divided.
+        let planned = || {
+            let text = std::fs::read_to_string(log.path()).unwrap();
+            let rows =
+                text.lines().filter_map(|line| line.strip_prefix("plan ")?.split(' ').next());
+            rows.map(|rows| rows.parse().unwrap()).collect::<BTreeSet<u32>>()
+        };
+        let most = if captures > 0 { vec![40, 48, 56, 64] } else { vec![64] };
+        assert_eq!(planned().into_iter().collect::<Vec<_>>(), most, "{args:?}");
         let client = cluster.client().unwrap();
         let asks = [(1, 0.0, 12), (60, 0.7, 5), (130, 0.0, 20), (64, 0.0, 9), (33, 1.0, 14)].map(
             |(length, temperature, tokens)| {

@@ -217,6 +217,20 @@ pub struct CudaDevice {
 }
 
 impl CudaDevice {
+    /// Has all products planned that steps will make, while there is memory for what that loads.
+    fn plan(&self, engine: &mut Engine<CudaBackend>) -> Result<(), KernelError> {
+        let began = Instant::now();
+        let limit = self.warmup / 2;
+        let mut products = engine.backend().plan_products(limit)?;
+        if let Some(draft) = engine.draft_backend() {
+            products += draft.plan_products(limit.saturating_sub(began.elapsed()))?;
+        }
+        if products > 0 {
+            tracing::info!(products, took = ?began.elapsed(), "matrix products planned");
+        }
+        Ok(())
+    }
+
     /// Captures the decode steps of every size.
     fn capture(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {
         if !engine.backend().captures() {
@@ -347,8 +361,9 @@ impl Device for CudaDevice {
             }
             engine.backend().settle()
         });
+        let planned = profiled.and_then(|()| self.plan(engine));
         engine.backend().set_alone(false);
-        profiled
+        planned
     }
 
     fn warm(&self, engine: &mut Engine<CudaBackend>, is_new: bool) -> Result<(), KernelError> {

@@ -7,6 +7,7 @@
 //!
 //! - `descriptors`: the library's descriptions of a product
 //! - `measuring`: which algorithm is the quickest
+//! - `ahead`: plans made before they are needed
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -24,6 +25,7 @@ use super::memory::{DeviceMemory, DevicePtr};
 use super::stream::Stream;
 use crate::error::KernelError;
 
+mod ahead;
 mod descriptors;
 mod measuring;
 
@@ -185,9 +187,15 @@ impl Matmul {
         let mut chosen = None;
         for algorithm in quickest.into_iter().chain(named) {
             // SAFETY: this function's contract.
-            if unsafe { self.launch(stream, &shape, &algorithm, x, w, out) }? {
-                chosen = Some(algorithm);
-                break;
+            match unsafe { self.launch(stream, &shape, &algorithm, x, w, out) } {
+                Ok(false) => {}
+                Ok(true) => {
+                    chosen = Some(algorithm);
+                    break;
+                }
+                // One that runs for the first time is loaded, for which there may be no memory. Where
+                // the stream is well nothing has begun, and other kernels multiply as well.
+                Err(_) => stream.is_idle().map(drop)?,
             }
         }
         if is_kept && is_refit {

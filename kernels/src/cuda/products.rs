@@ -1,6 +1,9 @@
 //! Products with matrices: by this project's kernels for few rows, by cuBLASLt for more.
+use std::time::Duration;
+
 use super::backend::{CudaBackend, Which};
 use super::batch::live;
+use super::device::Device;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
@@ -181,6 +184,18 @@ impl ProductOps for CudaBackend {
 }
 
 impl CudaBackend {
+    /// Plans the products of all steps that are smaller than those so far, for at most `limit`, so
+    /// that what the library loads for them is there before memory is divided, and no request waits
+    /// for it. Returns how many were planned.
+    ///
+    /// # Errors
+    /// [`KernelError::Device`].
+    pub fn plan_products(&mut self, limit: Duration) -> Result<usize, KernelError> {
+        let above = u32::try_from(SKINNY_MAX).unwrap_or(u32::MAX);
+        let Device { matmul, stream, .. } = &mut self.device;
+        matmul.as_mut().map_or(Ok(0), |matmul| matmul.plan_ahead(stream, above, limit))
+    }
+
     /// Whether this project's own kernels compute a product of so many rows: each row's result is
     /// the same bits then, whatever the other rows are.
     pub(super) fn is_skinny(&self, rows: usize) -> bool {
