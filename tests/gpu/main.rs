@@ -265,6 +265,9 @@ const BROKEN: [&str; 13] = [
     "CUDA_ERROR_UNKNOWN",
 ];
 
+/// What begins the words of a line that is well because this machine cannot show otherwise.
+const UNCHECKED: &str = "not available here";
+
 /// Marks of a part's messages to its supervisor; anything else that it prints is passed on as it
 /// is.
 const STEP: &str = "@step ";

@@ -41,6 +41,7 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
         counts.push(table.lines().filter(|line| line.contains(" ok ")).count());
     }
     time_that_is_up_is_no_failure(options)?;
+    memory_that_is_not_shared_is_no_failure(options)?;
     a_context_is_left_where_it_is_broken(options)?;
     // All steps but the one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
@@ -64,6 +65,39 @@ fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String>
         let begun = said.lines().filter(|line| line.starts_with(STEP)).count();
         if output.status.code() != Some(exit) || begun != steps {
             return Err(format!("fault {code}: {begun} steps, {}:\n{said}", output.status));
+        }
+    }
+    Ok(())
+}
+
+/// Where processes cannot share a GPU's memory, what ranks do instead is checked; ranks that fail
+/// then, too, have failed.
+fn memory_that_is_not_shared_is_no_failure(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    let calls = [
+        ("cuIpcOpenMemHandle_v2:1=801", Some(3)),
+        ("cuIpcGetMemHandle:1=801", Some(3)),
+        // Not of sharing memory.
+        ("cuMemcpyDtoHAsync_v2:1=719", None),
+    ];
+    for (fault, unchecked) in calls {
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--require-gpu", "--only", "ranks-peers", "--gpu", "0"])
+            .args(["--step", "two processes on one GPU", "--step", "-KILL"])
+            .env("FAKE_CUDA_FAIL", fault)
+            .output()
+            .map_err(words)?;
+        let table = String::from_utf8_lossy(&output.stdout);
+        let told = table.lines().filter(|line| line.contains(" ok      not available here: "));
+        let told: Vec<&str> = told.collect();
+        let is_well = output.status.success() && table.contains("PASS: ");
+        let instead = told.iter().any(|line| line.contains("without that: "));
+        if is_well != unchecked.is_some()
+            || unchecked.is_some_and(|lines| lines != told.len())
+            || unchecked.is_some() != instead
+        {
+            return Err(format!("{fault} ends with {}:\n{table}", output.status));
         }
     }
     Ok(())

@@ -8,7 +8,7 @@ use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use crate::{AGAIN, Options, PARTS, ROW, STEP, head};
+use crate::{AGAIN, Options, PARTS, ROW, STEP, UNCHECKED, head};
 
 /// All parts, on a GPU, unless `--time-limit` says otherwise.
 const ALL: Duration = Duration::from_secs(540);
@@ -29,6 +29,8 @@ struct Report {
     file: Option<File>,
     rows: usize,
     faults: usize,
+    /// Lines about what this machine cannot do, which are no faults.
+    unchecked: usize,
     /// Parts, or the rest of them, that there was no time for.
     not_run: usize,
 }
@@ -41,7 +43,8 @@ impl Report {
             let opened = File::options().create(true).append(true).open(path);
             opened.map_err(|error| format!("--report {}: {error}", path.display()))
         };
-        Ok(Self { file: file.map(open).transpose()?, rows: 0, faults: 0, not_run: 0 })
+        let file = file.map(open).transpose()?;
+        Ok(Self { file, rows: 0, faults: 0, unchecked: 0, not_run: 0 })
     }
 
     fn line(&mut self, line: &str) {
@@ -56,6 +59,7 @@ impl Report {
     fn row(&mut self, state: &str, what: &str, words: &str) {
         self.rows += 1;
         self.faults += usize::from(state != "ok");
+        self.unchecked += usize::from(state == "ok" && words.starts_with(UNCHECKED));
         self.line(&format!("{what:<48} {state:<7} {words}"));
     }
 
@@ -282,7 +286,12 @@ fn run_all(options: &Options, report: &mut Report) -> ExitCode {
         0 => String::new(),
         parts => format!(", {parts} parts not run to their end"),
     };
-    report.line(&format!("{verdict}: {rows} lines, {faults} failed{not_run}, {took:.0} s"));
+    let unchecked = match report.unchecked {
+        0 => String::new(),
+        lines => format!(", {lines} {UNCHECKED}"),
+    };
+    let counts = format!("{rows} lines, {faults} failed{unchecked}{not_run}");
+    report.line(&format!("{verdict}: {counts}, {took:.0} s"));
     if verdict == "PASS" { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 

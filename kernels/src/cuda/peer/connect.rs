@@ -206,7 +206,12 @@ impl Made {
         let own = DeviceMemory::zeroed(context, stream, layout.bytes, what)?;
         let table = DeviceMemory::new(context, Table::BYTES, what)?;
         let words = Arc::new(Words::new(context)?);
-        let handle = handle_of(&own)?;
+        // Ranks of one process need none.
+        let is_elsewhere = |other: &Capability| other.process != capabilities[rank].process;
+        let handle = match capabilities.iter().any(is_elsewhere) {
+            true => handle_of(&own)?,
+            false => [0; HANDLE_BYTES],
+        };
         // Others may write as soon as they know of it.
         stream.synchronize()?;
         Ok(Self { own, handle, table, words })
