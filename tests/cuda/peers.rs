@@ -95,7 +95,7 @@ async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
         (
             "FAKE_CUDA_FAIL",
             "cuIpcOpenMemHandle_v2:1=217",
-            "open another rank's GPU memory: CUDA error 217",
+            "open another rank's GPU memory: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)",
         ),
         // The driver allows the access, but nothing that is written arrives.
         ("FAKE_CUDA_DEAF", "1", "timed out after"),

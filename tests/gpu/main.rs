@@ -249,9 +249,11 @@ struct Table {
 /// How errors name a GPU that is waited for in vain.
 const HANGS: &str = "it hangs";
 /// Names of the errors that leave a context unusable: every later call in it fails with the same.
-const BROKEN: [&str; 13] = [
+const BROKEN: [&str; 15] = [
     HANGS,
     "CUDA_ERROR_ECC_UNCORRECTABLE",
+    "CUDA_ERROR_NVLINK_UNCORRECTABLE",
+    "CUDA_ERROR_CONTAINED",
     "CUDA_ERROR_ILLEGAL_ADDRESS",
     "CUDA_ERROR_LAUNCH_TIMEOUT",
     "CUDA_ERROR_ASSERT",
