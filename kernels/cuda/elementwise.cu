@@ -449,3 +449,19 @@ extern "C" __global__ void __launch_bounds__(256)
         out[static_cast<uint64_t>(blockIdx.x) * 8 + threadIdx.x / 32] = all;
     }
 }
+
+extern "C" __global__ void __launch_bounds__(256)
+    tutti_late(const uint32_t* from, uint32_t* to, uint64_t words, uint64_t delay) {
+    release_successors();
+    wait_for_predecessors();
+    if (threadIdx.x == 0) {
+        const uint64_t began = nanoseconds();
+        while (nanoseconds() - began < delay) {
+        }
+    }
+    __syncthreads();
+    const uint64_t step = static_cast<uint64_t>(gridDim.x) * 256;
+    for (uint64_t at = static_cast<uint64_t>(blockIdx.x) * 256 + threadIdx.x; at < words; at += step) {
+        to[at] = from[at];
+    }
+}

@@ -235,6 +235,11 @@ __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint3
  * grid (ceil(n / 2048)), block 256. */
 __global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
 
+/* to[i] = from[i], i < words, not before `delay` nanoseconds have passed; the kernel behind it may begin
+ * at once. For tests: one that reads `to` before it has waited finds what was there before.
+ * grid any, block 256. */
+__global__ void tutti_late(const uint32_t* from, uint32_t* to, uint64_t words, uint64_t delay);
+
 /* ---- all_reduce.cu --------------------------------------------------------------------------
  * Exchange between GPUs that see each other's memory. Every rank launches the same entries with the
  * same sizes and grids in the same order, each on one stream; grids up to `peers->blocks`, all of

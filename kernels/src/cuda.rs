@@ -16,7 +16,8 @@
 //! - the operations: `loading`, `rows`, `attention`, `products` (of many rows: `matmul`),
 //!   `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`; `edits`: PURE:
 //!   rows whose logits are edited
-//! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU
+//! - [`measure`], [`compare`]: how fast, and how right, for checks on a GPU; `late`: inputs that
+//!   arrive late
 #![allow(unsafe_code, reason = "calls of NVIDIA's libraries")]
 
 mod attention;
@@ -36,6 +37,7 @@ mod experts;
 mod failure;
 mod fatbin;
 mod group;
+mod late;
 pub mod launch;
 pub mod libraries;
 mod loading;

@@ -1,7 +1,8 @@
 //! Checks what only a GPU can show, and prints one table. `tests/gpu/run` runs it there. Besides
 //! this program and the model folders it needs nothing but a driver.
 //!
-//! - `operations`: every operation against the float32 reference, with poisoned outputs
+//! - `operations`: every operation against the float32 reference, with poisoned outputs, and once
+//!   more with inputs that arrive late
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
 //! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one rank that is

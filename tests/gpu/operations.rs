@@ -207,6 +207,14 @@ impl Checked<'_> {
     }
 }
 
+/// Runs a case with inputs that arrive late; those of the run before do as what must not be read.
+fn behind_slow_kernels<C: Case>(case: &C, cuda: &mut CudaBackend) -> Result<Vec<f32>, KernelError> {
+    cuda.set_late(true)?;
+    let got = case.run(cuda);
+    cuda.set_late(false)?;
+    got
+}
+
 fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table) {
     let mut reference = ReferenceBackend::new(single_rank());
     let words = |error: KernelError| error.to_string();
@@ -218,6 +226,12 @@ fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table)
             Ok(format!("{} values, worst error {worst:.1e}", got.len()))
         };
         let first = checked.get().and_then(|cuda| case.run(cuda)).map_err(words).and_then(judge);
+        // Once more behind a slow kernel: what is read without waiting for it is not there yet.
+        let first = first.and_then(|figure| {
+            let late = checked.get().and_then(|cuda| behind_slow_kernels(case, cuda));
+            let late = late.map_err(words).and_then(judge);
+            late.map(|_| figure).map_err(|fault| format!("with inputs that arrive late: {fault}"))
+        });
         let Err(fault) = first else { return first };
         if fault.contains(HANGS) {
             // Whatever else is asked of this GPU waits behind that kernel.

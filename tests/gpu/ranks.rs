@@ -430,8 +430,8 @@ fn processes(
     first_of(children.into_iter().map(said).collect())
 }
 
-/// As [`processes`] with this project's own kernels. Where processes cannot share memory, that is no
-/// fault: what ranks do instead is checked then.
+/// As [`processes`] with this project's own kernels. Where processes cannot share memory, that is
+/// no fault: what ranks do instead is checked then.
 fn neighbours(options: &Options, gpus: [u32; 2], task: &[&OsStr]) -> Result<String, String> {
     match processes(options, Exchange::Peers, gpus, task) {
         Err(fault) if is_unshared(&fault) => {

@@ -42,6 +42,7 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     }
     time_that_is_up_is_no_failure(options)?;
     memory_that_is_not_shared_is_no_failure(options)?;
+    a_kernel_that_does_not_wait_is_told(options)?;
     a_context_is_left_where_it_is_broken(options)?;
     // All steps but the one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
@@ -65,6 +66,27 @@ fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String>
         let begun = said.lines().filter(|line| line.starts_with(STEP)).count();
         if output.status.code() != Some(exit) || begun != steps {
             return Err(format!("fault {code}: {begun} steps, {}:\n{said}", output.status));
+        }
+    }
+    Ok(())
+}
+
+/// A kernel that begins early and reads its inputs before they are there fails, and passes where
+/// kernels do not begin early.
+fn a_kernel_that_does_not_wait_is_told(options: &Options) -> Result<(), String> {
+    let words = |error: std::io::Error| error.to_string();
+    for (overlap, exit, told) in
+        [("--quick", 1, "with inputs that arrive late: "), ("--no-overlap", 0, "@row ok")]
+    {
+        let output = Command::new(std::env::current_exe().map_err(words)?)
+            .args(options.common())
+            .args(["--part", "operations", "--gpu", "0", "--step", "add_rmsnorm 3 x 64", overlap])
+            .env("FAKE_CUDA_HASTY", "1")
+            .output()
+            .map_err(words)?;
+        let said = String::from_utf8_lossy(&output.stdout);
+        if output.status.code() != Some(exit) || !said.contains(told) {
+            return Err(format!("{overlap}: {}:\n{said}", output.status));
         }
     }
     Ok(())

@@ -333,6 +333,20 @@ fn every_word_is_read_once() {
 }
 
 #[test]
+fn what_arrives_late_arrives_whole() {
+    for (words, blocks) in [(1, 1), (256, 2), (1000, 3), (1024, 2)] {
+        let from: Vec<u32> = (0..words).map(|word| word * 7 + 1).collect();
+        let to = u32s(&vec![u32::MAX; from.len()]);
+        let args = [u32s(&from), to, Arg::U64(u64::from(words)), Arg::U64(20_000)];
+        let began = std::time::Instant::now();
+        let results = launch("tutti_late", [blocks, 1, 1], 256).run(&args);
+        assert_eq!(read_u32(&results[1]), from);
+        // Each block waits, one behind the other here.
+        assert!(began.elapsed().as_nanos() >= 20_000 * blocks as u128);
+    }
+}
+
+#[test]
 fn blocks_are_copied_out_and_in() {
     let mut random = Random(9);
     let (planes, blocks, elements) = (3, 5, 2056);

@@ -273,7 +273,14 @@ impl CudaBackend {
         values: &[f32],
     ) -> Result<(), KernelError> {
         buffer.of(Element::F32, "upload", "the buffer")?;
-        buffer.memory().upload(&self.device.stream, 0, values)
+        self.device.write(buffer.memory(), values)
+    }
+
+    /// Sets every byte of all scratch.
+    pub(super) fn poison_scratch(&mut self, byte: u8) -> Result<(), KernelError> {
+        let Self { wide, narrow, partials, index, gathered, widened, best, .. } = self;
+        let all = [wide, narrow, partials, index, gathered, widened, best];
+        all.into_iter().try_for_each(|scratch| scratch.fill(&self.device, byte))
     }
 
     /// Overwrites a buffer's rows, rounded to its type: for tests.
@@ -297,7 +304,7 @@ impl CudaBackend {
                         *to = half::bf16::from_f32(*from).to_bits();
                     }
                 }
-                buffer.memory().upload(&self.device.stream, 0, &words)
+                self.device.write(buffer.memory(), &words)
             }
         }
     }

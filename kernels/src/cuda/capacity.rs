@@ -1,8 +1,9 @@
 //! PURE: how a GPU's memory is divided, and what to say when a model does not fit.
 
-/// Kept free for what is there only after memory was divided: graphs (some 170 of about a megabyte),
-/// and code that is loaded when it first runs (of cuBLASLt what was not planned before, of NCCL each
-/// kind of sum), for which the driver takes memory in pieces of megabytes. An estimate.
+/// Kept free for what is there only after memory was divided: graphs (some 170 of about a
+/// megabyte), and code that is loaded when it first runs (of cuBLASLt what was not planned before,
+/// of NCCL each kind of sum), for which the driver takes memory in pieces of megabytes. An
+/// estimate.
 const RESERVE: u64 = 384 << 20;
 
 /// A GPU's memory when weights and activations are in it and the largest step has run once.

@@ -8,6 +8,7 @@ use super::choice::Exchange;
 use super::context::{Context, Driver};
 use super::failure;
 use super::fatbin;
+use super::late::Late;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
@@ -84,6 +85,7 @@ pub fn has_kernels() -> bool {
 pub(super) struct Device {
     kernels: Vec<Kernel>,
     pub(super) matmul: Result<Matmul, KernelError>,
+    pub(super) late: Late,
     pub(super) stream: Stream,
     pub(super) context: Rc<Context>,
 }
@@ -104,7 +106,7 @@ impl Device {
         let stream = Stream::new(&context, options.patience)?;
         // Products of few rows do without, and those of many are slow but right.
         let matmul = Matmul::new(&context, &options.folders);
-        let device = Self { kernels, matmul, stream, context };
+        let device = Self { kernels, matmul, late: Late::default(), stream, context };
         if options.carveout.is_some() {
             device.set_carveout(options.carveout)?;
         }
@@ -138,7 +140,17 @@ impl Device {
     /// # Safety
     /// Every pointer among the arguments leads to as much memory as `kernels.h` says, alive until
     /// the stream has come so far.
-    pub(super) unsafe fn launch(&self, mut call: Call) -> Result<(), KernelError> {
+    pub(super) unsafe fn launch(&self, call: Call) -> Result<(), KernelError> {
+        self.deliver()?;
+        // SAFETY: this function's contract.
+        unsafe { self.launch_now(call) }
+    }
+
+    /// As [`Device::launch`], before what is to arrive late.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn launch_now(&self, mut call: Call) -> Result<(), KernelError> {
         let kernel = self.kernels.get(call.entry.0).ok_or_else(|| KernelError::Shape {
             op: "launch",
             message: format!("there is no kernel {}", call.entry.0),
@@ -159,6 +171,7 @@ impl Device {
         w: DevicePtr,
         out: DevicePtr,
     ) -> Result<bool, KernelError> {
+        self.deliver()?;
         match &mut self.matmul {
             // SAFETY: this function's contract.
             Ok(matmul) => unsafe { matmul.run(&self.stream, product, x, w, out) },
@@ -239,6 +252,11 @@ impl Scratch {
         let ptr = memory.ptr();
         self.memory = Some(memory);
         Ok((ptr, true))
+    }
+
+    /// Sets every byte of it, if there is any.
+    pub(super) fn fill(&self, device: &Device, byte: u8) -> Result<(), KernelError> {
+        self.memory.as_ref().map_or(Ok(()), |memory| memory.fill(&device.stream, byte))
     }
 
     /// Copies `words` to its beginning, which [`Scratch::get`] made large enough.

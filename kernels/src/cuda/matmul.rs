@@ -193,8 +193,8 @@ impl Matmul {
                     chosen = Some(algorithm);
                     break;
                 }
-                // One that runs for the first time is loaded, for which there may be no memory. Where
-                // the stream is well nothing has begun, and other kernels multiply as well.
+                // One that runs for the first time is loaded, for which there may be no memory.
+                // Where the stream is well nothing has begun, and other kernels multiply as well.
                 Err(_) => stream.is_idle().map(drop)?,
             }
         }

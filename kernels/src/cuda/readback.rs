@@ -53,6 +53,7 @@ impl CudaBackend {
         }
         out.clear();
         self.step.close(&self.device.stream)?;
+        self.device.deliver()?;
         let (width, element) = (buffer.width(), buffer.element());
         let row_bytes = buffer.at().stride * element.bytes();
         // Rows of bf16 are padded to 16 bytes.

@@ -32,6 +32,7 @@ entries! {
     GATHER_ROWS: "tutti_gather_rows",
     COPY_COLUMNS: "tutti_copy_columns",
     READ: "tutti_read",
+    LATE: "tutti_late",
     QKV_FINISH: "tutti_qkv_finish",
     PREFILL: "tutti_prefill_attention_16",
     PREFILL_32: "tutti_prefill_attention_32",

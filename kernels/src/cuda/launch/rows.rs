@@ -1,4 +1,6 @@
 //! PURE: rows of activations, and blocks of the cache.
+use std::time::Duration;
+
 use super::entries::*;
 use super::products::gelu;
 use super::{Call, Rows, call, wide, word, words};
@@ -189,4 +191,12 @@ pub const READ_RESULT: usize = 32;
 pub fn read(from: DevicePtr, to: DevicePtr, bytes: usize) -> Call {
     let args = word(Args::new().ptr(from).ptr(to), bytes / 16);
     call(READ, (bytes.div_ceil(READ_BLOCK), 1, 1), 256, args)
+}
+
+/// `tutti_late`: few blocks, so that those of the kernels behind it find room beside them.
+#[must_use]
+pub fn late(from: DevicePtr, to: DevicePtr, words: usize, delay: Duration) -> Call {
+    let delay = u64::try_from(delay.as_nanos()).unwrap_or(u64::MAX);
+    let args = Args::new().ptr(from).ptr(to).u64(words as u64).u64(delay);
+    call(LATE, (16, 1, 1), 256, args)
 }

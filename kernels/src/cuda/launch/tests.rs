@@ -1,5 +1,6 @@
 //! The host's idea of every kernel against `kernels/cuda/kernels.h` itself.
 use std::collections::HashMap;
+use std::time::Duration;
 
 use super::*;
 use crate::backend::{Activation, AttentionShape, ExpertActivation, Routing};
@@ -135,6 +136,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
         gather_rows(rows, ptr, rows, width, number, ptr),
         copy_columns(rows, rows, 3, width, number, ptr),
         read(ptr, ptr, number * width),
+        late(ptr, ptr, number * width, Duration::from_micros(1)),
         qkv_finish(&qkv, &shape(64, heads, kv_heads), number, ptr),
         attention_any(&io, &shape(80, heads, kv_heads), ptr, number, ptr),
         sample(&sampling, vocab, seqs, None),

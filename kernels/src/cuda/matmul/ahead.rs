@@ -13,7 +13,8 @@ use crate::error::KernelError;
 /// Both bytes of a small bf16: what is measured are numbers.
 const FILLED: u8 = 0x3c;
 
-/// The numbers of rows that plans are made for, the largest first, from those above `above` to `most`.
+/// The numbers of rows that plans are made for, the largest first, from those above `above` to
+/// `most`.
 fn buckets(above: u32, most: u32) -> Vec<u32> {
     let mut found = Vec::new();
     let mut rows = above + 1;
@@ -26,9 +27,9 @@ fn buckets(above: u32, most: u32) -> Vec<u32> {
 }
 
 impl Matmul {
-    /// Makes the plans that are missing, of more rows than `above`, for at most `limit`: returns how
-    /// many. None where there is no memory for operands: what is missing is then made when it is
-    /// needed.
+    /// Makes the plans that are missing, of more rows than `above`, for at most `limit`: returns
+    /// how many. None where there is no memory for operands: what is missing is then made when it
+    /// is needed.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -84,7 +85,7 @@ impl Matmul {
                 }
                 let product = Product { rows, ..product };
                 if !self.plans.contains_key(&product.key([at(x), at(w), at(out)])) {
-                    // SAFETY: each operand has room for the largest of all products, and for the shift.
+                    // SAFETY: each operand has room for the largest of all products and the shift.
                     unsafe { self.run(stream, &product, at(x), at(w), at(out)) }?;
                     stream.synchronize()?;
                 }
