@@ -102,9 +102,9 @@ impl<T> Published<T> {
         true
     }
 
-    /// Whether a page has totals to show. Before anything was acknowledged it has none: of what etcd
-    /// has nobody here knows, and what is counted here is a part of it. Nor when the process has
-    /// stood still: another may lead and have counted on.
+    /// Whether a page has totals to show. Before anything was acknowledged it has none: of what
+    /// etcd has nobody here knows, and what is counted here is a part of it. Nor when the process
+    /// has stood still: another may lead and have counted on.
     #[must_use]
     pub fn has_totals(&self) -> bool {
         self.acknowledged.is_some() && self.doubted.is_none()
