@@ -119,9 +119,9 @@ def whole(fleet):
     status = fleet.status(leader)
     if status is None:
         return "no status"
-    serving = [r for r in status["replicas"] if r.get("state") == "serving"]
-    if len(serving) != 2 or any(len(r.get("ranks", r.get("workers", []))) != 2 for r in serving):
-        return f"replicas: {[(r.get('state'), r.get('ranks', r.get('workers'))) for r in status['replicas']]}"
+    replicas = [(replica["state"], replica["ranks"]) for replica in status["replicas"]]
+    if [(state, len(ranks)) for state, ranks in replicas] != [("serving", 2)] * 2:
+        return f"replicas: {replicas}"
     for front in fleet.of("frontend"):
         if not fleet.ready(front.name):
             return f"{front.name} is not ready: {fleet.get(front.name, '/ready')[1][:200]}"

@@ -71,7 +71,9 @@ class Process:
             code = self.child.poll()
             self.ends.append((time.time(), code))
             self.fleet.note("end", process=self.name, code=code)
-            if code not in EXPECTED:
+            # Without memory there is no other end.
+            starved = code == -signal.SIGABRT and resource.RLIMIT_AS in self.limits
+            if code not in EXPECTED and not starved:
                 self.fleet.violation("exit code", process=self.name, code=code)
             self.child = None
             threading.Timer(1.0, lambda: self.wanted and self.start()).start()

@@ -14,7 +14,7 @@ def sh(command, check=True):
 
 
 class Network:
-    """Packets are dropped where they arrive at a host or leave it, silently and in one direction."""
+    """Packets are dropped where they arrive at a host or leave it, without a word."""
 
     def __init__(self, tag, subnet, names):
         self.tag = tag
@@ -62,10 +62,9 @@ class Network:
 
     def lose(self, host, share):
         """Loses this share of what arrives at the host, and of what leaves it."""
-        for chain in ("INPUT", "OUTPUT"):
+        for chain in ("INPUT ! -i lo", "OUTPUT ! -o lo"):
             odds = f"-m statistic --mode random --probability {share}"
-            self.rule(host, f"{chain} ! -i lo {odds} -j DROP" if chain == "INPUT" else
-                      f"{chain} ! -o lo {odds} -j DROP")
+            self.rule(host, f"{chain} {odds} -j DROP")
 
     def cut(self, host, peers, directions=("in", "out")):
         """Nothing passes between the host and its peers any more, in these directions."""
