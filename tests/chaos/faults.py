@@ -254,9 +254,9 @@ class Faults:
             if worker.startswith("w2"):
                 self.fleet.processes["w2"].signal(signal.SIGTERM)
 
-    def all(self):
-        names = ["kill", "kill_leader", "kill_child", "kill_all", "freeze", "freeze_leader", "end",
-                 "roll", "few_files", "little_memory", "partition", "partition", "lose", "delay",
-                 "partition_and_kill", "full_disk", "full_shm", "etcd_full", "etcd_compact",
-                 "etcd_majority", "scale", "drain"]
-        return names
+
+# Partitions have many forms, and twice the chance.
+NAMES = ["kill", "kill_leader", "kill_child", "kill_all", "freeze", "freeze_leader", "end", "roll",
+         "few_files", "little_memory", "partition", "partition", "lose", "delay",
+         "partition_and_kill", "full_disk", "full_shm", "etcd_full", "etcd_compact",
+         "etcd_majority", "scale", "drain"]
