@@ -63,8 +63,10 @@ impl Checkpoints {
         let (loading, loaded) = oneshot::channel();
         let (end, done) = oneshot::channel();
         let patience = interval.saturating_add(ACKNOWLEDGE_PATIENCE);
-        let publication = Arc::new(Publication::new(hub.clone(), patience));
-        let pages = publication.clone();
+        // A lease is renewed three times in its life: after half of it another may lead.
+        let stall = etcd.lease_ttl / 2;
+        let publication = Arc::new(Publication::new(hub.clone(), patience, stall));
+        let (pages, beats) = (publication.clone(), Arc::downgrade(&publication));
         // Totals that are never written are missed from now on.
         noted(&hub);
         hub.membership().with(|stats| {
@@ -78,6 +80,14 @@ impl Checkpoints {
                 Writer { hub, pages, view, ledger, runtime, failing: false, written: None };
             writer.run(interval, &stopped, loading);
             let _ = end.send(());
+        })?;
+        // A thread of its own, since the other one waits for etcd.
+        std::thread::Builder::new().name("beats".into()).spawn(move || {
+            while let Some(publication) = beats.upgrade() {
+                publication.beat();
+                drop(publication);
+                std::thread::sleep(stall / 4);
+            }
         })?;
         Ok(Self { publication, stop, loaded: Some(loaded), done })
     }

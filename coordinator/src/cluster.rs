@@ -10,7 +10,8 @@
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
 //!   workers go together
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
-//!   whose rank; `silence`: who was told something and has not answered
+//!   whose rank; `silence`: who was told something and has not answered; `vain`: whose formations
+//!   come to nothing
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: who is who; [`absence`]: who is expected back; [`records`]: logs and ends
 //! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
@@ -32,6 +33,7 @@ pub mod roster;
 mod silence;
 mod slots;
 pub mod status;
+mod vain;
 pub mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,6 +50,7 @@ use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 use self::quarantine::Quarantine;
 use self::replicas::Replicas;
 use self::silence::Silence;
+use self::vain::Vain;
 use crate::scheduler::EpochEnd;
 
 /// The cluster as the coordinator sees it.
@@ -66,6 +69,7 @@ pub struct Cluster {
     slow: BTreeSet<WorkerId>,
     /// Who was told to form and has not answered.
     silence: Silence,
+    vain: Vain,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// The weights that workers brought from another coordinator.
@@ -92,6 +96,7 @@ impl Cluster {
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
             silence: Silence::default(),
+            vain: Vain::default(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
             desired: Desired::default(),
@@ -202,6 +207,7 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.silence.left(worker);
+        self.vain.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
             effects.push(Effect::Pace { worker, slow: false });

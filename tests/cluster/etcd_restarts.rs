@@ -1,9 +1,11 @@
-//! An etcd that starts again under a cluster that leads and serves.
+//! An etcd that starts again under a cluster that leads and serves, and one that never answers.
+use std::net::TcpListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use shared::membership::LEADER_LEASE_TTL;
+use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
 
 use crate::etcd::{Meeting, PATIENCE, load, not_ready, sum, until};
@@ -45,4 +47,16 @@ async fn an_etcd_that_starts_again_takes_the_lead_from_nobody() {
     let (count, failures) = load.await.unwrap();
     assert!(count > 10 && failures.is_empty(), "{count} requests: {failures:?}");
     assert_eq!(standby.log().matches("this coordinator leads").count(), 0, "{}", standby.log());
+}
+
+/// Each attempt takes longer than the longest wait between two of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_etcd_that_takes_connections_and_says_nothing_is_complained_of_once_a_minute() {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", silent.local_addr().unwrap());
+    let worker = LocalCluster::spawn(&["worker", "--device", "cpu", "--etcd", &url]).unwrap();
+    let complaints = || worker.log().matches("etcd does not answer").count();
+    until("it complains", async || (complaints() > 0).then_some(())).await;
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    assert_eq!(complaints(), 1, "{}", worker.log());
 }

@@ -25,6 +25,8 @@ use shared::protocol::{FrontendId, StepTimings};
 use tokio::sync::watch;
 
 const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
+/// Longer than a test takes.
+const LONG: Duration = Duration::from_secs(3600);
 
 /// What the next coordinator starts with.
 fn next(merger: &Merger) -> Merger {
@@ -97,7 +99,7 @@ fn nothing_that_was_scraped_dies_with_the_leader() {
             assert_eq!(hub.restore(Checkpoint::decode(bytes).unwrap()), 0);
         }
         // Never live: etcd always answers.
-        let publication = Publication::new(hub.clone(), Duration::from_secs(3600));
+        let publication = Publication::new(hub.clone(), LONG, LONG);
         publication.restored();
         let mut writing = None;
         for _ in 0..dice(60) {
@@ -232,7 +234,7 @@ fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     let before = Hub::new(Incarnation(1), Limits::default());
     accept(&before);
     let hub = Arc::new(Hub::new(Incarnation(2), Limits::default()));
-    let publication = Arc::new(Publication::new(hub.clone(), Duration::from_secs(600)));
+    let publication = Arc::new(Publication::new(hub.clone(), LONG, LONG));
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let (_view, seen) = watch::channel(View { leading: true, ..View::default() });
     hub.membership().with(|stats| membership::record(stats, &seen.borrow()));
@@ -281,7 +283,7 @@ fn totals_that_were_never_written_have_an_age() {
 #[test]
 fn an_idle_cluster_has_no_news() {
     let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
-    let publication = Publication::new(hub.clone(), Duration::from_secs(600));
+    let publication = Publication::new(hub.clone(), LONG, LONG);
     assert!(publication.writing(None).is_some());
     publication.written(true);
     let written = hub.checkpoint();

@@ -41,6 +41,9 @@ impl World {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
+                Effect::GivesWay { worker, to } => {
+                    self.say(|| format!("{worker} gives way to {to}"));
+                }
                 // No device fails in the simulation.
                 Effect::SetAside { .. } => {}
                 Effect::Pace { worker, slow } => {

@@ -31,6 +31,10 @@ const STOP_PATIENCE: Duration = Duration::from_secs(2);
 /// Between attempts to find the way to the coordinator.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
+/// Between two looks at whether this host still has the address that other ranks were told; it is
+/// gone when so many of them in a row say so.
+const LOOK: Duration = Duration::from_secs(5);
+const LOOKS: u32 = 3;
 /// How long a name server may take.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -80,6 +84,13 @@ pub async fn run(
         reason = &mut stop => return Ok(WorkerEnd::Shutdown { reason }),
     };
     let collective_addr = listener.local_addr()?;
+    let (chosen, towards) = (options.collective_listen, options.coordinator.clone());
+    let moved = async move {
+        match chosen {
+            None => moved(collective_addr.ip(), towards).await,
+            Some(_) => std::future::pending().await,
+        }
+    };
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let uplink = Uplink::default();
     let (lost, device_lost) = oneshot::channel();
@@ -126,6 +137,11 @@ pub async fn run(
         Ok(reason) = device_lost => (reason, true),
         end = &mut ended => return Ok(end.unwrap_or(failed)),
         reason = &mut stop => (reason, false),
+        message = moved => {
+            worker.do_send(StopWorker { reason: message.clone(), device_lost: false });
+            let _ = tokio::time::timeout(STOP_PATIENCE, ended).await;
+            return Ok(WorkerEnd::Failed { message });
+        }
     };
     worker.do_send(StopWorker { reason: reason.clone(), device_lost: lost });
     let ended = tokio::time::timeout(STOP_PATIENCE, ended).await;
@@ -218,6 +234,37 @@ async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
     }
 }
 
+/// Resolves, to why, when this host has another address on the way to the coordinator, and the one
+/// that other ranks were told is gone: they would dial it in vain for ever. A cable that is pulled
+/// leaves no way at all, and may take the address along for a while.
+async fn moved(told: IpAddr, mut coordinator: CoordinatorAddress) -> String {
+    let mut looks = 0;
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let Destination { address, .. } = coordinator.other(None).await;
+        // The system's resolver blocks.
+        let looked = tokio::task::spawn_blocking(move || another_address(told, &address)).await;
+        let Ok(Some(now)) = looked else {
+            looks = 0;
+            continue;
+        };
+        looks += 1;
+        if looks >= LOOKS {
+            return format!(
+                "this host's address has changed from {told} to {now}, and other ranks know the \
+                 old one: started again, this worker tells them"
+            );
+        }
+    }
+}
+
+/// The address of this host on the way to `peer`, if it is not `told` and that one is gone.
+fn another_address(told: IpAddr, peer: &str) -> Option<IpAddr> {
+    let is_gone = UdpSocket::bind((told, 0))
+        .is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable);
+    is_gone.then(|| address_towards(peer).ok()).flatten().filter(|now| *now != told)
+}
+
 /// The address of this host on the way to `peer`.
 ///
 /// # Errors
@@ -255,6 +302,19 @@ mod tests {
             version: String::new(),
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
+    }
+
+    #[test]
+    fn an_address_that_others_were_told_may_be_gone() {
+        let here = IpAddr::from(Ipv4Addr::LOCALHOST);
+        // Nobody has this one: it is for documents.
+        let gone: IpAddr = "192.0.2.1".parse().unwrap();
+        assert_eq!(another_address(gone, "127.0.0.1:1"), Some(here));
+        assert_eq!(another_address(here, "127.0.0.1:1"), None);
+        // Still here, though the way is another one now.
+        let also: IpAddr = "127.0.0.9".parse().unwrap();
+        assert_eq!(another_address(also, "127.0.0.1:1"), None);
+        assert_eq!(another_address(gone, "no way"), None);
     }
 
     #[tokio::test]

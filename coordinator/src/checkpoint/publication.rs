@@ -37,20 +37,28 @@ pub struct Publication {
 }
 
 impl Publication {
-    /// Pages of `hub`; of the present once nothing was acknowledged for `patience`.
+    /// Pages of `hub`; of the present once nothing was acknowledged for `patience`. Another may
+    /// lead when this process has stood still for longer than `stall`.
     #[must_use]
-    pub fn new(hub: Arc<Hub>, patience: Duration) -> Self {
-        let published = Mutex::new(Published::new(patience));
-        Self { hub, clock: SystemClock::start(), published }
+    pub fn new(hub: Arc<Hub>, patience: Duration, stall: Duration) -> Self {
+        let clock = SystemClock::start();
+        let published = Mutex::new(Published::new(patience, stall, clock.now()));
+        Self { hub, clock, published }
     }
 
-    /// What a page shows now; `None` until it is known what the last leader left. Totals that began
-    /// at zero here and grew by all of that later would look like so much work at once.
+    /// This process does not stand still.
+    pub fn beat(&self) {
+        drop(self.published());
+    }
+
+    /// What a page shows now; `None` until it is known what the last leader left, and whether
+    /// another leads. Totals that began at zero here and grew by all of that later would look like
+    /// so much work at once.
     #[must_use]
     pub fn shown(&self) -> Option<Arc<Moment>> {
         let published = self.published();
         let shown = || published.shown(self.clock.now());
-        published.has_begun().then(|| shown().unwrap_or_else(|| Arc::new(self.hub.moment())))
+        published.has_totals().then(|| shown().unwrap_or_else(|| Arc::new(self.hub.moment())))
     }
 
     /// The last leader's totals have been restored, or there are none: pages begin.
@@ -85,6 +93,8 @@ impl Publication {
     }
 
     fn published(&self) -> MutexGuard<'_, Published<Moment>> {
-        self.published.lock().unwrap_or_else(PoisonError::into_inner)
+        let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
+        published.beat(self.clock.now());
+        published
     }
 }

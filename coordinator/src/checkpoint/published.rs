@@ -8,6 +8,10 @@
 //! An etcd that does not answer lets nobody take over, either. After a while without an answer the
 //! page is of the present again, and while a write is under way of the moment that is written: it
 //! may be acknowledged, and must not be less than what was seen before.
+//!
+//! A process that stood still for long cannot know whether another leads since. Who asked it
+//! meanwhile is answered first of all, before it hears of that. So its page has no totals until
+//! etcd has acknowledged a write that was begun afterwards, or did not answer for a while.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +20,12 @@ use std::time::Duration;
 pub struct Published<T> {
     /// How old the acknowledged moment may be.
     patience: Duration,
+    /// How long the process may stand still without another that leads since.
+    stall: Duration,
+    /// When it was last seen not to stand still.
+    beat: Duration,
+    /// When it was found to have stood still for longer.
+    doubted: Option<Duration>,
     acknowledged: Option<Taken<T>>,
     writing: Option<Taken<T>>,
 }
@@ -29,8 +39,24 @@ struct Taken<T> {
 impl<T> Published<T> {
     /// Nothing is acknowledged yet.
     #[must_use]
-    pub fn new(patience: Duration) -> Self {
-        Self { patience, acknowledged: None, writing: None }
+    pub fn new(patience: Duration, stall: Duration, now: Duration) -> Self {
+        Self { patience, stall, beat: now, doubted: None, acknowledged: None, writing: None }
+    }
+
+    /// To be called several times within the stall that is tolerated, and before any other use:
+    /// the process runs.
+    pub fn beat(&mut self, now: Duration) {
+        let still = now.saturating_sub(std::mem::replace(&mut self.beat, now));
+        if still > self.stall {
+            self.doubted = Some(now);
+            // Time in which nothing was done is no time in which etcd did not answer.
+            if let Some(taken) = &mut self.acknowledged {
+                taken.at += still;
+            }
+        }
+        if self.doubted.is_some_and(|since| now.saturating_sub(since) > self.patience) {
+            self.doubted = None;
+        }
     }
 
     /// `moment`, taken now, has nothing that etcd has not.
@@ -46,9 +72,9 @@ impl<T> Published<T> {
     /// The write has ended; whether etcd has acknowledged it.
     pub fn written(&mut self, acknowledged: bool) {
         let written = self.writing.take();
-        if acknowledged && written.is_some() {
-            self.acknowledged = written;
-        }
+        let Some(written) = written.filter(|_| acknowledged) else { return };
+        self.doubted = self.doubted.filter(|since| written.at < *since);
+        self.acknowledged = Some(written);
     }
 
     /// etcd answers, but this process does not lead just now: others may take over, so pages stay
@@ -63,20 +89,25 @@ impl<T> Published<T> {
     }
 
     /// Nothing that matters was counted since the acknowledged moment was taken: pages show what
-    /// `renew` makes of it, as if it were of now. False when they show another moment already.
+    /// `renew` makes of it, as if it were of now. False when they show another moment already, or
+    /// only etcd can say whether this process still leads.
     pub fn renewed(&mut self, now: Duration, renew: impl FnOnce(&T) -> T) -> bool {
         let patience = self.patience;
+        if self.doubted.is_some() {
+            return false;
+        }
         let fresh = |taken: &&mut Taken<T>| now.saturating_sub(taken.at) <= patience;
         let Some(taken) = self.acknowledged.as_mut().filter(fresh) else { return false };
         *taken = Taken { at: now, moment: Arc::new(renew(&taken.moment)) };
         true
     }
 
-    /// Whether anything was acknowledged yet. Until then a page has nothing to show: of what etcd
-    /// has nobody here knows, and what is counted here is a part of it.
+    /// Whether a page has totals to show. Before anything was acknowledged it has none: of what
+    /// etcd has nobody here knows, and what is counted here is a part of it. Nor when the process
+    /// has stood still: another may lead and have counted on.
     #[must_use]
-    pub fn has_begun(&self) -> bool {
-        self.acknowledged.is_some()
+    pub fn has_totals(&self) -> bool {
+        self.acknowledged.is_some() && self.doubted.is_none()
     }
 
     /// What a page shows now; `None` for the present.
@@ -94,18 +125,24 @@ mod tests {
 
     const PATIENCE: Duration = Duration::from_secs(10);
 
+    const STALL: Duration = Duration::from_secs(2);
+
+    fn new<T>() -> Published<T> {
+        Published::new(PATIENCE, STALL, Duration::ZERO)
+    }
+
     fn seconds(count: u64) -> Duration {
         Duration::from_secs(count)
     }
 
     #[test]
     fn shows_what_is_acknowledged_and_nothing_newer() {
-        let mut published = Published::new(PATIENCE);
-        assert!(!published.has_begun());
+        let mut published = new();
+        assert!(!published.has_totals());
         published.writing(seconds(1), Arc::new(1));
-        assert!(!published.has_begun());
+        assert!(!published.has_totals());
         published.written(true);
-        assert!(published.has_begun());
+        assert!(published.has_totals());
         published.writing(seconds(6), Arc::new(2));
         assert_eq!(published.shown(seconds(6)).as_deref(), Some(&1));
         published.written(false);
@@ -117,7 +154,7 @@ mod tests {
 
     #[test]
     fn is_live_again_when_nothing_is_acknowledged_for_long() {
-        let mut published = Published::new(PATIENCE);
+        let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
         assert_eq!(published.shown(seconds(10)).as_deref(), Some(&1));
         assert_eq!(published.shown(seconds(11)), None);
@@ -130,7 +167,7 @@ mod tests {
 
     #[test]
     fn an_acknowledged_moment_is_renewed_as_long_as_it_is_shown() {
-        let mut published = Published::new(PATIENCE);
+        let mut published = new();
         assert!(!published.renewed(seconds(0), |_: &i32| 9), "there is none");
         published.acknowledged(seconds(0), Arc::new(1));
         assert!(published.renewed(seconds(10), |shown| shown + 1));
@@ -142,13 +179,59 @@ mod tests {
 
     #[test]
     fn stays_as_it_is_while_others_may_take_over() {
-        let mut published = Published::new(PATIENCE);
+        let mut published = new();
         published.acknowledged(seconds(0), Arc::new(1));
         published.kept(seconds(8));
         assert_eq!(published.shown(seconds(18)).as_deref(), Some(&1));
         // Of the present already: what was seen is not taken back.
         published.kept(seconds(19));
         assert_eq!(published.shown(seconds(19)), None);
+    }
+
+    #[test]
+    fn a_process_that_stood_still_shows_no_totals_until_etcd_has_taken_later_ones() {
+        let mut published = new();
+        published.acknowledged(seconds(0), Arc::new(1));
+        published.beat(seconds(1));
+        published.beat(seconds(3));
+        assert!(published.has_totals(), "it may stand still for so long");
+        published.writing(seconds(4), Arc::new(2));
+        published.beat(seconds(20));
+        assert!(!published.has_totals());
+        // What was written before says nothing of now; nor does an idle cluster need no answer.
+        published.written(true);
+        assert!(!published.has_totals());
+        assert!(!published.renewed(seconds(20), |shown| shown + 1));
+        published.beat(seconds(21));
+        published.writing(seconds(21), Arc::new(3));
+        published.written(false);
+        assert!(!published.has_totals());
+        published.writing(seconds(21), Arc::new(4));
+        published.written(true);
+        assert!(published.has_totals());
+        assert_eq!(published.shown(seconds(21)).as_deref(), Some(&4));
+    }
+
+    #[test]
+    fn a_process_that_stood_still_goes_on_when_etcd_does_not_answer() {
+        let mut published = new();
+        published.acknowledged(seconds(0), Arc::new(1));
+        published.beat(seconds(30));
+        for now in 31..=40 {
+            published.beat(seconds(now));
+            assert!(!published.has_totals());
+            // Fenced: the time that it stood still does not make the page one of the present.
+            published.kept(seconds(now));
+        }
+        published.beat(seconds(41));
+        assert!(published.has_totals());
+        assert_eq!(published.shown(seconds(41)).as_deref(), Some(&1));
+        published.beat(seconds(43));
+        published.beat(seconds(45));
+        published.beat(seconds(47));
+        published.beat(seconds(49));
+        published.beat(seconds(51));
+        assert_eq!(published.shown(seconds(51)), None, "etcd did not answer for long");
     }
 
     /// A counter that grows at every step, scrapes, writes that etcd answers or not (having taken
@@ -166,7 +249,7 @@ mod tests {
             let (mut kept, mut seen) = (0_u64, 0_u64);
             let mut now = Duration::ZERO;
             for _leader in 0..5 {
-                let mut published = Published::new(PATIENCE);
+                let mut published = new();
                 let mut count = kept;
                 published.acknowledged(now, Arc::new(count));
                 let mut away_until = Duration::ZERO;

@@ -261,6 +261,15 @@ impl ClusterActor {
                         "the worker has not answered when it was formed"
                     );
                 }
+                Effect::GivesWay { worker, to } => {
+                    tracing::warn!(
+                        worker = self.node_of(worker),
+                        slot = worker.0,
+                        to = self.node_of(to),
+                        "the worker's formations come to nothing: a spare takes its rank; look \
+                         whether the ranks reach each other"
+                    );
+                }
                 Effect::SetAside { worker, lasts } => {
                     let member = self.core.member(worker);
                     let node = member.map_or("", |member| member.node.as_str());

@@ -62,6 +62,13 @@ pub enum Effect {
         /// How long at least.
         lasts: Duration,
     },
+    /// A worker's formations come to nothing: it is a spare now, and another has its rank.
+    GivesWay {
+        /// Which.
+        worker: WorkerId,
+        /// Who takes its place.
+        to: WorkerId,
+    },
     /// A worker's device failed again and again, and it gets no rank for so long.
     SetAside {
         /// Which.

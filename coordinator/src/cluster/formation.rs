@@ -92,7 +92,7 @@ impl Cluster {
         failure: &FormFailed,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(id) = self.replicas.of(worker) else { return };
+        let Some(id) = self.replicas.of(worker) else { return self.silence.heard(now, worker) };
         let is_present = self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_some();
         self.answered(now, worker, is_present);
         let reason = failure.message.clone();
@@ -107,10 +107,16 @@ impl Cluster {
             return;
         }
         let why = format!("{}: {reason}", self.named(worker));
+        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
+        // One that says nothing is waited for, and replaced, for that.
+        let all_answer = !ranks.iter().any(|rank| self.silence.is_owed(*rank));
         self.break_replica(now, id, EpochEnd::Failed, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
+        } else if all_answer {
+            self.vain.failed(&ranks);
+            self.give_way(now, id, effects);
         }
     }
 
@@ -132,6 +138,7 @@ impl Cluster {
         if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
             for rank in &ranks {
                 self.silence.serves(*rank);
+                self.vain.forget(*rank);
             }
             let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
             effects.push(ready);

@@ -23,6 +23,7 @@ impl Cluster {
         self.desired.scale(replicas);
         self.release_held();
         self.quarantine.forgive();
+        self.vain.forget_all();
         effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
@@ -165,10 +166,10 @@ impl Cluster {
         free
     }
 
-    /// Whether others are taken before this worker: it is slow, or did not answer when it was
-    /// formed.
+    /// Whether others are taken before this worker: it is slow, did not answer when it was formed,
+    /// or its formations come to nothing.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
-        self.slow.contains(&worker) || self.silence.struck(worker)
+        self.slow.contains(&worker) || self.silence.struck(worker) || self.vain.is_often(worker)
     }
 
     /// Whether a worker is free that may join a replica, and that nothing is said against.
@@ -227,6 +228,27 @@ impl Cluster {
                 self.let_go(now, worker, &reason, true, effects);
             }
         }
+    }
+
+    /// A replica's formations come to nothing: one of its ranks gives way to the spare that failed
+    /// least often, if there is one that failed less often than it and answers.
+    pub(super) fn give_way(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
+        let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
+        let Some(worker) = self.vain.gives_way(&ranks) else { return };
+        let failures = |worker| self.vain.failures(worker);
+        let mut group = self.members_of(id);
+        group.retain(|member| member.worker != worker);
+        let answers = |it: &Member| !self.silence.struck(it.worker);
+        let fewer = |it: &Member| failures(it.worker) < failures(worker);
+        let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
+        let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
+        let Some(best) = best.cloned() else { return };
+        let rules = &self.config.placement;
+        self.replicas.change(id, |replica| {
+            replica.dismiss(now, worker);
+            replica.fill(&mut vec![&best], &group, rules);
+        });
+        effects.push(Effect::GivesWay { worker, to: best.worker });
     }
 
     /// Slow ranks are replaced by spares, where there are some that are not known to be slow.

@@ -85,6 +85,11 @@ impl Silence {
         *strikes >= STRIKES_MAX
     }
 
+    /// Whether it was waited for in formations that are over, and was not heard of since.
+    pub(super) fn is_owed(&self, worker: WorkerId) -> bool {
+        self.owed.get(&worker).is_some_and(|owed| !owed.before.is_zero())
+    }
+
     /// Whether it did not answer, and has not served since.
     pub(super) fn struck(&self, worker: WorkerId) -> bool {
         self.strikes.contains_key(&worker)

@@ -5,10 +5,11 @@
 //! - `slow`: ranks that are slow
 //! - `passes`: passes over members and replicas
 //! - `operators`: scaling and draining
-//! - `silent`: ranks that do not answer
+//! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other
 //! - `alike`: ranks of one model and build
 //! - `devices`: devices set aside
 mod alike;
+mod apart;
 mod degrees;
 mod devices;
 mod failures;

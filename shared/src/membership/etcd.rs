@@ -188,19 +188,21 @@ impl Member {
     ) {
         let mut outage = Outage::new(self.keeper.record().incarnation);
         loop {
-            let began = Instant::now();
             let ended = match self.open_or_leave(&mut left).await {
                 Ok(mut session) => {
                     outage.answered(&self.options);
-                    self.serve(&mut session, &mut left).await
+                    let began = Instant::now();
+                    let ended = self.serve(&mut session, &mut left).await;
+                    // Time in which a session was waited for does not count: nobody answered.
+                    if began.elapsed() > RETRY_MAX {
+                        outage.over();
+                    }
+                    ended
                 }
                 Err(ended) => ended,
             };
             self.keeper.closed();
             self.publish();
-            if began.elapsed() > RETRY_MAX {
-                outage.over();
-            }
             match ended {
                 Ended::Left(done) => {
                     let _ = done.send(());

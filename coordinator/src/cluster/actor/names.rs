@@ -55,6 +55,7 @@ impl Touched {
                 Effect::Send { worker, .. }
                 | Effect::Pace { worker, .. }
                 | Effect::Silent { worker, .. }
+                | Effect::GivesWay { worker, .. }
                 | Effect::SetAside { worker, .. } => drop(touched.workers.insert(*worker)),
                 Effect::ReplicaReady { replica, .. }
                 | Effect::ReplicaBroken { replica, .. }
