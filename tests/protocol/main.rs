@@ -7,6 +7,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests panic")]
 
 mod auth;
+mod fetching;
 mod frames;
 mod links;
 mod messages;
