@@ -201,6 +201,10 @@ impl FakeHub {
             ["api", "models", org, name, "tree", revision @ ..] => {
                 self.tree(stream, asked, &format!("{org}/{name}"), &revision.join("/"))
             }
+            ["api", "resolve-cache", "models", org, name, commit, file @ ..] => {
+                let (name, file) = (format!("{org}/{name}"), file.join("/"));
+                self.small(stream, asked, &name, commit, &file)
+            }
             [org, name, "resolve", revision, file @ ..] => {
                 let (name, file) = (format!("{org}/{name}"), file.join("/"));
                 self.resolve(stream, asked, &name, revision, &file)
@@ -306,11 +310,13 @@ impl FakeHub {
         let Some(content) = files.get(file) else {
             return say(stream, 404, "X-Error-Code: EntryNotFound\r\n", b"");
         };
-        let commit = format!("X-Repo-Commit: {commit}\r\n");
         if !is_large(file) {
-            let headers = format!("{commit}ETag: \"{}\"\r\n", short(content));
-            return self.content(stream, asked, file, content, &headers);
+            // Within the same host, which still wants to know who asks.
+            let to = format!("/api/resolve-cache/models/{name}/{commit}/{file}");
+            let headers = format!("X-Repo-Commit: {commit}\r\nLocation: {to}\r\n");
+            return say(stream, 307, &headers, b"");
         }
+        let commit = format!("X-Repo-Commit: {commit}\r\n");
         let (sum, size) = (long(content), content.len());
         let to = self.state().faults.redirect.clone();
         let to = to.unwrap_or_else(|| format!("http://{}/{sum}/{file}", self.elsewhere));
@@ -319,6 +325,22 @@ impl FakeHub {
              Location: {to}\r\n"
         );
         say(stream, 302, &headers, b"")
+    }
+
+    fn small(
+        &self,
+        stream: &TcpStream,
+        asked: &Asked,
+        name: &str,
+        commit: &str,
+        file: &str,
+    ) -> std::io::Result<bool> {
+        let Some((_, files)) = self.files(stream, asked, name, commit)? else { return Ok(true) };
+        let Some(content) = files.get(file) else {
+            return say(stream, 404, "X-Error-Code: EntryNotFound\r\n", b"");
+        };
+        let headers = format!("X-Repo-Commit: {commit}\r\nETag: \"{}\"\r\n", short(content));
+        self.content(stream, asked, file, content, &headers)
     }
 
     fn weights(&self, stream: &TcpStream, asked: &Asked, path: &str) -> std::io::Result<bool> {

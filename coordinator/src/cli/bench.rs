@@ -15,7 +15,7 @@ const PROMPT_TOKENS: u32 = 512;
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
     let model = match &args.model {
-        Some(model) => hub::find(model, &args.hub, Part::Weights, None)?.folder,
+        Some(model) => hub::folder(model, &args.hub, Part::Weights)?,
         None => demo_model()?,
     };
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));

@@ -68,14 +68,8 @@ pub(crate) fn read(option: &str, given: &Path) -> Result<ModelArgument, CliError
         .map_err(|why| CliError::Usage(format!("{option}: {why}")))
 }
 
-/// Finds the model of `--model`; fetches `part` of one of the hub, of the state that a cluster is
-/// `pinned` to.
-pub(crate) fn find(
-    given: &Path,
-    args: &HubArgs,
-    part: Part,
-    pinned: Option<Pinned>,
-) -> Result<Found, CliError> {
+/// What is asked of the hub for `--model`: a name and a revision; or the folder that it is.
+fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError> {
     let name = match read("--model", given)? {
         ModelArgument::Hub(name) => name,
         ModelArgument::Folder(folder) => {
@@ -84,11 +78,26 @@ pub(crate) fn find(
                     "--revision {revision} is for models of the hub, and --model {} is a folder",
                     folder.display()
                 ))),
-                None => Ok(Found::folder(&folder)),
+                None => Ok(Err(Found::folder(&folder))),
             };
         }
     };
     let revision = args.revision.clone().unwrap_or_else(|| DEFAULT_REVISION.to_owned());
+    Ok(Ok(Wanted { name, revision }))
+}
+
+/// Finds the model of `--model`; fetches `part` of one of the hub, of the state that a cluster is
+/// `pinned` to.
+pub(crate) fn find(
+    given: &Path,
+    args: &HubArgs,
+    part: Part,
+    pinned: Option<Pinned>,
+) -> Result<Found, CliError> {
+    let Wanted { name, revision } = match asked(given, args)? {
+        Ok(wanted) => wanted,
+        Err(found) => return Ok(found),
+    };
     let pinned = pinned.filter(|it| it.name == name && it.revision == revision);
     let asked = match pinned {
         Some(Pinned { commit, .. }) => {
@@ -106,6 +115,17 @@ pub(crate) fn find(
         told: fetched.model.to_string(),
         pinned: Some(Pinned { name, revision, commit }),
     })
+}
+
+/// The same for a command that leaves signals alone: only the folder.
+pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf, CliError> {
+    let wanted = match asked(given, args)? {
+        Ok(wanted) => wanted,
+        Err(found) => return Ok(found.folder),
+    };
+    let hub = args.cache.hub().map_err(CliError::Usage)?;
+    let fetched = hub.fetch(&wanted, part, &Arc::default());
+    fetched.map(|it| it.folder).map_err(|error| CliError::Failed(error.to_string()))
 }
 
 /// What workers are told of a draft model; it is fetched for those of this host where they are
@@ -169,7 +189,8 @@ pub(crate) fn cached(
     Ok(cache.snapshot(&commit))
 }
 
-/// Does what blocks, until it is done or this process is told to end.
+/// Does what blocks, until it is done or this process is told to end: also as the first process of
+/// a container, which signals do not end by themselves. From then on it has to listen to them.
 fn at_work<T: Send + 'static>(
     work: impl FnOnce(&Arc<Watch>) -> Result<T, HubError> + Send + 'static,
 ) -> Result<T, CliError> {

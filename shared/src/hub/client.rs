@@ -204,7 +204,8 @@ impl Client {
         format!("{}/{name}/resolve/{commit}/{}", self.settings.endpoint, file.replace('+', "%2B"))
     }
 
-    /// Asks, and follows redirects unless for a HEAD, whose first answer is the hub's own.
+    /// Asks, and follows redirects; for a HEAD only those of the hub to itself, for what another
+    /// host says of a file is not the hub's word.
     fn ask(
         &self,
         wanted: &Wanted,
@@ -229,7 +230,7 @@ impl Client {
             let answer = request.call().map_err(|error| self.unreached(&error))?;
             let (parts, mut body) = answer.into_parts();
             let moved = parts.status.is_redirection();
-            if parts.status.is_success() || moved && method == "HEAD" {
+            if parts.status.is_success() {
                 return Ok((parts.headers, body));
             }
             if !moved {
@@ -240,6 +241,9 @@ impl Client {
             let location = parts.headers.get("location").and_then(|to| to.to_str().ok());
             let next = redirected(&at, location.unwrap_or_default())?;
             if origin(&next) != origin(&at) {
+                if method == "HEAD" {
+                    return Ok((parts.headers, body));
+                }
                 token = None;
             }
             at = next;
