@@ -19,6 +19,7 @@
 //! - `secret`, `core_dumps`: the cluster's secret; no core dumps that would show it
 //! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs taken, signs of life, limits and signals
 //!   of a process
+//! - `hub`: models by their names on the hub
 //! - `logging`, `output`: the log, and what is printed
 mod api;
 mod asking;
@@ -34,6 +35,7 @@ mod etcd;
 mod front;
 mod heartbeat;
 mod host;
+mod hub;
 mod logging;
 mod lora;
 mod open_files;
@@ -80,12 +82,16 @@ pub(crate) enum CliError {
     /// Another process has the same name.
     #[error("{0}")]
     NameTaken(String),
+    /// It was told to end before it began.
+    #[error("told to end")]
+    Ended,
 }
 
 impl CliError {
     /// The exit code that tells a supervisor what to do (those of sysexits.h above 2).
     pub(crate) fn code(&self) -> u8 {
         match self {
+            Self::Ended => 0,
             Self::Failed(_) => 1,
             Self::Usage(_) => 2,
             Self::NoDevice(_) => 69,
@@ -140,7 +146,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     };
     logging::flush();
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) | Err(CliError::Ended) => ExitCode::SUCCESS,
         Err(error) => {
             error_line(&error.to_string());
             ExitCode::from(error.code())

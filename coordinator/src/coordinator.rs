@@ -9,7 +9,6 @@ mod stats;
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,10 +17,11 @@ use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
+use shared::hub::HubModel;
 use shared::ids::{Incarnation, ReplicaId};
 use shared::membership::{Desires, Role, View};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{EngineConfig, Lora, Serving};
+use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
 
 use crate::checkpoint::Publication;
@@ -48,7 +48,7 @@ use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
-pub use self::options::{CoordinatorOptions, LogStats, StartError};
+pub use self::options::{CoordinatorOptions, LogStats, StartError, Told};
 pub(crate) use self::prepared::Bound;
 pub use self::prepared::Prepared;
 
@@ -349,13 +349,12 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         reshard_after: RESHARD_AFTER,
         max_replicas: options.max_replicas,
         placement: options.placement.clone(),
-        model: options.model.to_string_lossy().into_owned(),
-        identity: identity(&options.model, &options.lora),
+        model: options.told.model.clone(),
+        identity: identity(options),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: options.lora.clone(),
-        draft_model: (options.draft_model.as_ref())
-            .map(|folder| folder.to_string_lossy().into_owned()),
+        lora: options.told.lora.clone(),
+        draft_model: options.told.draft_model.clone(),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,
@@ -367,10 +366,10 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
 
 fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
     Serving {
-        model: options.model.to_string_lossy().into_owned(),
+        model: options.told.model.clone(),
         served_model_name: options.served_model_name.clone(),
         model_aliases: options.model_aliases.clone(),
-        adapters: options.lora.adapters.clone(),
+        adapters: options.told.lora.adapters.clone(),
         max_model_len,
         text_fingerprint,
         priorities: options.priorities,
@@ -402,9 +401,13 @@ fn page(
 
 /// What is in the model folder here. A coordinator needs no weights: without them its workers have
 /// to agree among each other alone.
-fn identity(model: &Path, lora: &Lora) -> Option<ModelIdentity> {
-    let read = ModelIdentity::read(model, lora);
+fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
+    let read = ModelIdentity::read(&options.model, &options.lora);
     read.inspect_err(|reason| {
+        if HubModel::parse(&options.told.model).is_some() {
+            // Its commit says what it is.
+            return;
+        }
         tracing::warn!(reason, "whether workers have the model that is here cannot be told");
     })
     .ok()

@@ -24,6 +24,7 @@ use std::time::Duration;
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
+use shared::hub::{Hub, HubError, HubModel, Part, Watch};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
@@ -59,8 +60,10 @@ pub struct FrontendOptions {
     pub node: String,
     /// The address that serves HTTP.
     pub listen: SocketAddr,
-    /// The model folder; by default the coordinator's path.
+    /// The model folder; by default what the coordinator names.
     pub model: Option<PathBuf>,
+    /// Where models of the hub come from, or why there is none.
+    pub hub: Result<Hub, String>,
     /// Options of the HTTP API.
     pub api: ApiOptions,
     /// Number of threads that serve HTTP.
@@ -95,6 +98,9 @@ pub enum FrontendError {
         /// The folder.
         folder: PathBuf,
     },
+    /// The files of a model of the hub cannot be had.
+    #[error("{0}")]
+    NoFiles(String),
     /// The coordinator now serves another model.
     #[error("the coordinator now serves {0}; this front end was started for another model")]
     OtherModel(String),
@@ -106,6 +112,34 @@ pub enum FrontendError {
         /// The operating system's error.
         error: std::io::Error,
     },
+}
+
+/// The folder with the text side of what a coordinator serves: a folder, or a model of the hub that
+/// is fetched first.
+async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, FrontendError> {
+    let Some(model) = HubModel::parse(model) else { return Ok(PathBuf::from(model)) };
+    let hub = hub.clone().map_err(FrontendError::NoFiles)?;
+    let wanted = model.map_err(FrontendError::NoFiles)?.wanted();
+    let (done, fetched) = oneshot::channel();
+    let watch = Arc::new(Watch::default());
+    let called_off = CallOff(watch.clone());
+    // Not one of the runtime's threads, for whose ends it waits.
+    let thread = std::thread::Builder::new().name("fetch".to_owned());
+    let spawned = thread.spawn(move || drop(done.send(hub.fetch(&wanted, Part::Text, &watch))));
+    spawned
+        .map_err(|error| FrontendError::NoFiles(format!("no thread to download with: {error}")))?;
+    let fetched = fetched.await.unwrap_or(Err(HubError::CalledOff));
+    drop(called_off);
+    fetched.map(|it| it.folder).map_err(|error| FrontendError::NoFiles(error.to_string()))
+}
+
+/// Calls a download off when nobody waits for it any more.
+struct CallOff(Arc<Watch>);
+
+impl Drop for CallOff {
+    fn drop(&mut self) {
+        self.0.call_off();
+    }
 }
 
 /// A running front end.
@@ -144,7 +178,10 @@ impl Frontend {
         let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
         let joined = Dialler::new(&options, clock.clone()).dial(&hello, None).await?;
         let serving = joined.2.serving.clone();
-        let folder = options.model.clone().unwrap_or_else(|| PathBuf::from(&serving.model));
+        let folder = match &options.model {
+            Some(folder) => folder.clone(),
+            None => text_of(&serving.model, &options.hub).await?,
+        };
         let text = Arc::new(TextModel::load_with(&folder, options.api.chat_template.as_deref())?);
         if text.fingerprint != serving.text_fingerprint {
             return Err(FrontendError::OtherText { folder });

@@ -178,6 +178,11 @@ async fn shake_hands(
                 Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(ended)?,
                 Err(reason) => Err(Refusal::Never(reason)),
             };
+            if let Err(Refusal::Fetch(to_fetch)) = &admitted {
+                // It is no stranger, and will be back.
+                let body = codec::encode(to_fetch).map_err(malformed)?;
+                return in_time(connection.send(FrameKind::Fetch, &body)).await;
+            }
             let slot = admitted.as_ref().ok().map(|welcome| welcome.worker);
             let welcome: Welcome = match answer(&mut connection, admitted).await {
                 Ok(welcome) => welcome,
@@ -275,11 +280,15 @@ async fn answer<T: Serialize>(
         Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
         Err(Refusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
         Err(Refusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
+        Err(Refusal::Fetch(to_fetch)) => (FrameKind::Fetch, codec::encode(to_fetch)),
     };
     in_time(connection.send(kind, &body.map_err(malformed)?)).await?;
     admitted.map_err(|refusal| match refusal {
         Refusal::NotYet(reason) | Refusal::Never(reason) => {
             Stranger::new(HandshakeRefusal::Admission, reason)
+        }
+        Refusal::Fetch(_) => {
+            Stranger::new(HandshakeRefusal::Admission, "it lacks the model's files")
         }
     })
 }

@@ -10,6 +10,7 @@
 //! - [`wire`]: how those messages become bytes: codec, frames, authentication
 //! - [`actor`]: links between processes, liveness, named actors, supervision
 //! - [`host`]: CPU, memory and GPU use of a process and its host
+//! - [`hub`]: models by their names on Hugging Face's hub, its cache
 //! - [`log`]: the last lines of a process's log
 //! - [`model_config`]: the parts of a model's `config.json` that every role reads
 //! - [`model_identity`]: what tells a model folder from another at the same path
@@ -22,6 +23,7 @@
 pub mod actor;
 pub mod clock;
 pub mod host;
+pub mod hub;
 pub mod ids;
 pub mod log;
 pub mod membership;

@@ -71,6 +71,20 @@ pub struct Record {
     pub pid: u32,
     /// The program's version.
     pub version: String,
+    /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub model: Option<Pinned>,
+}
+
+/// Which commit a revision of a model on the hub was when a cluster began to serve it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pinned {
+    /// `ORG/NAME`.
+    pub name: String,
+    /// As it was asked for: a branch, a tag or a commit.
+    pub revision: String,
+    /// The commit's whole hash.
+    pub commit: String,
 }
 
 /// A coordinator to dial.
@@ -148,6 +162,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            model: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }

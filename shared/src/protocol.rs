@@ -11,7 +11,8 @@
 //! - [`mask`]: the tokens that structured output allows
 //! - [`step`]: step plans and results
 //!
-//! A worker's life: it dials, sends [`Hello`], gets [`Welcome`]; then for every epoch [`Form`] ->
+//! A worker's life: it dials, sends [`Hello`], gets [`ToFetch`] and dials again when it has the
+//! model's files, or gets [`Welcome`]; then for every epoch [`Form`] ->
 //! [`GroupId`] (ranks on GPUs) -> [`LoadProgress`]* -> [`Formed`] -> [`Start`] -> [`Started`] ->
 //! ([`StepPlan`] -> [`StepMasks`] (if any entry is masked) -> [`StepResult`])* until
 //! [`ToWorker::Abort`], a new [`Form`], or the end of the link.
@@ -26,7 +27,8 @@ pub mod step;
 pub use control::{
     BUILD_MAX, CollectiveSpec, DeviceKind, Dtype, EngineConfig, Form, FormFailed, Formed,
     GROUP_ID_MAX, GroupId, HeldShard, Hello, LoadProgress, NVLINK_LABEL, NodeResources,
-    Quantization, RESOURCES_MAX, Rejoin, Start, Started, Welcome, WorkerStats,
+    Quantization, RESOURCES_MAX, Rejoin, Start, Started, TO_FETCH_MAX, ToFetch, Welcome,
+    WorkerStats,
 };
 pub use frontend::{
     AcceptedChoice, EngineError, EngineEvent, FinishReason, FromFrontend, FrontendHello,
@@ -48,7 +50,7 @@ use crate::log::LogLines;
 use crate::wire::frame::FrameKind;
 
 /// Raised with every change to a type in this module; both sides must agree exactly.
-pub const PROTOCOL_VERSION: u16 = 15;
+pub const PROTOCOL_VERSION: u16 = 16;
 
 /// All messages from a coordinator to a worker after the handshake.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

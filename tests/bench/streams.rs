@@ -178,6 +178,7 @@ fn start_worker(
         version: env!("CARGO_PKG_VERSION").to_owned(),
         build: worker::BUILD.to_owned(),
         gpu: String::new(),
+        fetched: 0,
         rejoin: Rejoin::default(),
     };
     let clock = Arc::new(SystemClock::start());
@@ -190,6 +191,7 @@ fn start_worker(
         secret: None,
         log: SharedLog::default(),
         actors,
+        hub: Err("none".to_owned()),
     };
     let (end, ended) = oneshot::channel();
     WorkerActor::new(config, executor, uplink, end).start();

@@ -56,6 +56,7 @@ impl Program {
             log: SharedLog::default(),
             offer: NodeResources::default(),
             actors: actors.clone(),
+            hub: Err("none".to_owned()),
         };
         let thread = std::thread::spawn(move || {
             actix_web::rt::System::new().block_on(async move {
@@ -337,6 +338,7 @@ async fn a_watched_actor_lives_on_under_the_next_coordinator() {
             http: String::new(),
             pid: std::process::id(),
             version: String::new(),
+            model: None,
         };
         EtcdMembership::start(options, record, false).unwrap()
     };

@@ -129,6 +129,7 @@ fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
         log: SharedLog::default(),
         offer: NodeResources::default(),
         actors: ActorRuntime::spoke(node, 1, Arc::new(SystemClock::start())),
+        hub: Err("none".to_owned()),
     };
     std::thread::spawn(move || {
         actix_web::rt::System::new().block_on(async move {

@@ -187,6 +187,7 @@ fn every_message_survives_and_every_cut_is_noticed() {
             version: "0".to_owned(),
             build: "0+1".to_owned(),
             gpu: String::new(),
+            fetched: u64::MAX,
             rejoin,
         });
     }
@@ -215,6 +216,7 @@ fn a_hello_with_all_it_may_offer_fits_into_its_frame() {
         version: "0.1.0".to_owned(),
         build: "b".repeat(BUILD_MAX),
         gpu: "g".repeat(BUILD_MAX),
+        fetched: u64::MAX,
         rejoin: Rejoin {
             slot: Some(WorkerId(u32::MAX)),
             shard: Some(HeldShard {

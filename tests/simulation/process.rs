@@ -162,6 +162,7 @@ impl World {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            model: None,
         };
         self.join_etcd(slot, record);
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });

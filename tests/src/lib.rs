@@ -5,6 +5,7 @@
 //! - [`certificates`]: an authority and certificates
 //! - [`etcd`]: a real etcd
 //! - [`fake_cuda`]: a stand-in for NVIDIA's driver, with this project's kernels emulated
+//! - [`fake_hub`]: a stand-in for Hugging Face's hub
 //! - [`fake_nvml`]: a stand-in for NVML
 //! - [`fleet`]: a coordinator, workers and front ends as separate processes
 //! - [`hosts`]: simulated hosts on one machine, whose network can be cut
@@ -23,6 +24,7 @@ pub mod certificates;
 pub mod client;
 pub mod etcd;
 pub mod fake_cuda;
+pub mod fake_hub;
 pub mod fake_nvml;
 pub mod fleet;
 pub mod hosts;

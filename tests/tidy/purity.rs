@@ -4,7 +4,7 @@ use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
 /// Modules that are pure.
-const PURE: [&str; 10] = [
+const PURE: [&str; 12] = [
     "coordinator/src/frontend/asked",
     "coordinator/src/frontend/held",
     "coordinator/src/frontend/requests",
@@ -13,6 +13,8 @@ const PURE: [&str; 10] = [
     "coordinator/src/cluster",
     "coordinator/src/replica/completions",
     "coordinator/src/replica/operation",
+    "shared/src/hub/files",
+    "shared/src/hub/name",
     "shared/src/wire/frame",
     "shared/src/metrics",
 ];

@@ -7,6 +7,7 @@
 //! dials again.
 //!
 //! - `dialling`: how it finds its coordinator
+//! - `fetching`: how it gets the files of models of the hub before it joins
 //! - `uplink`: the way to the coordinator, as those who send know it
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,19 +19,22 @@ use shared::actor::link::join::{REDIAL_MIN, Unreached};
 use shared::actor::link::{LinkEvent, LinkHandle};
 use shared::actor::liveness::LivenessConfig;
 use shared::clock::Clock;
+use shared::hub::Hub;
 use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
-use shared::protocol::{FromWorker, Hello, Parting, ToWorker};
+use shared::protocol::{FromWorker, Hello, Parting, ToFetch, ToWorker};
 use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::Frame;
 use tokio::sync::oneshot;
 
+use self::fetching::Fetching;
 pub use self::uplink::Uplink;
 use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 
 mod dialling;
+mod fetching;
 mod uplink;
 
 /// New log lines go to the coordinator this often, a bounded number of them at a time.
@@ -87,6 +91,8 @@ pub struct WorkerConfig {
     pub log: SharedLog,
     /// The process's named actors.
     pub actors: ActorRuntime,
+    /// Where models of the hub come from, or why there is none.
+    pub hub: Result<Hub, String>,
 }
 
 /// See the module's documentation.
@@ -113,6 +119,10 @@ pub struct WorkerActor {
     end: Option<oneshot::Sender<WorkerEnd>>,
     /// The goodbye is on its way; this is the end when it is delivered.
     ending: Option<WorkerEnd>,
+    /// What the last coordinator wanted it to fetch.
+    to_fetch: Option<ToFetch>,
+    /// The fetching under way; called off when this is dropped.
+    fetching: Option<Fetching>,
 }
 
 impl WorkerActor {
@@ -139,6 +149,8 @@ impl WorkerActor {
             logged: 0,
             end: Some(end),
             ending: None,
+            to_fetch: None,
+            fetching: None,
         }
     }
 

@@ -8,13 +8,15 @@
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::net::TcpListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
 use kernels::backend::prelude::*;
 use kernels::collective::{AbortAll, single_rank};
 use kernels::{Collective, KernelError};
+use shared::hub::HubModel;
+use shared::hub::cache::located;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
 
@@ -42,6 +44,8 @@ pub struct EngineRank<D: Device> {
     lost: Option<String>,
     /// Exchanges with other ranks that were broken off, not told yet.
     unfinished: u64,
+    /// Where models of the hub are.
+    cache: Option<PathBuf>,
 }
 
 impl<D: Device> fmt::Debug for EngineRank<D> {
@@ -55,7 +59,37 @@ impl<D: Device> EngineRank<D> {
     /// A rank on `device` that takes TCP collectives on `listener`.
     #[must_use]
     pub fn new(device: D, listener: TcpListener) -> Self {
-        Self { device, listener, loaded: None, lost: None, unfinished: 0 }
+        Self { device, listener, loaded: None, lost: None, unfinished: 0, cache: None }
+    }
+
+    /// Models of the hub are in `cache`.
+    #[must_use]
+    pub fn with_cache(mut self, cache: Option<PathBuf>) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    /// The same with the folders of this host in place of models of the hub.
+    fn located(&self, form: &Form) -> Result<Form, FormError> {
+        let mut form = form.clone();
+        let adapters = form.lora.adapters.iter_mut().map(|adapter| &mut adapter.path);
+        for text in [&mut form.model].into_iter().chain(&mut form.draft_model).chain(adapters) {
+            if HubModel::parse(text).is_none() {
+                continue;
+            }
+            let cache = self.cache.as_deref().ok_or("this host has no cache of models".to_owned());
+            let folder = cache.and_then(|cache| located(cache, text));
+            let folder = folder.map_err(|message| FormError { message, permanent: true })?;
+            if !folder.is_dir() {
+                let message = format!(
+                    "{}: the files of {text} are not there any more: start this worker again",
+                    folder.display()
+                );
+                return Err(FormError { message, permanent: false });
+            }
+            *text = folder.to_string_lossy().into_owned();
+        }
+        Ok(form)
     }
 
     /// Remembers what this error says: that the device is lost, that other ranks were.
@@ -164,6 +198,7 @@ impl<D: Device> Rank for EngineRank<D> {
         abort: &AbortSlot,
         news: &mut dyn FormNews,
     ) -> Result<RankReady, FormError> {
+        let form = &self.located(form)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
         all.add(collective.abort_handle());

@@ -12,6 +12,7 @@ use shared::actor::liveness::LivenessConfig;
 use shared::actor::{ActorRuntime, ActorSpec};
 use shared::clock::{Clock, SystemClock};
 use shared::host::{available_memory, nvlink_island};
+use shared::hub::Hub;
 use shared::ids::Incarnation;
 use shared::log::{LogActor, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
@@ -66,6 +67,8 @@ pub struct WorkerOptions {
     pub offer: NodeResources,
     /// The process's named actors; the program may have some of its own.
     pub actors: ActorRuntime,
+    /// Where models of the hub come from, or why there is none: then only folders can be served.
+    pub hub: Result<Hub, String>,
 }
 
 /// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
@@ -98,8 +101,9 @@ pub async fn run(
     let outbox = LinkOutbox::new(uplink.clone(), options.application, options.nvml)
         .with_actors(options.actors.stats().clone())
         .with_device_watch(lost);
+    let cache = options.hub.as_ref().ok().map(|hub| hub.settings().cache.clone());
     let Started { executor, device, gpu, threads, offer } =
-        start_executor(options.device, listener, outbox, options.offer, nvml.as_deref())?;
+        start_executor(options.device, (listener, cache), outbox, options.offer, nvml.as_deref())?;
     let hello = Hello {
         node: options.node,
         incarnation: Incarnation(options.incarnation),
@@ -112,6 +116,7 @@ pub async fn run(
         version: env!("CARGO_PKG_VERSION").to_owned(),
         build: crate::BUILD.to_owned(),
         gpu,
+        fetched: 0,
         rejoin: Rejoin::default(),
     };
     let config = WorkerConfig {
@@ -122,6 +127,7 @@ pub async fn run(
         secret: options.secret,
         log: options.log.clone(),
         actors: options.actors.clone(),
+        hub: options.hub,
     };
     let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
     let log = options.log;
@@ -176,10 +182,11 @@ struct Started {
     offer: NodeResources,
 }
 
-/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener`.
+/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener` and finds
+/// models of the hub in `cache`.
 fn start_executor(
     device: DeviceChoice,
-    listener: TcpListener,
+    (listener, cache): (TcpListener, Option<PathBuf>),
     outbox: LinkOutbox,
     offer: NodeResources,
     nvml: Option<&Path>,
@@ -193,7 +200,8 @@ fn start_executor(
     match device {
         DeviceChoice::Cpu(device) => {
             let threads = device.threads;
-            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            let rank = move || EngineRank::new(device, listener).with_cache(cache);
+            let executor = Executor::spawn(rank, outbox)?;
             Ok(Started { executor, device: DeviceKind::Cpu, gpu: String::new(), threads, offer })
         }
         DeviceChoice::Cuda(device) => {
@@ -205,7 +213,8 @@ fn start_executor(
                 offer.labels.insert(NVLINK_LABEL.to_owned(), island);
             }
             let gpu = device.uuid.clone();
-            let executor = Executor::spawn(move || EngineRank::new(device, listener), outbox)?;
+            let rank = move || EngineRank::new(device, listener).with_cache(cache);
+            let executor = Executor::spawn(rank, outbox)?;
             Ok(Started { executor, device: DeviceKind::Cuda, gpu, threads: 1, offer })
         }
     }
@@ -300,6 +309,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            model: None,
         };
         View { leader: Some(Leader { record, epoch: 1, lease: 0 }), ..View::default() }
     }

@@ -1,19 +1,23 @@
 //! `tutti bench`: the engine's speed on this machine, without HTTP and links.
 use serde_json::{Map, Value, json};
+use shared::hub::Part;
 use worker::bench::{BenchOptions, WARM_UP_STEPS, run as measure};
 
 use super::options::BenchArgs;
 use super::output::print_line;
 use super::serve::demo_model;
 use super::work::cores;
-use super::{CliError, devices, logging};
+use super::{CliError, devices, hub, logging};
 
 /// Where nobody says otherwise.
 const PROMPT_TOKENS: u32 = 512;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     logging::init("warn");
-    let model = args.model.clone().map_or_else(demo_model, Ok)?;
+    let model = match &args.model {
+        Some(model) => hub::folder(model, &args.hub, Part::Weights)?,
+        None => demo_model()?,
+    };
     let threads = args.compute.threads.unwrap_or_else(|| (cores() / args.tensor_parallel).max(1));
     let needs = worker::check::model(&model, args.tensor_parallel, args.quantization)
         .map_err(|error| CliError::Failed(error.to_string()))?;

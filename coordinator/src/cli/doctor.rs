@@ -25,6 +25,7 @@ use shared::protocol::Quantization;
 
 use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::hub::HubArgs;
 use super::lora::LoraArgs;
 use super::options::{parse_bytes, parse_quantization, parse_swap_space};
 use super::output::print_line;
@@ -75,9 +76,12 @@ pub(crate) struct DoctorArgs {
     /// The node would run without a secret on purpose
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
-    /// Model folder [default: models/demo, for a coordinator]
-    #[arg(long, value_name = "DIR")]
+    /// Model folder, or a name on Hugging Face's hub that was downloaded before [default:
+    /// models/demo, for a coordinator]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
     /// Workers per replica
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,

@@ -5,7 +5,7 @@ use coordinator::checkpoint::Checkpoints;
 use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
-use shared::membership::{EtcdMembership, EtcdOptions, Record, Role, View};
+use shared::membership::{EtcdMembership, EtcdOptions, Pinned, Record, Role, View};
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
@@ -24,6 +24,7 @@ pub(crate) async fn run(
 ) -> Result<(), CliError> {
     let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
+    let pinned = options.told.pinned.clone();
     let prepared = Prepared::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
@@ -41,6 +42,7 @@ pub(crate) async fn run(
         http,
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: pinned.clone(),
     };
     let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
     let (view, desires) = (membership.view(), membership.desires());
@@ -50,6 +52,7 @@ pub(crate) async fn run(
     let elected = tokio::select! {
         leader = election(view.clone()) => Ok(Some(leader)),
         () = signals.next() => Ok(None),
+        error = other_state(view.clone(), pinned) => Err(error),
         error = etcd::failed(&mut membership) => Err(error),
     };
     standby.stop().await;
@@ -126,6 +129,30 @@ fn superseded(leader: &Leader) -> CliError {
          stands by",
         leader.record.address, leader.epoch
     ))
+}
+
+/// Resolves when the cluster serves another state of the model of the hub than this process has
+/// found under the same name: its branch has moved between their starts.
+async fn other_state(mut view: watch::Receiver<View>, own: Option<Pinned>) -> CliError {
+    loop {
+        {
+            let now = view.borrow_and_update();
+            let other = now.pinned().filter(|_| now.own().is_none());
+            if let (Some(own), Some(other)) = (&own, other)
+                && (&own.name, &own.revision) == (&other.name, &other.revision)
+                && own.commit != other.commit
+            {
+                return CliError::Again(format!(
+                    "the cluster serves {} at the commit {}, and this coordinator has found {}; \
+                     started again, it takes the cluster's",
+                    own.name, other.commit, own.commit
+                ));
+            }
+        }
+        if view.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
 }
 
 /// Resolves when this process leads; says meanwhile who does.

@@ -196,6 +196,7 @@ pub(crate) fn find(
         http: String::new(),
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
+        model: None,
     };
     let membership = EtcdMembership::start(options, record, false).map_err(no_thread)?;
     Ok((CoordinatorAddress::Followed(membership.view()), Some(membership)))

@@ -27,6 +27,7 @@ pub(crate) fn run(args: &FrontendArgs) -> Result<(), CliError> {
         node,
         listen: args.listen,
         model: args.model.clone(),
+        hub: args.cache.hub(),
         api: api::options(&args.api, args.listen)?,
         http_threads: args.http_threads.unwrap_or_else(|| cores().clamp(1, 8)) as usize,
         nvml: args.common.nvml_lib.clone(),

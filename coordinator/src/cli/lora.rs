@@ -6,8 +6,8 @@ use shared::protocol::Adapter;
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LoraArgs {
     /// LoRA adapters to serve beside the model, in PEFT's format: clients name one as their
-    /// `model`. The folders are at the same paths on every worker's host; several separated by
-    /// spaces or commas
+    /// `model`. Names on Hugging Face's hub, or folders at the same paths on every worker's host;
+    /// several separated by spaces or commas
     #[arg(long, value_name = "NAME=DIR", num_args = 1.., value_parser = parse_modules)]
     pub(crate) lora_modules: Vec<Modules>,
     /// The greatest rank that an adapter may have

@@ -24,6 +24,7 @@ pub(crate) use self::serving::{
 use super::api::ApiArgs;
 use super::doctor::DoctorArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::hub::CacheArgs;
 use super::reference::OptionsArgs;
 use super::resources::ResourceArgs;
 
@@ -150,6 +151,8 @@ pub(crate) struct WorkerArgs {
     pub(crate) collective_listen: Option<SocketAddr>,
     #[command(flatten)]
     pub(crate) resources: ResourceArgs,
+    #[command(flatten)]
+    pub(crate) cache: CacheArgs,
     /// Identifies the host: workers with equal values exchange data through shared memory, others
     /// over TCP [default: told by boot, /dev/shm and process namespace]
     #[arg(long, value_name = "ID")]
@@ -178,9 +181,12 @@ pub(crate) struct FrontendArgs {
     pub(crate) listen: SocketAddr,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it]
+    /// Model folder, for its tokenizer and chat template [default: where the coordinator has it; a
+    /// model of the hub is downloaded, without its weights]
     #[arg(long, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) cache: CacheArgs,
     /// Threads that serve HTTP [default: the cores, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) http_threads: Option<u32>,

@@ -3,20 +3,22 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats};
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, Told};
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
+use shared::hub::{ModelArgument, Part};
 use shared::log::SharedLog;
+use shared::membership::{EtcdOptions, Pinned};
 use shared::metrics::compat::Compat;
-use shared::protocol::{Adapter, Lora};
+use shared::protocol::Lora;
 
 use super::lora::LoraArgs;
 use super::options::{CommonArgs, CompatArg, PolicyArg, ServingArgs, TENSOR_PARALLEL};
 use super::output::print_line;
 use super::signals::Signals;
 use super::work::{cores, random, random_secret};
-use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
+use super::{CliError, CoordinatorArgs, api, elected, etcd, hub, logging, secret};
 
 /// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have
 /// GPUs.
@@ -27,13 +29,18 @@ pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
 const CLUSTER_LISTEN: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
 
+/// How long etcd may take to say what the cluster serves.
+const ETCD_PATIENCE: Duration = Duration::from_secs(5);
+
 pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
-    let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, log)?;
-    check_model(&options, Weights::MayBeElsewhere)?;
     let lease = Duration::from_secs(args.leader_lease);
+    let etcd = etcd::options(&args.etcd, lease)?;
+    let model = Asked { weights: Weights::MayBeElsewhere, pinned: pinned(etcd.as_ref(), args)? };
+    let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, model, log)?;
+    check_model(&options, Weights::MayBeElsewhere)?;
     let patience = Duration::from_secs(args.serving.drain_timeout);
-    if let Some(etcd) = etcd::options(&args.etcd, lease)? {
+    if let Some(etcd) = etcd {
         let interval = Duration::from_secs(args.checkpoint_interval);
         let checkpoints = Some(interval).filter(|it| !it.is_zero() && options.metrics);
         let advertise = args.advertise.as_deref();
@@ -68,6 +75,20 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     })
 }
 
+/// Which state of a model of the hub the cluster serves, if this coordinator is to serve one and
+/// etcd says it.
+fn pinned(etcd: Option<&EtcdOptions>, args: &CoordinatorArgs) -> Result<Option<Pinned>, CliError> {
+    let (Some(etcd), Some(model)) = (etcd, &args.serving.model) else { return Ok(None) };
+    if !matches!(hub::read("--model", model)?, ModelArgument::Hub(_)) {
+        return Ok(None);
+    }
+    let asked = actix::System::new().block_on(etcd.pinned(ETCD_PATIENCE));
+    Ok(asked.unwrap_or_else(|error| {
+        tracing::warn!(error, "etcd does not say which state of the model the cluster serves");
+        None
+    }))
+}
+
 /// Takes nothing new and lets what runs finish.
 pub(crate) async fn finish(coordinator: &Coordinator, patience: Duration, signals: &mut Signals) {
     coordinator.close();
@@ -79,32 +100,44 @@ pub(crate) fn coordinator_options(
     common: &CommonArgs,
     args: &ServingArgs,
     cluster_listen: SocketAddr,
+    asked: Asked,
     log: SharedLog,
 ) -> Result<CoordinatorOptions, CliError> {
     let secret = secret::read(common)?;
     let cluster_listen = args.cluster_listen.unwrap_or(cluster_listen);
     secret::require(cluster_listen, secret.as_ref(), args.insecure_no_auth)?;
-    let model = match &args.model {
-        Some(model) => model.clone(),
-        None => demo_model()?,
-    };
-    let model = std::path::absolute(&model).unwrap_or(model);
     let degree = args.tensor_parallel.unwrap_or(TENSOR_PARALLEL);
     check_least(args, degree)?;
+    let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
+    let metrics_compat = compat(&args.metrics_compat)?;
+    // All that can be wrong without the model has been looked at: it may take long to come.
+    let here = asked.weights == Weights::Here;
+    let part = if here { Part::All } else { Part::Text };
+    let found = match &args.model {
+        Some(model) => hub::find(model, &args.hub, part, asked.pinned)?,
+        None => hub::Found::folder(&demo_model()?),
+    };
+    let draft = args.speculative_config.as_ref().and_then(|config| config.draft_model.as_deref());
+    let draft_model = draft.map(|draft| hub::find_draft(draft, &args.hub, here)).transpose()?;
+    let (lora, told_lora) = hub::find_adapters(&adapters(&args.lora), &args.hub)?;
     let mut names = args.served_model_name.iter().cloned();
-    let folder = || model.file_name().map(|name| name.to_string_lossy().into_owned());
-    let name = names.next().or_else(folder).unwrap_or_else(|| "model".to_owned());
+    let own = || match &found.pinned {
+        Some(pinned) => Some(pinned.name.clone()),
+        None => found.folder.file_name().map(|name| name.to_string_lossy().into_owned()),
+    };
+    let name = names.next().or_else(own).unwrap_or_else(|| "model".to_owned());
     Ok(CoordinatorOptions {
+        told: Told { model: found.told, lora: told_lora, draft_model, pinned: found.pinned },
         served_model_name: name,
         model_aliases: names.collect(),
-        model,
+        model: found.folder,
         dtype: args.dtype,
         quantization: args.quantization,
-        lora: lora(&args.lora)?,
+        lora,
         tensor_parallel: degree,
         min_tensor_parallel: args.min_tensor_parallel.unwrap_or(degree),
         max_replicas: args.replicas,
-        placement: args.placement.rules()?,
+        placement,
         listen: args.listen,
         cluster_listen,
         secret,
@@ -117,12 +150,7 @@ pub(crate) fn coordinator_options(
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
         speculation: args.speculative_config.as_ref().map(|config| config.speculation),
-        draft_model: args
-            .speculative_config
-            .as_ref()
-            .and_then(|config| config.draft_model.as_deref())
-            .map(|folder| std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned())),
-        api: api::options(&args.api, args.listen)?,
+        api,
         priorities: args.scheduling_policy == PolicyArg::Priority,
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
@@ -139,7 +167,7 @@ pub(crate) fn coordinator_options(
         },
         metrics: !args.disable_metrics,
         metrics_listen: args.metrics_listen,
-        metrics_compat: compat(&args.metrics_compat)?,
+        metrics_compat,
         http_threads: cores().clamp(1, 8) as usize,
         nvml: common.nvml_lib.clone(),
         workers: None,
@@ -178,6 +206,15 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
     }
 }
 
+/// What is known of the model before it is found.
+#[derive(Clone, Debug)]
+pub(crate) struct Asked {
+    /// Where its weights are to be.
+    pub(crate) weights: Weights,
+    /// The state of a model of the hub that the cluster serves.
+    pub(crate) pinned: Option<Pinned>,
+}
+
 /// Where the model's weights are, as seen from a coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Weights {
@@ -191,28 +228,28 @@ pub(crate) enum Weights {
 /// its degree, the headers of its files, its adapters. Nothing is loaded.
 pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
-    let checked = if weights == Weights::MayBeElsewhere && !worker::check::has_weights(model) {
+    let checks_adapters = || {
+        let none = lora.adapters.is_empty();
+        if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
+    };
+    let elsewhere = weights == Weights::MayBeElsewhere;
+    let checked = if elsewhere && options.told.pinned.is_some() {
+        // Workers fetch them; what is here may be on its way.
+        worker::check::degree(model, *degree).and_then(|()| checks_adapters())
+    } else if elsewhere && !worker::check::has_weights(model) {
         worker::check::degree(model, *degree).inspect(|()| {
             tracing::warn!(model = %model.display(), "this host has no weights of the model: every worker's host must");
         })
     } else {
-        worker::check::model(model, *degree, options.quantization).and_then(|_| {
-            let none = lora.adapters.is_empty();
-            if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
-        })
+        let fits = worker::check::model(model, *degree, options.quantization);
+        fits.and_then(|_| checks_adapters())
     };
     checked.map_err(|error| CliError::Failed(error.to_string()))
 }
 
-/// The adapters named, by absolute paths: workers may run in another folder.
-pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
-    let absolute = |adapter: &Adapter| {
-        let path = Path::new(&adapter.path);
-        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        Adapter { path: path.to_string_lossy().into_owned(), ..adapter.clone() }
-    };
-    let adapters = args.adapters().map(absolute).collect();
-    Ok(Lora { adapters, max_rank: args.max_lora_rank })
+/// The adapters named, as they were given.
+pub(crate) fn adapters(args: &LoraArgs) -> Lora {
+    Lora { adapters: args.adapters().cloned().collect(), max_rank: args.max_lora_rank }
 }
 
 /// The fields named; clap has checked the names.

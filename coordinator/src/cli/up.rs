@@ -13,7 +13,7 @@ use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
-use super::serve::{BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
+use super::serve::{Asked, BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging, serve};
@@ -53,12 +53,13 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     if on_gpus {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
-    let mut options = coordinator_options(&args.common, &serving, any_port, log)?;
+    let model = Asked { weights: Weights::Here, pinned: None };
+    let mut options = coordinator_options(&args.common, &serving, any_port, model, log)?;
     check_model(&options, Weights::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
-    let model = options.model.display().to_string();
+    let model = options.told.model.clone();
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         let coordinator =
@@ -102,6 +103,7 @@ fn worker_command(
         ("--cluster-secret-file", &args.common.cluster_secret_file),
         ("--cuda-kernels", &args.compute.cuda.cuda_kernels),
         ("--nccl-lib", &args.compute.cuda.nccl_lib),
+        ("--download-dir", &args.serving.hub.cache.download_dir),
     ];
     let files = files.into_iter().filter_map(|(option, file)| {
         Some([option.to_owned(), file.as_ref()?.to_string_lossy().into_owned()])

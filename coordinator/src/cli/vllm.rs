@@ -60,9 +60,7 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("tokenizer", Instead("the folder's `tokenizer.json` is taken")),
     ("tokenizer-mode", Instead("the folder's `tokenizer.json` is taken")),
     ("load-format", Instead("safetensors are read, nothing else")),
-    ("revision", Instead("nothing is downloaded: `--model DIR` names a folder")),
-    ("download-dir", Instead("nothing is downloaded: `--model DIR` names a folder")),
-    ("hf-token", Instead("nothing is downloaded: `--model DIR` names a folder")),
+    ("hf-token", Instead("`HF_TOKEN` in the environment, or the file `token` in `HF_HOME`")),
     ("seed", Instead("requests name a `seed`")),
     ("task", Instead("completions and embeddings are served alike")),
     ("runner", Instead("completions and embeddings are served alike")),
@@ -104,10 +102,8 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
     let role = args.get(1).and_then(|role| role.to_str());
     if role == Some("serve") {
         let model = args.get(2).and_then(|it| it.to_str()).filter(|it| !it.starts_with('-'));
-        let model = model.unwrap_or("DIR");
-        return Err(refused(&format!(
-            "`serve` is vLLM's: `tutti up --model {model}`, where the model is a folder"
-        )));
+        let model = model.unwrap_or("MODEL");
+        return Err(refused(&format!("`serve` is vLLM's: `tutti up --model {model}`")));
     }
     if !matches!(role, Some("up" | "coordinator" | "doctor")) {
         return Ok(args.to_vec());

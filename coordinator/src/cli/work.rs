@@ -65,6 +65,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
         nvml: args.common.nvml_lib.clone(),
         secret,
         log,
+        hub: args.cache.hub(),
     };
     let gone = parent_gone(args.exit_with_stdin);
     let is_child = args.exit_with_stdin;

@@ -22,7 +22,7 @@ use shared::actor::link::LinkHandle;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::{Desired, Desires};
-use shared::protocol::{EngineConfig, ToWorker};
+use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
 pub use self::names::Supervised;
@@ -115,6 +115,8 @@ pub struct ClusterActor {
     frozen: Frozen,
     tensor_parallel: u32,
     worker_stats: bool,
+    /// What workers must have before they join.
+    to_fetch: ToFetch,
     stopping: bool,
     orphanage: Orphanage,
     /// Log lines and ends of worker processes.
@@ -157,7 +159,7 @@ impl ClusterActor {
     ) -> Self {
         let (tensor_parallel, engine) = (config.tensor_parallel, config.engine.clone());
         let max_num_seqs = config.engine.max_num_seqs;
-        let worker_stats = config.worker_stats;
+        let (worker_stats, to_fetch) = (config.worker_stats, config.to_fetch());
         Self {
             core: Cluster::new(config),
             clock,
@@ -172,6 +174,7 @@ impl ClusterActor {
             frozen: Frozen::new(),
             tensor_parallel,
             worker_stats,
+            to_fetch,
             stopping: false,
             orphanage: Orphanage::default(),
             records: Records::default(),

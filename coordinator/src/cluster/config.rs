@@ -2,9 +2,10 @@
 use core::net::SocketAddr;
 use std::time::Duration;
 
+use shared::hub::HubModel;
 use shared::ids::{Incarnation, WorkerId};
 use shared::model_identity::ModelIdentity;
-use shared::protocol::{Dtype, EngineConfig, Lora, NodeResources, Quantization};
+use shared::protocol::{Dtype, EngineConfig, Lora, NodeResources, Quantization, ToFetch};
 use shared::wire::auth::Secret;
 
 use super::PlacementRules;
@@ -21,7 +22,7 @@ pub struct ClusterConfig {
     pub reshard_after: Duration,
     /// Most replicas; as many as the members allow when absent.
     pub max_replicas: Option<u32>,
-    /// The model folder, as every worker sees it.
+    /// The model folder, as every worker sees it, or a model on the hub.
     pub model: String,
     /// What is in it here, where that can be read: no rank may have anything else.
     pub identity: Option<ModelIdentity>,
@@ -38,7 +39,7 @@ pub struct ClusterConfig {
     pub form_timeout: Duration,
     /// The adapters beside the model.
     pub lora: Lora,
-    /// The folder of the model that drafts, as the host of every rank 0 sees it.
+    /// The folder of the model that drafts, as the host of every rank 0 sees it, or one on the hub.
     pub draft_model: Option<String>,
     /// Whether workers shall measure anything.
     pub worker_stats: bool,
@@ -48,6 +49,20 @@ pub struct ClusterConfig {
     pub placement: PlacementRules,
     /// Makes names of shared memory objects unique on a host: drawn at random per coordinator run.
     pub run: u64,
+}
+
+impl ClusterConfig {
+    /// What workers must have fetched of the hub before they can be ranks.
+    #[must_use]
+    pub fn to_fetch(&self) -> ToFetch {
+        let of_hub = |text: &&String| HubModel::parse(text).is_some();
+        let models = [&self.model].into_iter().chain(&self.draft_model);
+        let adapters = self.lora.adapters.iter().map(|adapter| &adapter.path);
+        ToFetch {
+            models: models.filter(of_hub).cloned().collect(),
+            adapters: adapters.filter(of_hub).cloned().collect(),
+        }
+    }
 }
 
 /// A live worker.

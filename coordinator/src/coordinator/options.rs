@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use shared::log::SharedLog;
+use shared::membership::Pinned;
 use shared::metrics::compat::Compat;
 use shared::protocol::{Dtype, Lora, Quantization};
 use shared::wire::auth::Secret;
@@ -21,13 +22,15 @@ use crate::text::model::TextModelError;
 /// What a coordinator is asked for.
 #[derive(Clone, Debug)]
 pub struct CoordinatorOptions {
-    /// The model folder, as workers see it too.
+    /// The model folder on this host.
     pub model: PathBuf,
+    /// What the other processes are told to use.
+    pub told: Told,
     /// How its matrix products are computed.
     pub dtype: Dtype,
     /// How its weights are kept.
     pub quantization: Quantization,
-    /// The adapters beside it, their folders as workers see them too.
+    /// The adapters beside it, with their folders on this host.
     pub lora: Lora,
     /// The model's name in the API.
     pub served_model_name: String,
@@ -61,8 +64,6 @@ pub struct CoordinatorOptions {
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
-    /// The folder of the model that drafts, where one does, as workers see it too.
-    pub draft_model: Option<PathBuf>,
     /// Whether requests have priorities; else all are alike, in order of arrival.
     pub priorities: bool,
     /// Most requests of each replica that wait for their first step.
@@ -96,6 +97,20 @@ pub struct CoordinatorOptions {
     pub run: u64,
     /// The last lines of this process's log.
     pub log: SharedLog,
+}
+
+/// What workers and front ends are told to use: folders, which they see at the same paths as this
+/// host, or models of the hub, as [`HubModel`](shared::hub::HubModel) is written.
+#[derive(Clone, Debug)]
+pub struct Told {
+    /// The model.
+    pub model: String,
+    /// The adapters beside it.
+    pub lora: Lora,
+    /// The model that drafts, where one does.
+    pub draft_model: Option<String>,
+    /// Which state of the model of the hub that is, if it is one.
+    pub pinned: Option<Pinned>,
 }
 
 /// How statistics are logged.

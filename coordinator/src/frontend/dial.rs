@@ -60,6 +60,10 @@ impl Dialler {
             match joined {
                 Ok((connection, welcome)) => return Ok((to, connection, welcome)),
                 Err(JoinError::Refused(reason)) => return Err(FrontendError::Refused(reason)),
+                // Only workers are told so.
+                Err(error @ JoinError::Fetch(_)) => {
+                    return Err(FrontendError::Refused(error.to_string()));
+                }
                 Err(JoinError::Retry(reason)) => {
                     if let Some(seconds) = unreached.failed(self.clock.now()) {
                         let coordinator = to.address.as_str();

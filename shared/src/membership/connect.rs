@@ -3,11 +3,22 @@ use std::time::Duration;
 
 use etcd_client::{
     AlarmAction, AlarmType, Certificate, Client, Compare, CompareOp, ConnectOptions, Error,
-    GetOptions, Identity, TlsOptions, Txn, TxnOp,
+    GetOptions, Identity, KeyValue, TlsOptions, Txn, TxnOp,
 };
+
+use super::Pinned;
+use super::view::{Entry, Value, View};
 
 /// How often an idle connection is asked whether it still is one.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+
+/// A key of the cluster `cluster`, if it is one of ours.
+pub(super) fn entry(cluster: &str, kv: &KeyValue) -> Option<Entry> {
+    let prefix = format!("/{cluster}/");
+    let key = std::str::from_utf8(kv.key()).ok()?.strip_prefix(&prefix)?.to_owned();
+    let value = Value::decode(&key, kv.value(), kv.mod_revision())?;
+    Some(Entry { key, value, created: kv.create_revision(), lease: kv.lease() })
+}
 
 /// How etcd is reached.
 #[derive(Clone)]
@@ -73,6 +84,26 @@ impl EtcdOptions {
             options = options.with_tls(with);
         }
         Client::connect(&self.endpoints, Some(options)).await
+    }
+
+    /// Which state of a model the cluster serves, by [`View::pinned`], asked once.
+    ///
+    /// # Errors
+    /// Why etcd cannot be asked.
+    pub async fn pinned(&self, deadline: Duration) -> Result<Option<Pinned>, String> {
+        let ask = async {
+            let mut client = self.connect(deadline).await?;
+            let prefix = format!("/{}/", self.cluster);
+            client.get(prefix, Some(GetOptions::new().with_prefix())).await
+        };
+        let listed = tokio::time::timeout(deadline, ask).await;
+        let listed = listed
+            .map_err(|_| format!("etcd does not answer within {} s", deadline.as_secs()))?
+            .map_err(|error| explained(&error))?;
+        let mut view = View::default();
+        let entries = listed.kvs().iter().filter_map(|kv| entry(&self.cluster, kv)).collect();
+        view.list(listed.header().map_or(0, |header| header.revision()), entries);
+        Ok(view.pinned().cloned())
     }
 
     /// Whether a process with these options could be a member: etcd is reached, knows its

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Desired, Destination, Record};
+use super::{Desired, Destination, Pinned, Record};
 
 /// The cluster, as far as this process knows.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -154,6 +154,15 @@ impl View {
         })
     }
 
+    /// Which state of a model the cluster serves, as long as any of its processes lives: whoever
+    /// leads next serves the same, whatever has come to the model's branch since.
+    #[must_use]
+    pub fn pinned(&self) -> Option<&Pinned> {
+        let leader = self.leader.as_ref().map(|leader| &leader.record);
+        let last = || self.led.as_ref().filter(|_| !self.records.is_empty()).map(|led| &led.record);
+        leader.or_else(last)?.model.as_ref()
+    }
+
     /// This process's leadership, if it leads.
     #[must_use]
     pub fn own(&self) -> Option<&Leader> {
@@ -200,6 +209,7 @@ mod tests {
             http: String::new(),
             pid: 1,
             version: String::new(),
+            model: None,
         };
         Entry { key: key.to_owned(), value: Value::Process(record), created, lease: 7 }
     }
@@ -273,6 +283,31 @@ mod tests {
         view.reached(7);
         assert_eq!(view.other_than(7).map(|it| (it.record.incarnation, it.epoch)), Some((8, 7)));
         assert!(view.records.is_empty());
+    }
+
+    #[test]
+    fn a_model_s_state_is_the_cluster_s_while_anybody_of_it_lives() {
+        let pinned = Pinned { name: "o/m".into(), revision: "main".into(), commit: "c".into() };
+        let serving = |mut entry: Entry| {
+            match &mut entry.value {
+                Value::Process(record) | Value::Led(Led { record, .. }) => {
+                    record.model = Some(pinned.clone());
+                }
+                Value::Desired(_) => {}
+            }
+            entry
+        };
+        let mut view = View::default();
+        view.list(5, vec![serving(entry(LEADER_KEY, 7, 5)), serving(led(7, 5))]);
+        assert_eq!(view.pinned(), Some(&pinned));
+        view.delete(6, LEADER_KEY);
+        view.reached(6);
+        assert_eq!(view.pinned(), None, "nobody is left");
+        view.put(7, entry("workers/a", 1, 7));
+        view.reached(7);
+        assert_eq!(view.pinned(), Some(&pinned), "a worker has it");
+        view.list(8, vec![entry(LEADER_KEY, 8, 8), serving(led(7, 5))]);
+        assert_eq!(view.pinned(), None, "who leads serves a folder");
     }
 
     #[test]

@@ -44,6 +44,9 @@ pub struct Hello {
     pub build: String,
     /// The GPU that it computes on, as the driver names it (UUID); empty on CPUs.
     pub gpu: String,
+    /// Of which models it has the files: the [`fingerprint`](crate::hub::name::fingerprint) of the
+    /// last [`ToFetch`], if all of that is here; else 0.
+    pub fetched: u64,
     /// What it was before.
     pub rejoin: Rejoin,
 }
@@ -64,7 +67,7 @@ pub struct Rejoin {
 /// Which part of which model a worker holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldShard {
-    /// The model folder.
+    /// The model, as [`Form`] names it.
     pub model: String,
     /// What was in it.
     pub identity: ModelIdentity,
@@ -131,6 +134,29 @@ impl NodeResources {
             }
         }
         Ok(())
+    }
+}
+
+/// The coordinator's answer to [`Hello`] of a worker that has not said that it has the files of
+/// what is served: it fetches them, and dials again.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ToFetch {
+    /// Models on the hub, as [`HubModel`](crate::hub::HubModel) is written; at most
+    /// [`TO_FETCH_MAX`].
+    pub models: Vec<String>,
+    /// LoRA adapters there, likewise.
+    pub adapters: Vec<String>,
+}
+
+/// Most models, and most adapters, that a worker is told to fetch.
+pub const TO_FETCH_MAX: usize = super::lora::ADAPTERS_MAX;
+
+impl ToFetch {
+    /// Tells what is to be fetched apart; 0 for nothing.
+    #[must_use]
+    pub fn fingerprint(&self) -> u64 {
+        let all = [self.models.as_slice(), &self.adapters].concat();
+        crate::hub::name::fingerprint(&all)
     }
 }
 
@@ -254,7 +280,8 @@ pub struct Form {
     pub collective: CollectiveSpec,
     /// Deadline of the collective's set-up and of each of its operations, in milliseconds.
     pub collective_timeout_ms: u64,
-    /// The model folder, as a path on the worker's host.
+    /// The model folder, as a path on the worker's host; or a model on the hub, as
+    /// [`HubModel`](crate::hub::HubModel) is written, whose files the worker has in its cache.
     pub model: String,
     /// How its matrix products are computed.
     pub dtype: Dtype,
@@ -262,8 +289,8 @@ pub struct Form {
     pub quantization: Quantization,
     /// The adapters beside it.
     pub lora: Lora,
-    /// The draft model's folder, as a path on the host of rank 0, which alone has it; none where
-    /// there is no draft model.
+    /// The draft model's folder, as a path on the host of rank 0, which alone has it, or likewise
+    /// a model on the hub; none where there is no draft model.
     pub draft_model: Option<String>,
     /// The sizes.
     pub engine: EngineConfig,

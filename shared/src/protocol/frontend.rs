@@ -13,6 +13,7 @@ use super::guide::GuideSpec;
 use super::lora::Adapter;
 use super::step::TokenLogprobs;
 use crate::actor::peer::RemoteMessage;
+use crate::hub::HubModel;
 use crate::ids::{Incarnation, RequestId};
 use crate::metrics::labels::RejectReason;
 use crate::sampling::SamplingParams;
@@ -90,7 +91,8 @@ pub fn check_model_names(names: &[String]) -> Result<(), String> {
 /// What a front end must know about the model to take requests for it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Serving {
-    /// The model folder, as a path on the coordinator's host.
+    /// The model folder, as a path on the coordinator's host, or a model on the hub, as
+    /// [`HubModel`](crate::hub::HubModel) is written.
     pub model: String,
     /// The model's name in the API.
     pub served_model_name: String,
@@ -107,13 +109,16 @@ pub struct Serving {
 }
 
 impl Serving {
-    /// Whether a request for one can be served by the other; the path of the folder on the
-    /// coordinator's host does not matter.
+    /// Whether a request for one can be served by the other: the path of the folder on the
+    /// coordinator's host does not matter, but two states of a model on the hub are two models.
     #[must_use]
     pub fn is_same(&self, other: &Self) -> bool {
         let of = |it: &Self| (it.max_model_len, it.text_fingerprint);
         let names = |(a, b): (&Adapter, &Adapter)| a.name == b.name;
-        self.served_model_name == other.served_model_name
+        let states = (HubModel::parse(&self.model), HubModel::parse(&other.model));
+        let differ = matches!(&states, (Some(own), Some(its)) if own != its);
+        !differ
+            && self.served_model_name == other.served_model_name
             && self.model_aliases == other.model_aliases
             && of(self) == of(other)
             && self.adapters.len() == other.adapters.len()
@@ -405,6 +410,10 @@ mod tests {
             priorities: false,
         };
         assert!(serving.is_same(&Serving { model: "/data/m".into(), ..serving.clone() }));
+        let hub = |commit: &str| format!("hf://o/m@{}", commit.repeat(40));
+        let of_hub = Serving { model: hub("a"), ..serving.clone() };
+        assert!(of_hub.is_same(&of_hub) && of_hub.is_same(&serving));
+        assert!(!of_hub.is_same(&Serving { model: hub("b"), ..serving.clone() }));
         let others = [
             Serving { served_model_name: "n".into(), ..serving.clone() },
             Serving { model_aliases: vec!["n".into()], ..serving.clone() },

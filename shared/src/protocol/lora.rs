@@ -16,7 +16,8 @@ pub const ADAPTER_PATH_MAX: usize = 1024;
 pub struct Adapter {
     /// Its name in the API.
     pub name: String,
-    /// Its folder in PEFT's format, as a path on the worker's host.
+    /// Its folder in PEFT's format, as a path on the worker's host, or an adapter on the hub, as
+    /// [`HubModel`](crate::hub::HubModel) is written.
     pub path: String,
 }
 

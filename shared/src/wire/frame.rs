@@ -66,6 +66,8 @@ pub enum FrameKind {
     Actor = 11,
     /// The coordinator cannot take it now; it may dial again: a sentence, as a string.
     NotYet = 12,
+    /// The coordinator takes it when it has some files: `protocol::ToFetch`.
+    Fetch = 13,
 }
 
 impl FrameKind {
@@ -74,7 +76,7 @@ impl FrameKind {
     pub const fn body_max(self) -> u32 {
         match self {
             Self::Hello | Self::FrontendHello | Self::Refused | Self::NotYet => HANDSHAKE_MAX,
-            Self::Welcome => WELCOME_MAX,
+            Self::Welcome | Self::Fetch => WELCOME_MAX,
             Self::Ping | Self::Pong => 0,
             Self::Control | Self::Actor => CONTROL_MAX,
             Self::Step | Self::Request | Self::Events => BODY_MAX,
@@ -95,6 +97,7 @@ impl FrameKind {
             10 => Self::Events,
             11 => Self::Actor,
             12 => Self::NotYet,
+            13 => Self::Fetch,
             _ => return None,
         })
     }

@@ -35,6 +35,7 @@ impl WorkerActor {
         // It has to fit into a hello.
         let shard = self.uplink.held().filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
         hello.rejoin = Rejoin { slot: self.slot, shard };
+        hello.fetched = self.fetched();
         let (mut address, last) = (config.coordinator.clone(), self.dialled.clone());
         let addr = ctx.address();
         actix::spawn(async move {
@@ -145,6 +146,7 @@ impl Handler<Dialled> for WorkerActor {
                 let pause = self.pause();
                 self.dial(ctx, pause);
             }
+            Err(JoinError::Fetch(to_fetch)) => self.fetch(ctx, to_fetch),
             Err(JoinError::Refused(reason)) => {
                 self.finish(ctx, WorkerEnd::Refused { reason });
             }

@@ -80,6 +80,7 @@ fn a_worker_whose_executor_panicked_ends() {
             version: String::new(),
             build: "b".to_owned(),
             gpu: String::new(),
+            fetched: 0,
             rejoin: Rejoin::default(),
         };
         let config = WorkerConfig {
@@ -91,6 +92,7 @@ fn a_worker_whose_executor_panicked_ends() {
             secret: None,
             log: SharedLog::default(),
             actors: ActorRuntime::spoke("w", 1 << 40, clock),
+            hub: Err("none".to_owned()),
         };
         let (end, ended) = oneshot::channel();
         let _worker = WorkerActor::new(config, executor, Uplink::default(), end).start();

@@ -3,9 +3,12 @@ use std::path::{Path, PathBuf};
 
 use coordinator::text::model::TextModel;
 use shared::host::available_memory;
+use shared::hub::Part;
+use shared::protocol::Lora;
 use worker::model::ModelError;
 
-use super::super::serve::{demo_model, lora};
+use super::super::hub::{self, HubArgs};
+use super::super::serve::{adapters as adapters_of, demo_model};
 use super::host::mib;
 use super::{DoctorArgs, Finding};
 
@@ -84,7 +87,10 @@ fn remedy(error: &ModelError) -> &'static str {
 
 fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     match (&args.model, &args.coordinator) {
-        (Some(model), _) => Ok(std::path::absolute(model).unwrap_or_else(|_| model.clone())),
+        (Some(model), _) => hub::cached("--model", model, &args.hub, Part::All).map_err(|why| {
+            let fix = "serve it once, or copy the cache from another host";
+            Finding::warn(MODEL, format!("not looked at: {why}"), fix)
+        }),
         (None, Some(_)) => Err(Finding::warn(
             MODEL,
             "not looked at: the coordinator names its folder",
@@ -105,7 +111,7 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     if count == 0 {
         return None;
     }
-    let found = lora(&args.lora).map_err(|error| error.to_string()).and_then(|lora| {
+    let found = local(adapters_of(&args.lora), &args.hub).and_then(|lora| {
         let bytes = worker::check::adapters(folder, &lora, args.tensor_parallel);
         bytes.map_err(|error| error.to_string())
     });
@@ -121,10 +127,23 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     })
 }
 
+/// The adapters with their folders on this host.
+fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
+    for adapter in &mut lora.adapters {
+        let given = Path::new(&adapter.path);
+        let folder = hub::cached("--lora-modules", given, args, Part::Adapter)?;
+        adapter.path = folder.to_string_lossy().into_owned();
+    }
+    Ok(lora)
+}
+
 /// The draft model of `--speculative-config`, where there is one, on the worker that drafts.
 fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
-    Some(match worker::check::draft(folder, draft) {
+    let looked = hub::cached("--speculative-config", draft, &args.hub, Part::Weights);
+    let looked = looked
+        .and_then(|draft| worker::check::draft(folder, &draft).map_err(|error| error.to_string()));
+    Some(match looked {
         Ok(bytes) => {
             let text = format!("{}: {} of weights on rank 0", draft.display(), mib(bytes));
             (bytes, Finding::ok(DRAFT, text))
@@ -132,7 +151,7 @@ fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
         Err(error) => {
             let fix =
                 "name another folder in --speculative-config, of a model with the same tokens";
-            (0, Finding::fail(DRAFT, error.to_string(), fix))
+            (0, Finding::fail(DRAFT, error, fix))
         }
     })
 }

@@ -6,6 +6,7 @@ use coordinator::http::admin::LOCAL_WORKERS_MAX;
 use shared::protocol::{Dtype, Quantization};
 
 use super::super::asking::TrustArgs;
+use super::super::hub::HubArgs;
 use super::compute::{ComputeArgs, CudaArgs};
 use super::serving::{parse_dtype, parse_quantization};
 
@@ -88,9 +89,11 @@ pub(crate) struct DrainArgs {
 /// Options of `tutti bench`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct BenchArgs {
-    /// Model folder [default: models/demo]
-    #[arg(long, value_name = "DIR")]
+    /// Model folder, or a name on Hugging Face's hub [default: models/demo]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
     /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,

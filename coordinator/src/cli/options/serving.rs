@@ -7,6 +7,7 @@ use coordinator::metrics::log_line::Field;
 use shared::protocol::{Dtype, Quantization};
 
 use super::super::api::ApiArgs;
+use super::super::hub::HubArgs;
 use super::super::lora::LoraArgs;
 use super::super::resources::PlacementArgs;
 use super::super::speculative::{self, Speculative};
@@ -41,12 +42,14 @@ pub(super) fn log_fields() -> clap::builder::PossibleValuesParser {
 /// Options of the roles that serve HTTP.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ServingArgs {
-    /// Model folder in Hugging Face format, at the same path on every worker's host
-    /// [default: models/demo]
-    #[arg(long, value_name = "DIR")]
+    /// Model: a name on Hugging Face's hub (ORG/NAME), which every host downloads what it needs of,
+    /// or a folder in its format, at the same path on every worker's host [default: models/demo]
+    #[arg(long, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) hub: HubArgs,
     /// The model's names in the API, separated by spaces or commas: requests may give any, answers
-    /// say the first [default: the folder's name]
+    /// say the first [default: the model's name on the hub, or the folder's]
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     pub(crate) served_model_name: Vec<String>,
     /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
@@ -112,8 +115,9 @@ pub(crate) struct ServingArgs {
     /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
     /// step; the text is the same. JSON as vLLM has it:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
-    /// or by a small model with the same tokens, whose folder the host of each replica's rank 0 has
-    /// at this path: {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
+    /// or by a small model with the same tokens, a name on the hub, or a folder that the host of
+    /// each replica's rank 0 has at this path:
+    /// {"method":"draft_model","model":"/models/small","num_speculative_tokens":5};
     /// with "disable_by_batch_size":N nothing is drafted while more than N sequences run
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
     pub(crate) speculative_config: Option<Speculative>,

@@ -10,7 +10,7 @@ use shared::actor::peer::PeerAddr;
 use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::protocol::{FromWorker, Hello, Parting, StepResult, Welcome, WorkerStats};
+use shared::protocol::{FromWorker, Hello, Parting, StepResult, ToFetch, Welcome, WorkerStats};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
@@ -39,6 +39,8 @@ pub enum Refusal {
     NotYet(String),
     /// Ever.
     Never(String),
+    /// Before it has these files; it dials again with them.
+    Fetch(ToFetch),
 }
 
 /// One that was admitted has not heard of it, or is gone.
@@ -275,6 +277,10 @@ impl Handler<Admit> for ClusterActor {
             return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
+        if hello.fetched != self.to_fetch.fingerprint() && self.to_fetch.fingerprint() != 0 {
+            tracing::info!(worker = node, "the worker looks for the model's files first");
+            return Err(Refusal::Fetch(self.to_fetch.clone()));
+        }
         let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {

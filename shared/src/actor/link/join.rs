@@ -6,6 +6,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{CloseReason, Connection};
+use crate::protocol::ToFetch;
 use crate::wire::auth::Secret;
 use crate::wire::codec;
 use crate::wire::frame::FrameKind;
@@ -26,6 +27,9 @@ pub enum JoinError {
     /// Another attempt would end the same way.
     #[error("{0}")]
     Refused(String),
+    /// It is taken when it has these files.
+    #[error("files are missing: {}", .0.models.join(", "))]
+    Fetch(ToFetch),
 }
 
 impl From<CloseReason> for JoinError {
@@ -94,6 +98,9 @@ pub async fn join<W: DeserializeOwned>(
         }
         FrameKind::NotYet => Err(JoinError::Retry(reason())),
         FrameKind::Refused => Err(JoinError::Refused(reason())),
+        FrameKind::Fetch => {
+            Err(JoinError::Fetch(codec::decode_message(&frame.body).map_err(retry)?))
+        }
         kind => Err(retry(format!("expected a welcome, got {kind:?}"))),
     }
 }

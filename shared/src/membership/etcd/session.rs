@@ -9,9 +9,9 @@ use tokio::sync::{oneshot, watch};
 use tokio::time::Interval;
 
 use super::Member;
-use crate::membership::connect::explained;
+use crate::membership::connect::{entry, explained};
 use crate::membership::keeper::{Broken, Change, DEADLINE, Due, Event, EventKind};
-use crate::membership::view::{Entry, Value};
+use crate::membership::view::Entry;
 use crate::membership::{Desired, FatalError};
 
 /// Why a session ended.
@@ -122,9 +122,7 @@ impl Member {
     }
 
     pub(super) fn entry(&self, kv: &KeyValue) -> Option<Entry> {
-        let key = std::str::from_utf8(kv.key()).ok()?.strip_prefix(&self.prefix())?.to_owned();
-        let value = Value::decode(&key, kv.value(), kv.mod_revision())?;
-        Some(Entry { key, value, created: kv.create_revision(), lease: kv.lease() })
+        entry(&self.options.cluster, kv)
     }
 
     pub(super) async fn serve(

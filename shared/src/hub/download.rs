@@ -1,0 +1,285 @@
+//! One file of a model: downloaded into the cache, from where an earlier attempt ended, verified,
+//! and put in its place whole.
+use std::fs::{self, File, TryLockError};
+use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use sha2::{Digest as _, Sha256};
+
+use super::HubError;
+use super::cache::ModelCache;
+use super::client::{Client, Listed, Trouble};
+use super::fetch::Run;
+use super::name::HubModel;
+use crate::clock::jittered;
+
+/// Attempts in a row that bring nothing.
+const ATTEMPTS: u32 = 6;
+/// Before the second of them; doubles with each.
+const PAUSE_MIN: Duration = Duration::from_millis(500);
+/// An attempt that brings so much is none that failed: the next one goes on from there.
+const PROGRESS: u64 = 64 << 10;
+/// Between two looks at a lock that another process has.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Read at a time.
+const CHUNK: usize = 256 << 10;
+
+/// A file that is not in the cache.
+#[derive(Clone, Debug)]
+pub(super) struct Missing {
+    pub(super) name: String,
+    pub(super) listed: Listed,
+}
+
+/// Has attempts made until one succeeds, brings no more, or is called off. Each says how much it
+/// has brought.
+pub(super) fn repeat<T>(
+    run: &Run,
+    attempts: u32,
+    mut attempt: impl FnMut() -> (u64, Result<T, Trouble>),
+) -> Result<T, HubError> {
+    let mut failed = 0;
+    loop {
+        if run.is_over() {
+            return Err(HubError::CalledOff);
+        }
+        let (brought, outcome) = attempt();
+        let Trouble { error, wait } = match outcome {
+            Ok(done) => return Ok(done),
+            Err(trouble) => trouble,
+        };
+        failed = if brought >= PROGRESS { 0 } else { failed + 1 };
+        if !error.may_pass() || failed >= attempts {
+            return Err(error);
+        }
+        let pause = PAUSE_MIN * 2u32.pow(failed.min(6));
+        let pause =
+            wait.unwrap_or_else(|| pause / 2 + jittered(pause / 2, run.seed, failed.into()));
+        tracing::warn!(%error, "the download is interrupted; going on in {:.1} s", pause.as_secs_f32());
+        run.sleep(pause)?;
+    }
+}
+
+/// Brings one file. Of several processes of this host one does, and the others wait for it.
+pub(super) fn download(
+    client: &Client,
+    cache: &ModelCache,
+    model: &HubModel,
+    missing: &Missing,
+    run: &Run,
+) -> Result<(), HubError> {
+    let Missing { name, listed } = missing;
+    let blob = cache.blob(&listed.etag);
+    let lock = if blob.is_file() { None } else { locked(cache, missing, run)? };
+    if blob.is_file() {
+        // Another process has brought it meanwhile, or another revision has the same file.
+        run.watch.add(listed.size);
+    } else {
+        let file = cache.incomplete(&listed.etag);
+        transfer(client, model, missing, &file, run)?;
+        fs::rename(&file, &blob).map_err(|error| failed(&blob, &error))?;
+    }
+    cache.link(&model.commit, name, &listed.etag).map_err(|error| failed(cache.root(), &error))?;
+    drop(lock);
+    Ok(())
+}
+
+/// The lock of whoever downloads a file; none on file systems that have no locks, or when the file
+/// has come meanwhile.
+fn locked(cache: &ModelCache, missing: &Missing, run: &Run) -> Result<Option<File>, HubError> {
+    let (blob, mut said) = (cache.blob(&missing.listed.etag), false);
+    loop {
+        let file =
+            cache.lock(&missing.listed.etag).map_err(|error| failed(cache.root(), &error))?;
+        match file.try_lock() {
+            Ok(()) => {
+                // Others delete it when they are done: then it is another file's name by now.
+                let own = file.metadata().map(|it| (it.dev(), it.ino())).ok();
+                let there = cache.lock(&missing.listed.etag).and_then(|file| file.metadata());
+                if own.is_some() && own == there.map(|it| (it.dev(), it.ino())).ok() {
+                    return Ok(Some(file));
+                }
+            }
+            Err(TryLockError::WouldBlock) => {
+                if !said {
+                    let file = missing.name.as_str();
+                    tracing::info!(file, "another process downloads this file; waiting for it");
+                    said = true;
+                }
+                run.sleep(LOOK_EVERY)?;
+                if blob.is_file() {
+                    return Ok(None);
+                }
+            }
+            // Without one two may bring the same, which the checksum finds if they disturb each
+            // other.
+            Err(TryLockError::Error(_)) => return Ok(None),
+        }
+        if run.is_over() {
+            return Err(HubError::CalledOff);
+        }
+    }
+}
+
+/// A file that is being written.
+struct Writing<'a> {
+    file: File,
+    path: &'a Path,
+    have: u64,
+    hash: Option<Sha256>,
+    run: &'a Run,
+}
+
+impl Writing<'_> {
+    fn failed(&self, error: &std::io::Error) -> Trouble {
+        Trouble { error: failed(self.path, error), wait: None }
+    }
+
+    /// Takes what is there of the file from an earlier attempt.
+    fn resume(&mut self, size: u64) -> Result<(), Trouble> {
+        let there = self.file.metadata().map_err(|error| self.failed(&error))?.len();
+        if there > size {
+            return self.begin_anew();
+        }
+        let Some(hash) = &mut self.hash else {
+            self.have = there;
+            self.run.watch.add(there);
+            self.file.seek(SeekFrom::End(0)).map_err(|error| self.failed(&error))?;
+            return Ok(());
+        };
+        let mut chunk = vec![0; CHUNK];
+        loop {
+            let read = self.file.read(&mut chunk);
+            let read = match read {
+                Ok(0) => return Ok(()),
+                Ok(read) => read,
+                Err(error) => return Err(self.failed(&error)),
+            };
+            hash.update(&chunk[..read]);
+            self.have += read as u64;
+            self.run.watch.add(read as u64);
+            if self.run.is_over() {
+                return Err(Trouble { error: HubError::CalledOff, wait: None });
+            }
+        }
+    }
+
+    fn begin_anew(&mut self) -> Result<(), Trouble> {
+        let anew = self.file.set_len(0).and_then(|()| self.file.rewind());
+        anew.map_err(|error| self.failed(&error))?;
+        self.run.watch.take_back(self.have);
+        self.have = 0;
+        if let Some(hash) = &mut self.hash {
+            *hash = Sha256::new();
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, bytes: &[u8]) -> Result<(), Trouble> {
+        self.file.write_all(bytes).map_err(|error| self.failed(&error))?;
+        if let Some(hash) = &mut self.hash {
+            hash.update(bytes);
+        }
+        self.have += bytes.len() as u64;
+        self.run.watch.add(bytes.len() as u64);
+        Ok(())
+    }
+}
+
+/// Brings a file's whole content to `path`.
+fn transfer(
+    client: &Client,
+    model: &HubModel,
+    missing: &Missing,
+    path: &Path,
+    run: &Run,
+) -> Result<(), HubError> {
+    let Missing { name, listed } = missing;
+    let mut options = File::options();
+    let file = options.read(true).write(true).create(true).truncate(false).open(path);
+    let file = file.map_err(|error| failed(path, &error))?;
+    let hash = listed.sha256.is_some().then(Sha256::new);
+    let mut writing = Writing { file, path, have: 0, hash, run };
+    writing.resume(listed.size).map_err(|trouble| trouble.error)?;
+    for last in [false, true] {
+        repeat(run, ATTEMPTS, || {
+            let before = writing.have;
+            let outcome = receive(client, model, missing, &mut writing);
+            (writing.have.saturating_sub(before), outcome)
+        })?;
+        let hash = writing.hash.take().map(|hash| hex(&hash.finalize()));
+        if hash == listed.sha256 {
+            writing.file.sync_data().map_err(|error| failed(path, &error))?;
+            return Ok(());
+        }
+        tracing::warn!(file = name, "its checksum is not the hub's; bringing it anew");
+        writing.hash = Some(Sha256::new());
+        writing.begin_anew().map_err(|trouble| trouble.error)?;
+        if last {
+            break;
+        }
+    }
+    let _ = fs::remove_file(path);
+    Err(HubError::Lasting(format!(
+        "{name} of {}: twice its checksum was not the one that the hub says: something changes it \
+         on the way",
+        model.name
+    )))
+}
+
+/// One attempt to bring the rest of a file.
+fn receive(
+    client: &Client,
+    model: &HubModel,
+    missing: &Missing,
+    writing: &mut Writing<'_>,
+) -> Result<(), Trouble> {
+    let Missing { name, listed } = missing;
+    if writing.have == listed.size {
+        return Ok(());
+    }
+    let mut content = client.content(model, name, writing.have)?;
+    if content.from != writing.have {
+        writing.begin_anew()?;
+    }
+    let mut chunk = vec![0; CHUNK];
+    while writing.have < listed.size {
+        if writing.run.is_over() {
+            return Err(Trouble { error: HubError::CalledOff, wait: None });
+        }
+        let read = content.body.read(&mut chunk);
+        let (have, size) = (writing.have, listed.size);
+        let read = match read {
+            Ok(0) => {
+                return Err(Trouble::passing(format!(
+                    "{name}: it ended after {have} of {size} bytes"
+                )));
+            }
+            Ok(read) => read,
+            Err(error) => {
+                let why = format!("{name}: after {have} of {size} bytes: {error}");
+                return Err(Trouble::passing(why));
+            }
+        };
+        if have + read as u64 > size {
+            writing.begin_anew()?;
+            return Err(Trouble::passing(format!("{name}: more came than its {size} bytes")));
+        }
+        writing.add(&chunk[..read])?;
+    }
+    Ok(())
+}
+
+/// What the operating system says of the cache.
+pub(super) fn failed(path: &Path, error: &std::io::Error) -> HubError {
+    HubError::Lasting(format!(
+        "{}: {error}: models are kept there, or where HF_HOME or --download-dir says",
+        path.display()
+    ))
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,417 @@
+//! A whole model: found in the cache, or downloaded into it.
+use std::collections::{BTreeSet, VecDeque};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::cache::ModelCache;
+use super::client::{Client, Listed, Listing};
+use super::download::{Missing, download, failed, repeat};
+use super::files::{self, CONFIG, INDEX, Part, SMALL_MAX};
+use super::name::{HubModel, Wanted};
+use super::{HubError, Settings};
+
+/// Files that come at a time.
+const AT_A_TIME: usize = 4;
+/// Attempts to ask what files there are: without the cache's own copy, and with it.
+const LIST_ATTEMPTS: u32 = 4;
+/// Between two lines of the log.
+const SAY_EVERY: Duration = Duration::from_secs(10);
+/// Between two looks at whether it is called off.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// How far a download is, for whoever shows it; and how it is called off.
+#[derive(Debug, Default)]
+pub struct Watch {
+    done: AtomicU64,
+    total: AtomicU64,
+    off: AtomicBool,
+}
+
+impl Watch {
+    /// Bytes that are there, and in all; both grow.
+    #[must_use]
+    pub fn progress(&self) -> (u64, u64) {
+        (self.done.load(Ordering::Relaxed), self.total.load(Ordering::Relaxed))
+    }
+
+    /// It ends soon, wherever it is; what has come stays for the next time.
+    pub fn call_off(&self) {
+        self.off.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn add(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn take_back(&self, bytes: u64) {
+        self.done.fetch_sub(bytes, Ordering::Relaxed);
+    }
+}
+
+/// One download, which several threads work at.
+#[derive(Debug)]
+pub(super) struct Run {
+    pub(super) watch: Arc<Watch>,
+    /// One of its files has failed.
+    failed: AtomicBool,
+    /// Tells its waits from those of other processes.
+    pub(super) seed: u64,
+}
+
+impl Run {
+    pub(super) fn is_over(&self) -> bool {
+        self.watch.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn sleep(&self, pause: Duration) -> Result<(), HubError> {
+        let end = Instant::now() + pause;
+        while Instant::now() < end {
+            if self.is_over() {
+                return Err(HubError::CalledOff);
+            }
+            std::thread::sleep(LOOK_EVERY.min(pause));
+        }
+        Ok(())
+    }
+}
+
+/// A model that is here.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fetched {
+    /// Which state of it.
+    pub model: HubModel,
+    /// Its folder.
+    pub folder: PathBuf,
+}
+
+/// The hub, and the cache of what comes from it.
+#[derive(Clone, Debug)]
+pub struct Hub {
+    settings: Settings,
+}
+
+impl Hub {
+    /// The hub as `settings` say.
+    #[must_use]
+    pub fn new(settings: Settings) -> Self {
+        Self { settings }
+    }
+
+    /// What it goes by.
+    #[must_use]
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// Whether all of `part` of a state of a model is in the cache.
+    #[must_use]
+    pub fn has(&self, model: &HubModel, part: Part) -> bool {
+        self.cache(&model.name).has(&model.commit, part)
+    }
+
+    /// Which state of a model is wanted, without its files. Blocks.
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn resolve(&self, wanted: &Wanted, watch: &Arc<Watch>) -> Result<HubModel, HubError> {
+        let known = || self.cache(&wanted.name).commit_of(&wanted.revision);
+        if super::name::is_commit(&wanted.revision) {
+            let commit = wanted.revision.clone();
+            return Ok(HubModel { name: wanted.name.clone(), commit });
+        }
+        let cached = known().map(|commit| HubModel { name: wanted.name.clone(), commit });
+        match self.list(wanted, cached.is_some(), watch) {
+            Ok((listing, ..)) => Ok(listing.model),
+            Err(error) => cached.filter(|_| error != HubError::CalledOff).ok_or(error),
+        }
+    }
+
+    /// Finds `part` of a model in the cache, or downloads what is missing of it. Blocks; ends soon
+    /// when it is called off by `watch`.
+    ///
+    /// # Errors
+    /// [`HubError`].
+    pub fn fetch(
+        &self,
+        wanted: &Wanted,
+        part: Part,
+        watch: &Arc<Watch>,
+    ) -> Result<Fetched, HubError> {
+        let cache = self.cache(&wanted.name);
+        let cached = cache.commit_of(&wanted.revision);
+        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| Fetched {
+            folder: cache.snapshot(&commit),
+            model: HubModel { name: wanted.name.clone(), commit },
+        });
+        if let Some(fetched) = &cached
+            && (self.settings.offline
+                || fetched.model.commit == wanted.revision && !part.has_text())
+        {
+            return Ok(fetched.clone());
+        }
+        let (listing, client, run) = match (self.list(wanted, cached.is_some(), watch), cached) {
+            (Ok(listed), _) => listed,
+            (Err(HubError::CalledOff), _) => return Err(HubError::CalledOff),
+            (Err(error), Some(fetched)) => {
+                let commit = fetched.model.commit.as_str();
+                tracing::warn!(%error, model = wanted.name, commit, "the model is taken as it is in the cache");
+                return Ok(fetched);
+            }
+            (Err(error), None) => return Err(error),
+        };
+        let model = listing.model.clone();
+        self.bring(Arc::new(client), Arc::new(run), &cache, listing, part)?;
+        if let Err(error) = cache.remember(&wanted.revision, &model.commit) {
+            // The files are there, if nobody may write.
+            tracing::debug!(%error, "the cache takes no note of the revision");
+        }
+        Ok(Fetched { folder: cache.snapshot(&model.commit), model })
+    }
+
+    fn cache(&self, name: &str) -> ModelCache {
+        ModelCache::new(&self.settings.cache, name)
+    }
+
+    /// Asks what files there are.
+    fn list(
+        &self,
+        wanted: &Wanted,
+        cached: bool,
+        watch: &Arc<Watch>,
+    ) -> Result<(Listing, Client, Run), HubError> {
+        let Wanted { name, revision } = wanted;
+        if self.settings.offline {
+            return Err(HubError::Lasting(format!(
+                "{name} at the revision {revision} is not, or not whole, in {}, and HF_HUB_OFFLINE \
+                 forbids to ask for it",
+                self.settings.cache.display()
+            )));
+        }
+        let client = Client::new(&self.settings)?;
+        let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
+        let run = Run { watch: watch.clone(), failed: AtomicBool::new(false), seed };
+        let attempts = if cached { 1 } else { LIST_ATTEMPTS };
+        let listing = repeat(&run, attempts, || (0, client.list(wanted)))?;
+        Ok((listing, client, run))
+    }
+
+    /// Downloads what is missing: first what is small, which says what there is of weights.
+    fn bring(
+        &self,
+        client: Arc<Client>,
+        run: Arc<Run>,
+        cache: &ModelCache,
+        listing: Listing,
+        part: Part,
+    ) -> Result<(), HubError> {
+        let names = || listing.files.keys().map(String::as_str);
+        let commit = &listing.model.commit;
+        let mut first = files::first(part, names());
+        if part != Part::Adapter && !first.contains(CONFIG) {
+            return Err(self.unfit(&listing, &format!("it has no {CONFIG}")));
+        }
+        if part.has_weights() && !listing.files.contains_key(INDEX) {
+            first.extend(files::weights(None).unwrap_or_default());
+        }
+        let began = Instant::now();
+        let mut brought = self.bring_files(&client, &run, cache, &listing, first)?;
+        if part.has_weights() && listing.files.contains_key(INDEX) {
+            let file = cache.snapshot(commit).join(INDEX);
+            let index = fs::read(&file).map_err(|error| failed(&file, &error))?;
+            let shards = files::weights(Some(&index)).map_err(|why| self.unfit(&listing, &why))?;
+            brought += self.bring_files(&client, &run, cache, &listing, shards)?;
+        }
+        if let Ok(Some(file)) = cache.lacks(commit, part) {
+            let why = if file == files::SINGLE {
+                files::no_weights(names())
+            } else {
+                format!("it has no {file}")
+            };
+            return Err(self.unfit(&listing, &why));
+        }
+        if brought > 0 {
+            let (model, size) = (listing.model.name.as_str(), size(brought));
+            tracing::info!(
+                model,
+                commit,
+                size,
+                "downloaded in {:.1} s",
+                began.elapsed().as_secs_f32()
+            );
+        }
+        Ok(())
+    }
+
+    /// Downloads those of `names` that are not there; returns their size.
+    fn bring_files(
+        &self,
+        client: &Arc<Client>,
+        run: &Arc<Run>,
+        cache: &ModelCache,
+        listing: &Listing,
+        names: BTreeSet<String>,
+    ) -> Result<u64, HubError> {
+        let model = &listing.model;
+        let folder = cache.snapshot(&model.commit);
+        let mut missing = Vec::new();
+        for name in names {
+            if folder.join(&name).is_file() {
+                continue;
+            }
+            let listed = match listing.files.get(&name) {
+                Some(listed) if listed.etag.is_empty() => {
+                    repeat(run, LIST_ATTEMPTS, || (0, client.describe(model, &name)))?
+                }
+                Some(listed) => listed.clone(),
+                None if name == files::SINGLE => continue,
+                None => {
+                    return Err(self
+                        .unfit(listing, &format!("{INDEX} names {name}, which it does not have")));
+                }
+            };
+            if listed.size > SMALL_MAX && !name.ends_with(".safetensors") {
+                let why = format!("{name} has {} bytes, it may have {SMALL_MAX}", listed.size);
+                return Err(self.unfit(listing, &why));
+            }
+            missing.push(Missing { name, listed });
+        }
+        if missing.is_empty() {
+            return Ok(0);
+        }
+        cache.make().map_err(HubError::Lasting)?;
+        let needed: u64 = missing.iter().map(|it| self.still_needed(cache, &it.listed)).sum();
+        let free = free_space(cache.root()).map_err(|error| failed(cache.root(), &error))?;
+        if needed > free {
+            return Err(HubError::Lasting(format!(
+                "{} needs {} in {}, which has {} free: make room, or choose another folder by \
+                 HF_HOME or --download-dir",
+                model.name,
+                size(needed),
+                self.settings.cache.display(),
+                size(free)
+            )));
+        }
+        let bytes: u64 = missing.iter().map(|it| it.listed.size).sum();
+        run.watch.total.fetch_add(bytes, Ordering::Relaxed);
+        let (name, files) = (model.name.as_str(), missing.len());
+        let into = cache.root().display().to_string();
+        tracing::info!(model = name, files, size = size(needed), into, "downloading");
+        // The largest first: the last to end are small.
+        missing.sort_by_key(|it| std::cmp::Reverse(it.listed.size));
+        side_by_side(client, run, cache, model, missing)?;
+        Ok(bytes)
+    }
+
+    /// Bytes of a file that are not on this host.
+    fn still_needed(&self, cache: &ModelCache, listed: &Listed) -> u64 {
+        let there = |path: PathBuf| fs::metadata(path).map_or(0, |it| it.len());
+        if cache.blob(&listed.etag).is_file() {
+            return 0;
+        }
+        listed.size.saturating_sub(there(cache.incomplete(&listed.etag)))
+    }
+
+    fn unfit(&self, listing: &Listing, why: &str) -> HubError {
+        let HubModel { name, commit } = &listing.model;
+        HubError::Lasting(format!("{name} (commit {commit}) cannot be served: {why}"))
+    }
+}
+
+/// Downloads files, some at a time, and says now and then how far it is.
+fn side_by_side(
+    client: &Arc<Client>,
+    run: &Arc<Run>,
+    cache: &ModelCache,
+    model: &HubModel,
+    missing: Vec<Missing>,
+) -> Result<(), HubError> {
+    let count = missing.len();
+    let queue = Arc::new(Mutex::new(VecDeque::from(missing)));
+    let (done, ended) = mpsc::channel();
+    for _ in 0..count.min(AT_A_TIME) {
+        let (client, run, cache) = (client.clone(), run.clone(), cache.clone());
+        let (model, queue, done) = (model.clone(), queue.clone(), done.clone());
+        // Nobody waits for their ends: one may wait for bytes that do not come.
+        let thread = std::thread::Builder::new().name("download".to_owned()).spawn(move || {
+            loop {
+                let next = queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+                let Some(missing) = next else { return };
+                let outcome = download(&client, &cache, &model, &missing, &run);
+                if done.send(outcome).is_err() {
+                    return;
+                }
+            }
+        });
+        thread
+            .map_err(|error| HubError::Passing(format!("no thread to download with: {error}")))?;
+    }
+    drop(done);
+    let (mut left, mut pace) = (count, Pace::new(&run.watch));
+    while left > 0 {
+        match ended.recv_timeout(LOOK_EVERY) {
+            Ok(Ok(())) => left -= 1,
+            Ok(Err(error)) => {
+                run.failed.store(true, Ordering::Relaxed);
+                return Err(error);
+            }
+            Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::CalledOff),
+            Err(RecvTimeoutError::Timeout) => pace.say(&run.watch, &model.name, left),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(HubError::Passing("a thread that downloads has ended".to_owned()));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// How fast it goes.
+struct Pace {
+    said: Instant,
+    done: u64,
+}
+
+impl Pace {
+    fn new(watch: &Watch) -> Self {
+        Self { said: Instant::now(), done: watch.progress().0 }
+    }
+
+    fn say(&mut self, watch: &Watch, model: &str, files_left: usize) {
+        let lasts = self.said.elapsed();
+        if lasts < SAY_EVERY {
+            return;
+        }
+        let (done, total) = watch.progress();
+        let rate = done.saturating_sub(self.done) as f64 / lasts.as_secs_f64();
+        let rest = total.saturating_sub(done) as f64 / rate;
+        let rest = if rest.is_finite() { format!("{rest:.0} s") } else { "unknown".to_owned() };
+        tracing::info!(
+            model,
+            done = size(done),
+            total = size(total),
+            rate = format!("{}/s", size(rate as u64)),
+            rest,
+            files_left,
+            "downloading"
+        );
+        *self = Self { said: Instant::now(), done };
+    }
+}
+
+/// Bytes that this process may still write into a folder.
+fn free_space(folder: &Path) -> std::io::Result<u64> {
+    let system = rustix::fs::statvfs(folder)?;
+    Ok(system.f_bavail.saturating_mul(system.f_frsize))
+}
+
+/// A number of bytes for people.
+fn size(bytes: u64) -> String {
+    let units = [(1u64 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+    match units.into_iter().find(|(unit, _)| bytes >= *unit) {
+        Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
+        None => format!("{bytes} bytes"),
+    }
+}

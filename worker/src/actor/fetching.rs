@@ -1,0 +1,106 @@
+//! How a worker gets the files of models of the hub before it joins: the coordinator names them in
+//! place of a welcome, and takes the worker when it says that it has them. Nothing waits for it
+//! meanwhile: it is no rank yet.
+use std::sync::Arc;
+use std::time::Duration;
+
+use actix::{AsyncContext as _, Context, Handler, Message};
+use shared::actor::link::join::REDIAL_MIN;
+use shared::hub::{Hub, HubError, HubModel, Part, Watch};
+use shared::protocol::{TO_FETCH_MAX, ToFetch};
+
+use super::{WorkerActor, WorkerEnd};
+
+/// Before it is tried again, where the hub or the way to it was at fault.
+const TRIED_AGAIN: Duration = Duration::from_secs(15);
+
+/// A fetching under way.
+#[derive(Debug)]
+pub(super) struct Fetching(Arc<Watch>);
+
+impl Drop for Fetching {
+    fn drop(&mut self) {
+        self.0.call_off();
+    }
+}
+
+#[derive(Message)]
+#[rtype(result = "()")]
+struct Fetched(Result<(), HubError>);
+
+/// What is to be fetched, with the part that is wanted of each.
+fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, Part)>, String> {
+    let ToFetch { models, adapters } = to_fetch;
+    if models.len() > TO_FETCH_MAX || adapters.len() > TO_FETCH_MAX {
+        return Err(format!("more than {TO_FETCH_MAX} models or adapters are to be fetched"));
+    }
+    let models = models.iter().map(|text| (text, Part::Weights));
+    let all = models.chain(adapters.iter().map(|text| (text, Part::Adapter)));
+    let read = |(text, part): (&String, Part)| match HubModel::parse(text) {
+        Some(model) => Ok((model?, part)),
+        None => Err(format!("{text} is no model of the hub")),
+    };
+    all.map(read).collect()
+}
+
+fn fetch_all(hub: &Hub, parts: &[(HubModel, Part)], watch: &Arc<Watch>) -> Result<(), HubError> {
+    parts.iter().try_for_each(|(model, part)| hub.fetch(&model.wanted(), *part, watch).map(drop))
+}
+
+impl WorkerActor {
+    /// Of which files it can say that it has them: all that it was last told to fetch.
+    pub(super) fn fetched(&self) -> u64 {
+        let (Some(to_fetch), Ok(hub)) = (&self.to_fetch, &self.config.hub) else { return 0 };
+        let has_all = parts(to_fetch)
+            .is_ok_and(|parts| parts.iter().all(|(model, part)| hub.has(model, *part)));
+        if has_all { to_fetch.fingerprint() } else { 0 }
+    }
+
+    /// Fetches what the coordinator wants it to have, and dials again.
+    pub(super) fn fetch(&mut self, ctx: &mut Context<Self>, to_fetch: ToFetch) {
+        let ready = self.config.hub.clone().and_then(|hub| Ok((hub, parts(&to_fetch)?)));
+        let (hub, parts) = match ready {
+            Ok(ready) => ready,
+            Err(message) => return self.cannot_fetch(ctx, message),
+        };
+        self.to_fetch = Some(to_fetch);
+        let watch = Arc::new(Watch::default());
+        self.fetching = Some(Fetching(watch.clone()));
+        let addr = ctx.address();
+        let thread = std::thread::Builder::new().name("fetch".to_owned());
+        let spawned = thread.spawn(move || {
+            let outcome = fetch_all(&hub, &parts, &watch);
+            addr.do_send(Fetched(outcome));
+        });
+        if let Err(error) = spawned {
+            self.cannot_fetch(ctx, format!("no thread to download with: {error}"));
+        }
+    }
+
+    fn cannot_fetch(&mut self, ctx: &mut Context<Self>, message: String) {
+        tracing::error!(message, "the worker cannot have the model");
+        self.finish(ctx, WorkerEnd::Failed { message });
+    }
+}
+
+impl Handler<Fetched> for WorkerActor {
+    type Result = ();
+
+    fn handle(&mut self, Fetched(outcome): Fetched, ctx: &mut Self::Context) {
+        self.fetching = None;
+        let pause = match outcome {
+            Ok(()) => {
+                self.redial = REDIAL_MIN;
+                Duration::ZERO
+            }
+            Err(error) if error.may_pass() => {
+                tracing::warn!(%error, "the model cannot be fetched; trying again in {TRIED_AGAIN:?}");
+                TRIED_AGAIN
+            }
+            // Only its owner calls it off, who is gone then.
+            Err(HubError::CalledOff) => return,
+            Err(error) => return self.cannot_fetch(ctx, error.to_string()),
+        };
+        self.dial(ctx, pause);
+    }
+}
