@@ -80,7 +80,7 @@ fn a_kernel_that_does_not_wait_is_told(options: &Options) -> Result<(), String> 
     {
         let output = Command::new(std::env::current_exe().map_err(words)?)
             .args(options.common())
-            .args(["--part", "operations", "--gpu", "0", "--step", "add_rmsnorm 3 x 64", overlap])
+            .args(["--part", "operations", "--gpu", "0", "--step", "3 x 64 with delta", overlap])
             .env("FAKE_CUDA_HASTY", "1")
             .output()
             .map_err(words)?;

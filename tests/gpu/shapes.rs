@@ -12,6 +12,7 @@ use worker::model::shard::Shard;
 use worker::model::size;
 use worker::model::weights::{BackendWeights, LayerWeights, Mlp, Weights};
 
+use crate::goldens::PLANNING;
 use crate::speed::{BLOCK_SIZE, Sizes};
 
 pub(crate) struct Shape {
@@ -242,6 +243,7 @@ impl Shape {
         let mut engine = Engine::new(backend, decoder, config);
         engine.profile()?;
         engine.backend().settle()?;
+        engine.backend().plan_products(PLANNING)?;
         engine.start(sizes.blocks(), 0)?;
         Ok(engine)
     }
