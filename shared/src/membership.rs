@@ -73,7 +73,7 @@ pub struct Record {
     pub version: String,
     /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model: Option<Pinned>,
+    pub model: Option<Box<Pinned>>,
 }
 
 /// Which commit a revision of a model on the hub was when a cluster began to serve it.

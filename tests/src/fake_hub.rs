@@ -71,7 +71,11 @@ pub struct FakeHub {
 
 impl FakeHub {
     /// A hub without models.
+    ///
+    /// # Panics
+    /// When no port can be had.
     #[must_use]
+    #[allow(clippy::expect_used, reason = "a test that has no hub fails")]
     pub fn start() -> Self {
         let bind = || TcpListener::bind("127.0.0.1:0").expect("a port");
         let (own, elsewhere) = (bind(), bind());
@@ -103,6 +107,7 @@ impl FakeHub {
     ///
     /// # Panics
     /// When the folder cannot be read.
+    #[allow(clippy::expect_used, reason = "a test that has no model fails")]
     pub fn put(&self, name: &str, revision: &str, folder: &Path) -> String {
         let mut files = Files::new();
         for entry in std::fs::read_dir(folder).expect("a folder").flatten() {

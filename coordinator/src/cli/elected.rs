@@ -42,7 +42,7 @@ pub(crate) async fn run(
         http,
         pid: std::process::id(),
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        model: pinned.clone(),
+        model: pinned.clone().map(Box::new),
     };
     let membership = EtcdMembership::start(etcd.clone(), record, true).map_err(no_thread)?;
     let (view, desires) = (membership.view(), membership.desires());

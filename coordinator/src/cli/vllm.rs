@@ -174,7 +174,7 @@ mod tests {
             ("tutti up --host=0.0.0.0", "`--host` is vLLM's; here: `--listen"),
             ("tutti coordinator -tp 2", "--tensor-parallel N"),
             ("tutti serve org/model --port 1", "`tutti up --model org/model`"),
-            ("tutti serve", "`tutti up --model DIR`"),
+            ("tutti serve", "`tutti up --model MODEL`"),
         ] {
             let error = understood(&words(line)).unwrap_err().to_string();
             assert!(error.contains(told) && !error.contains("tip:"), "{line}: {error}");

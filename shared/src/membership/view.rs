@@ -160,7 +160,7 @@ impl View {
     pub fn pinned(&self) -> Option<&Pinned> {
         let leader = self.leader.as_ref().map(|leader| &leader.record);
         let last = || self.led.as_ref().filter(|_| !self.records.is_empty()).map(|led| &led.record);
-        leader.or_else(last)?.model.as_ref()
+        leader.or_else(last)?.model.as_deref()
     }
 
     /// This process's leadership, if it leads.
@@ -291,7 +291,7 @@ mod tests {
         let serving = |mut entry: Entry| {
             match &mut entry.value {
                 Value::Process(record) | Value::Led(Led { record, .. }) => {
-                    record.model = Some(pinned.clone());
+                    record.model = Some(Box::new(pinned.clone()));
                 }
                 Value::Desired(_) => {}
             }
