@@ -1,4 +1,4 @@
-//! The HTTP front end: OpenAI's API, health, metrics.
+//! The HTTP front end: OpenAI's API, Anthropic's messages, health, metrics.
 //!
 //! - [`server`]: routes, connection limits, start and stop
 //! - [`state`]: what handlers share
@@ -10,8 +10,10 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - [`messages`]: Anthropic's
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`message`], [`tools`]: a choice's message; tools, and calls of them
+//! - [`reading`]: a reply's text as reasoning, answer and calls
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - `again`: asking again where there was no room
@@ -50,11 +52,13 @@ pub mod keys;
 pub mod limits;
 pub mod logprobs;
 pub mod message;
+pub mod messages;
 pub mod metrics;
 pub mod models;
 pub mod options;
 pub mod params;
 pub mod pool;
+pub mod reading;
 pub mod refused;
 pub mod responses;
 pub mod room;

@@ -23,6 +23,7 @@ mod conversations;
 mod embeddings;
 mod fields;
 mod harmony;
+mod messages;
 mod options;
 mod overload;
 mod responses;

@@ -1,4 +1,4 @@
-//! Fields of OpenAI's and vLLM's APIs that would change the answer and are not supported: refused
+//! Fields of OpenAI's, Anthropic's and vLLM's APIs that would change the answer and are not supported: refused
 //! by name, unless their value asks for nothing. Ignoring one would give an answer to another
 //! question.
 use serde_json::{Value, json};
@@ -89,6 +89,16 @@ const RESPONSES: &[(&str, Neutral)] = &[
     ("service_tier", Words(&SERVICE_TIERS)),
 ];
 
+/// Of `/v1/messages` alone; names of chat's that it says otherwise are told by
+/// [`super::messages`].
+const MESSAGES: &[(&str, Neutral)] = &[
+    ("container", Null),
+    ("logprobs", False),
+    ("mcp_servers", Empty),
+    ("n", One),
+    ("speed", Words(&["standard"])),
+];
+
 /// Of `/v1/embeddings` alone.
 const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("activation", True),
@@ -129,6 +139,8 @@ pub enum Endpoint {
     Chat,
     /// `/v1/responses`.
     Responses,
+    /// `/v1/messages`.
+    Messages,
     /// `/v1/embeddings`.
     Embeddings,
 }
@@ -139,6 +151,7 @@ impl Endpoint {
             Self::Completions => COMPLETIONS,
             Self::Chat => CHAT,
             Self::Responses => RESPONSES,
+            Self::Messages => MESSAGES,
             Self::Embeddings => EMBEDDINGS,
         }
     }

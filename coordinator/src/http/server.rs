@@ -23,7 +23,8 @@ use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
-    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, terms,
+    access, admin, chat, completions, embeddings, keys, messages, metrics, models, pool, responses,
+    terms,
     tls::{self, Tls},
     tokenize,
 };
@@ -45,10 +46,12 @@ const UNSENT_MAX: u32 = 128 << 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 16] = [
+const ROUTES: [(&str, &str); 18] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/embeddings", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
@@ -142,6 +145,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
             "/v1/responses" => web::post().to(post_responses),
+            "/v1/messages" => web::post().to(post_messages),
+            "/v1/messages/count_tokens" => web::post().to(post_count_tokens),
             "/v1/embeddings" => web::post().to(post_embeddings),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
@@ -157,7 +162,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             _ => get().to(get_health),
         };
         let refuse = move |request: HttpRequest| async move {
-            Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
+            let error = ApiError::method(request.method().as_str(), allow);
+            Err::<HttpResponse, _>(access::told(error, &request))
         };
         let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
         if path == "/metrics" {
@@ -169,7 +175,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     }
     admin::routes(config);
     config.default_service(web::to(|request: HttpRequest| async move {
-        Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
+        let error = ApiError::unknown_path(request.method().as_str(), request.path());
+        Err::<HttpResponse, _>(access::told(error, &request))
     }));
 }
 
@@ -193,7 +200,7 @@ fn cors(origins: &[String]) -> Condition<Cors> {
     let cors = cors
         .allow_any_method()
         .allow_any_header()
-        .expose_headers(["x-request-id", "retry-after"])
+        .expose_headers(["request-id", "x-request-id", "retry-after"])
         .max_age(600);
     Condition::new(!origins.is_empty(), cors)
 }
@@ -227,6 +234,14 @@ async fn post_responses(
     answer(&state, &request, body, responses::respond).await
 }
 
+async fn post_messages(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    answer(&state, &request, body, messages::respond).await
+}
+
 async fn post_embeddings(
     state: Data<AppState>,
     request: HttpRequest,
@@ -256,7 +271,7 @@ async fn answer(
         None => it,
     });
     let answer = answer.inspect_err(|error| count(state, error));
-    answer.map_err(|error| error.of_request(&access::request_id(request)))
+    answer.map_err(|error| access::told(error.of_request(&access::request_id(request)), request))
 }
 
 /// What holds of a request by its headers and its key.
@@ -278,6 +293,19 @@ async fn post_tokenize(
     };
     let answer = answer.await.inspect_err(|error| count(&state, error))?;
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
+}
+
+async fn post_count_tokens(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let answer = async {
+        let fields = read(&state, &request, body).await?;
+        messages::count_tokens(&state, &fields).await
+    };
+    let answer = answer.await.inspect_err(|error| count(&state, error));
+    answer.map_err(|error| access::told(error, &request))
 }
 
 async fn post_detokenize(
