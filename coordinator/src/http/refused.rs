@@ -63,6 +63,7 @@ const CHAT: &[(&str, Neutral)] = &[
     ("functions", Empty),
     ("mm_processor_kwargs", Empty),
     ("modalities", Only("text")),
+    ("moderation", Null),
     ("service_tier", Words(&SERVICE_TIERS)),
     ("verbosity", Words(&VERBOSITIES)),
     ("web_search_options", Null),
