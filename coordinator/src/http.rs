@@ -29,6 +29,7 @@
 //! - [`pool`]: work on text, off the threads that serve connections
 //! - [`room`]: how much memory the bodies of requests may take together
 //! - `connections`: how many connections each address may have
+//! - `kept`: ends connections on which nothing is asked
 //! - `watch`: files that are read again when they change
 //! - `body`: what lives as long as an answer's body
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
@@ -48,6 +49,7 @@ pub mod error;
 pub mod fields;
 pub mod gate;
 pub mod generation;
+mod kept;
 pub mod keys;
 pub mod limits;
 pub mod logprobs;

@@ -42,7 +42,8 @@ NOW = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 def request_of(golden):
     """A golden conversation: instructions stand beside the messages here."""
     messages = [dict(message) for message in golden.case["messages"]]
-    request = {"max_tokens": MAX_TOKENS, "temperature": 0}
+    # The client has no such argument any more; others still send it.
+    request = {"max_tokens": MAX_TOKENS, "extra_body": {"temperature": 0}}
     if messages[0]["role"] == "system":
         request["system"] = messages.pop(0)["content"]
     return request | {"messages": messages}

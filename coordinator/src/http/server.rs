@@ -16,8 +16,10 @@ use shared::metrics::labels::{Method, RejectReason};
 use tokio::time::Instant;
 
 use super::body::{Companion, accompanied};
+use super::connections::{HEAD_DEADLINE, KEPT};
 use super::error::ApiError;
 use super::gate::{self, Visit};
+use super::kept::{Kept, Turn};
 use super::params::Fields;
 use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
@@ -33,8 +35,6 @@ use crate::engine::TAKEN_WITHIN;
 
 /// Connections at a time of a server that serves no API.
 const SMALL_CONNECTIONS_MAX: usize = 1024;
-/// How long a request's head may take.
-const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
@@ -101,7 +101,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
         .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .on_connect(move |stream, data| counted.take(stream, data, &stats))
         .client_request_timeout(HEAD_DEADLINE)
-        .keep_alive(Duration::from_secs(75))
+        .keep_alive(KEPT)
         // A client that closes its side is gone: its request is cancelled, streaming or not.
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
@@ -417,6 +417,7 @@ async fn observe(
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
     let state = request.app_data::<Data<AppState>>().cloned();
+    let turn = request.conn_data::<Kept>().map(Kept::turn);
     let counted = state.map(|state| {
         // As routes are found: with percent-encoding undone.
         let path = request.match_info().unprocessed();
@@ -444,7 +445,7 @@ async fn observe(
             Ok(match counted {
                 None => response.map_into_left_body(),
                 Some(counted) => response.map_body(|_, body| {
-                    EitherBody::right(accompanied(body, Answered { counted, status }))
+                    EitherBody::right(accompanied(body, Answered { counted, status, _turn: turn }))
                 }),
             })
         }
@@ -480,6 +481,8 @@ impl Drop for Counted {
 struct Answered {
     counted: Counted,
     status: u16,
+    /// Its connection's.
+    _turn: Option<Turn>,
 }
 
 impl Companion for Answered {
