@@ -1,6 +1,6 @@
 //! `/v1/messages`: its blocks, its events, its errors, what it refuses.
 use coordinator::engine::EngineError;
-use coordinator::http::keys::ApiKeys;
+use coordinator::http::keys::{ApiKey, ApiKeys, KeyLimits};
 use coordinator::http::options::ApiOptions;
 use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
@@ -161,11 +161,12 @@ async fn the_prompt_is_the_one_of_the_same_chat() {
         "parameters": {"type": "object"}}}]});
     assert_eq!(rig.client.post("/v1/chat/completions", &chat).await.unwrap().status, 200);
     let text = |text: &str| json!({"type": "text", "text": text});
+    // An instruction at the beginning of the messages is one of the others.
     let body = json!({"max_tokens": 1,
-        "system": [text("x-anthropic-billing-header: cc_version=1; cch=2f;"), text("Be brief."),
-            text("Be kind.")],
+        "system": [text("x-anthropic-billing-header: cc_version=1; cch=2f;"), text("Be brief.")],
         "messages": [
-            {"role": "user", "content": [text("a"), text("b")]},
+            {"role": "system", "content": "Be kind."},
+            {"role": "user", "content": [text("a"), text("b"), text("")]},
             {"role": "assistant", "content": [
                 {"type": "thinking", "thinking": "hm", "signature": "unsigned"},
                 {"type": "redacted_thinking", "data": "x"}, text("c"),
@@ -444,6 +445,27 @@ async fn keys_are_taken_from_either_header() {
             }
         }
     }
+}
+
+#[tokio::test]
+async fn limits_of_keys_are_told_as_anthropics_are() {
+    let limits = KeyLimits { requests: None, per_minute: Some(1) };
+    let keys = ApiKeys::of([ApiKey::new("secret", limits).unwrap()]);
+    let rig = Rig::with_api(&ApiOptions { keys, ..ApiOptions::default() });
+    let url = format!("http://{}{PATH}", rig.address);
+    let ask = async || {
+        let request = reqwest::Client::new().post(&url).header("x-api-key", "secret");
+        request.json(&body(&json!({}))).send().await.unwrap()
+    };
+    assert_eq!(ask().await.status(), 200);
+    let refused = ask().await;
+    assert_eq!(refused.status(), 429);
+    assert!(refused.headers().contains_key("retry-after"));
+    let told: Value = refused.json().await.unwrap();
+    assert_eq!(
+        (&told["type"], &told["error"]["type"]),
+        (&json!("error"), &json!("rate_limit_error"))
+    );
 }
 
 #[tokio::test]

@@ -250,8 +250,18 @@ async fn post_embeddings(
     answer(&state, &request, body, embeddings::respond).await
 }
 
-/// Answers a request for the engine: it counts as one that is inside until its answer is sent.
+/// Answers a request for the engine, errors as its API tells them.
 async fn answer(
+    state: &AppState,
+    request: &HttpRequest,
+    body: Payload,
+    respond: impl AsyncFnOnce(&AppState, Fields) -> Result<HttpResponse, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    admit(state, request, body, respond).await.map_err(|error| access::told(error, request))
+}
+
+/// Lets a request in, which counts as one that is inside until its answer is sent.
+async fn admit(
     state: &AppState,
     request: &HttpRequest,
     body: Payload,
@@ -271,7 +281,7 @@ async fn answer(
         None => it,
     });
     let answer = answer.inspect_err(|error| count(state, error));
-    answer.map_err(|error| access::told(error.of_request(&access::request_id(request)), request))
+    answer.map_err(|error| error.of_request(&access::request_id(request)))
 }
 
 /// What holds of a request by its headers and its key.

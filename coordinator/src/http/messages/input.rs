@@ -50,6 +50,9 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Input, ApiError> 
     for (index, message) in list.iter().enumerate() {
         input.take(&format!("messages[{index}]"), message)?;
     }
+    if input.messages.is_empty() {
+        return Err(ApiError::field("messages", "`messages` say nothing"));
+    }
     if let Some(last) = input.last("assistant") {
         if last.contains_key("tool_calls") {
             let message = "ends with calls of tools; their results must follow, as `tool_result`";
@@ -88,6 +91,7 @@ impl Input {
     fn say(&mut self, role: &str, name: &str, text: &str) {
         match self.last(role) {
             Some(message) => match message.get_mut(name) {
+                Some(_) if text.is_empty() => {}
                 Some(Value::String(before)) if !before.is_empty() => {
                     before.push('\n');
                     before.push_str(text);
@@ -105,14 +109,13 @@ impl Input {
         let path = format!("{at}.content");
         let content = fields.get("content").unwrap_or(&Value::Null);
         let role = match fields.get("role").and_then(Value::as_str).unwrap_or_default() {
-            "system" if self.messages.is_empty() => {
-                self.push("system", system(&path, content)?);
-                return Ok(());
-            }
-            // Most templates take instructions at the beginning alone.
             "system" => {
                 let text = system(&path, content)?;
-                self.say("user", "content", &text);
+                // Most templates take instructions at the beginning alone.
+                let begins = self.messages.is_empty() || self.last("system").is_some();
+                if !text.is_empty() {
+                    self.say(if begins { "system" } else { "user" }, "content", &text);
+                }
                 return Ok(());
             }
             role @ ("user" | "assistant") => role,
