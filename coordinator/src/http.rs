@@ -10,7 +10,7 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
-//! - [`messages`]: Anthropic's
+//! - [`messages`]: the endpoints of Anthropic's API
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`message`], [`tools`]: a choice's message; tools, and calls of them
 //! - [`reading`]: a reply's text as reasoning, answer and calls
