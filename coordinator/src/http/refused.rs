@@ -1,6 +1,6 @@
-//! Fields of OpenAI's, Anthropic's and vLLM's APIs that would change the answer and are not supported: refused
-//! by name, unless their value asks for nothing. Ignoring one would give an answer to another
-//! question.
+//! Fields of OpenAI's, Anthropic's and vLLM's APIs that would change the answer and are not
+//! supported: refused by name, unless their value asks for nothing. Ignoring one would give an
+//! answer to another question.
 use serde_json::{Value, json};
 
 use super::error::ApiError;
