@@ -1,4 +1,4 @@
-//! The HTTP front end: OpenAI's API, health, metrics.
+//! The HTTP front end: OpenAI's API, Anthropic's messages, health, metrics.
 //!
 //! - [`server`]: routes, connection limits, start and stop
 //! - [`state`]: what handlers share
@@ -10,8 +10,10 @@
 //! - [`refused`]: fields that would change the answer and are not supported
 //! - [`structured`]: what the output must be
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
+//! - [`messages`]: the endpoints of Anthropic's API
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`message`], [`tools`]: a choice's message; tools, and calls of them
+//! - [`reading`]: a reply's text as reasoning, answer and calls
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
 //! - `again`: asking again where there was no room
@@ -27,6 +29,7 @@
 //! - [`pool`]: work on text, off the threads that serve connections
 //! - [`room`]: how much memory the bodies of requests may take together
 //! - `connections`: how many connections each address may have
+//! - `kept`: ends connections on which nothing is asked
 //! - `watch`: files that are read again when they change
 //! - `body`: what lives as long as an answer's body
 //! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
@@ -46,15 +49,18 @@ pub mod error;
 pub mod fields;
 pub mod gate;
 pub mod generation;
+mod kept;
 pub mod keys;
 pub mod limits;
 pub mod logprobs;
 pub mod message;
+pub mod messages;
 pub mod metrics;
 pub mod models;
 pub mod options;
 pub mod params;
 pub mod pool;
+pub mod reading;
 pub mod refused;
 pub mod responses;
 pub mod room;

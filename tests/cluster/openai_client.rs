@@ -1,18 +1,19 @@
-//! The `openai` Python package against a running server.
+//! The `openai` and `anthropic` Python packages against a running server.
 use std::process::Command;
 
 use testkit::fleet::Fleet;
 use testkit::models::repository;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_openai_package_works_unchanged() {
+async fn the_openai_and_anthropic_packages_work_unchanged() {
     let Some(python) = std::env::var_os("TUTTI_TEST_PYTHON") else {
         assert!(std::env::var_os("CI").is_none(), "CI must set TUTTI_TEST_PYTHON; run tests/run");
         return;
     };
     // The coordinator's own front end, and one in a process of its own.
     let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
-    let scripts = ["test_openai_client.py", "test_responses.py", "test_embeddings.py"];
+    let scripts =
+        ["test_openai_client.py", "test_responses.py", "test_messages.py", "test_embeddings.py"];
     let servers = [&fleet.coordinator, &fleet.frontends[0]];
     for (server, script) in servers.iter().flat_map(|server| scripts.map(|script| (server, script)))
     {

@@ -230,6 +230,7 @@ fn the_documentation_lists_what_is_refused() {
         (Endpoint::Completions, "completions"),
         (Endpoint::Chat, "chat"),
         (Endpoint::Responses, "responses"),
+        (Endpoint::Messages, "messages"),
         (Endpoint::Embeddings, "embeddings"),
     ] {
         let own = listed(of);

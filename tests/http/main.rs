@@ -8,6 +8,7 @@
 //! - [`fields`]: no field that would change the answer is ignored
 //! - [`conversations`]: the input that templates get from a chat request
 //! - [`harmony`]: gpt-oss' format, in which replies are messages
+//! - [`messages`]: `/v1/messages`, its blocks, events and errors
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, operators' limits
 //! - [`overload`]: limits of keys and addresses, the time that requests are given
@@ -23,6 +24,7 @@ mod conversations;
 mod embeddings;
 mod fields;
 mod harmony;
+mod messages;
 mod options;
 mod overload;
 mod responses;

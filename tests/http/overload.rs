@@ -216,3 +216,40 @@ async fn an_address_has_so_many_connections_and_gets_back_those_it_closes() {
     let refused = counted(&rig, "tutti_http_connections_refused_total", &[]).await;
     assert_eq!(refused, 0.0);
 }
+
+#[tokio::test]
+async fn a_connection_on_which_nothing_is_asked_ends_also_with_half_a_head() {
+    let kept = Duration::from_millis(1500);
+    let rig = Rig::keeping(kept);
+    rig.script(|script| (script.text, script.hang) = ("a b".to_owned(), true));
+    let address = rig.address;
+    // One that waits for its answer for longer stays.
+    let client = rig.client.clone();
+    let slow = tokio::spawn(async move {
+        let body = json!({"prompt": "x", "stream": true});
+        let mut stream = client.open("/v1/completions", &body).await.unwrap();
+        let began = Instant::now();
+        while began.elapsed() < 2 * kept {
+            let piece = tokio::time::timeout(kept, stream.chunk()).await;
+            assert!(piece.is_err() || piece.unwrap().unwrap().is_some());
+        }
+    });
+    let ended = tokio::task::spawn_blocking(move || {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+        let mut answer = [0; 4096];
+        for _ in 0..3 {
+            stream.write_all(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n").unwrap();
+            assert!(stream.read(&mut answer).unwrap() > 0);
+            std::thread::sleep(kept * 2 / 3);
+        }
+        let began = Instant::now();
+        stream.write_all(b"GET /hea").unwrap();
+        // The end, or what says it.
+        let _ = stream.read(&mut answer).unwrap_or_default();
+        began.elapsed()
+    });
+    let ended = ended.await.unwrap();
+    assert!(ended < Duration::from_secs(15), "{ended:?}");
+    slow.await.unwrap();
+}

@@ -99,12 +99,32 @@ impl Rig {
         Self::built(script, text, api, false, &[])
     }
 
+    /// A rig whose connections end when nothing was asked on them for so long.
+    pub(crate) fn keeping(kept: Duration) -> Self {
+        let (text, api) = (TextModel::load(&demo()).unwrap(), ApiOptions::default());
+        Self::tuned(Script::default(), text, &api, false, &[], |mut state| {
+            state.connections = state.connections.kept_for(kept);
+            state
+        })
+    }
+
     fn built(
         script: Script,
         text: TextModel,
         api: &ApiOptions,
         priorities: bool,
         adapters: &[Adapter],
+    ) -> Self {
+        Self::tuned(script, text, api, priorities, adapters, |state| state)
+    }
+
+    fn tuned(
+        script: Script,
+        text: TextModel,
+        api: &ApiOptions,
+        priorities: bool,
+        adapters: &[Adapter],
+        tune: impl FnOnce(AppState) -> AppState,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -136,6 +156,7 @@ impl Rig {
         .with_models(Models::of(&serving))
         .with_api(api)
         .with_metrics(Arc::new(page));
+        let state = tune(state);
         let (model, log, told) = (text.clone(), seen.clone(), script.clone());
         std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -249,6 +249,7 @@ async fn adapters_are_models_that_requests_name() {
             ("/v1/completions", json!({"prompt": "x"})),
             ("/v1/chat/completions", json!({"messages": message})),
             ("/v1/responses", json!({"input": "x"})),
+            ("/v1/messages", json!({"messages": message, "max_tokens": 9})),
             ("/v1/embeddings", json!({"input": "x"})),
         ] {
             body["model"] = json!(model);

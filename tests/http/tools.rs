@@ -192,7 +192,24 @@ async fn calls_that_must_be_made_are_what_the_grammar_allows() {
     assert_eq!(choice["finish_reason"], "stop", "it was the client's choice");
     let one = spec(&rig);
     assert!(!one.contains("weather") && one.contains("now"), "{one}");
+    let allowed = |mode: &str, name: &str| {
+        let tools = json!([{"type": "function", "function": {"name": name}}]);
+        json!({"tool_choice": {"type": "allowed_tools",
+            "allowed_tools": {"mode": mode, "tools": tools}}})
+    };
+    let choice = ask(&rig, &allowed("required", "now")).await;
+    assert_eq!(choice["finish_reason"], "tool_calls");
+    let few = spec(&rig);
+    assert!(!few.contains("weather") && few.contains("now") && few != one, "{few}");
     let refused = [
+        ("tool_choice", allowed("required", "other")),
+        ("tool_choice", allowed("sometimes", "now")),
+        ("tool_choice", json!({"tool_choice": {"type": "allowed_tools"}})),
+        (
+            "tool_choice",
+            json!({"tool_choice": {"type": "allowed_tools",
+            "allowed_tools": {"mode": "auto", "tools": []}}}),
+        ),
         (
             "tool_choice",
             json!({"tool_choice": {"type": "function", "function": {"name": "other"}}}),

@@ -15,7 +15,9 @@ use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest};
 
 use super::body::{Companion, accompanied};
+use super::error::ApiError;
 use super::fields::is_request_id;
+use super::messages;
 use super::state::AppState;
 use super::trace::TraceParent;
 
@@ -90,6 +92,12 @@ pub fn request_id(request: &HttpRequest) -> String {
     request.extensions().get::<RequestName>().map(|name| name.0.clone()).unwrap_or_default()
 }
 
+/// An error as the API of the request's path tells it.
+#[must_use]
+pub fn told(error: ApiError, request: &HttpRequest) -> ApiError {
+    if messages::is_at(request.path()) { error.for_anthropic(&request_id(request)) } else { error }
+}
+
 /// Gives the request its id and the answer a header that says it; logs it.
 ///
 /// # Errors
@@ -105,6 +113,7 @@ pub async fn identify<B: MessageBody + 'static>(
     let given = given.filter(|id| is_request_id(id, &state.limits)).map(str::to_owned);
     let id = given.unwrap_or_else(|| state.request_id());
     let header = HeaderValue::from_str(&id);
+    let is_anthropic = messages::is_at(request.path());
     request.extensions_mut().insert(RequestName(id.clone()));
     let mut line = state.access_log.then(|| Line {
         began: state.clock.now(),
@@ -131,6 +140,9 @@ pub async fn identify<B: MessageBody + 'static>(
     }
     let mut response = response?;
     if let Ok(header) = header {
+        if is_anthropic {
+            response.headers_mut().insert(messages::REQUEST_ID, header.clone());
+        }
         response.headers_mut().insert(HEADER, header);
     }
     Ok(match line {

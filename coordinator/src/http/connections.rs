@@ -1,21 +1,37 @@
-//! How many connections each address has: one that opens all that there are keeps nobody else out.
+//! How many connections each address has, and how long: one that opens all that there are keeps
+//! nobody else out.
 use std::any::Any;
 use std::net::{IpAddr, Shutdown};
+use std::time::Duration;
 
 use actix_tls::accept::rustls_0_23::TlsStream;
 use actix_web::dev::Extensions;
 use actix_web::rt::net::TcpStream;
 use socket2::SockRef;
 
+use super::kept::Kept;
 use super::options::{CONNECTIONS_PER_ADDRESS, ConnectionBound};
 use crate::addresses::{Addresses, Place, is_private};
 use crate::metrics::FrontendStats;
 
+/// How long a connection is kept after an answer, for another request.
+pub(super) const KEPT: Duration = Duration::from_secs(75);
+/// How long a request's head may take.
+pub(super) const HEAD_DEADLINE: Duration = Duration::from_secs(5);
+
 /// The connections of a server. Clones are the same.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Connections {
     addresses: Addresses,
     bound: ConnectionBound,
+    /// When nothing was asked for so long, a connection ends.
+    kept: Duration,
+}
+
+impl Default for Connections {
+    fn default() -> Self {
+        Self::new(ConnectionBound::default())
+    }
 }
 
 /// A connection's place, for as long as it lives.
@@ -26,7 +42,13 @@ impl Connections {
     /// None yet.
     #[must_use]
     pub fn new(bound: ConnectionBound) -> Self {
-        Self { addresses: Addresses::default(), bound }
+        Self { addresses: Addresses::default(), bound, kept: KEPT + HEAD_DEADLINE }
+    }
+
+    /// With another time that a connection may be without a request; for tests.
+    #[must_use]
+    pub fn kept_for(self, kept: Duration) -> Self {
+        Self { kept, ..self }
     }
 
     /// How many connections this address may have, if they are counted.
@@ -43,6 +65,7 @@ impl Connections {
     /// Takes a connection that was accepted, or ends it at once.
     pub(super) fn take(&self, stream: &dyn Any, data: &mut Extensions, stats: &FrontendStats) {
         let Some(stream) = tcp(stream) else { return };
+        Kept::watch(stream, data, self.kept);
         let Ok(peer) = stream.peer_addr() else { return };
         let Some(max) = self.most(peer.ip()) else { return };
         match self.addresses.enter(peer.ip(), max) {

@@ -1,5 +1,5 @@
-//! A conversation's request, from its fields to a running one: what `/v1/chat/completions` and
-//! `/v1/responses` have in common.
+//! A conversation's request, from its fields to a running one: what `/v1/chat/completions`,
+//! `/v1/responses` and `/v1/messages` have in common.
 use std::sync::Arc;
 
 use super::conversation;
@@ -20,6 +20,19 @@ pub enum Form {
     /// `/v1/responses`: the bound of the output is one, not a wish, so it may be beyond what the
     /// model's length leaves.
     Responses,
+    /// `/v1/messages`: so it is there.
+    Messages,
+}
+
+impl Form {
+    /// What the id of an answer begins with.
+    fn prefix(self) -> &'static str {
+        match self {
+            Self::Chat => "chatcmpl-",
+            Self::Responses => "resp_",
+            Self::Messages => "msg_",
+        }
+    }
 }
 
 /// A request that runs.
@@ -70,8 +83,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     common.goes_on = conversation.continue_final_message;
     let shows_reasoning = fields.boolean("include_reasoning", true)?;
     let special = fields.boolean("add_special_tokens", false)?;
-    let prefix = if form == Form::Chat { "chatcmpl-" } else { "resp_" };
-    let id: Arc<str> = fields.response_id(prefix, limits)?.into();
+    let id: Arc<str> = fields.response_id(form.prefix(), limits)?.into();
     let (bytes, share, fit) = (fields.bytes(), fields.share(), common.fit(limits));
     // It may be much larger than what is kept of it.
     drop(fields);
@@ -111,7 +123,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("messages", "`messages` give an empty prompt"));
     }
     common.truncate(&mut tokens, limits);
-    if form == Form::Responses {
+    if form != Form::Chat {
         common.cap_output(tokens.len(), limits);
     }
     let max_tokens = common.output_tokens("messages", tokens.len(), limits)?;

@@ -1,5 +1,6 @@
-//! Every error a client can see, in OpenAI's shape.
+//! Every error a client can see, in OpenAI's shape or in Anthropic's.
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -32,7 +33,12 @@ pub struct ApiError {
     reason: Option<RejectReason>,
     /// Says how to prove who one is.
     challenge: bool,
+    /// The id of the request, where the error is told as Anthropic's API tells errors.
+    anthropic: Option<Arc<str>>,
 }
+
+/// What Anthropic's API says where it has more to do than it can: a status of its own.
+const OVERLOADED: u16 = 529;
 
 impl ApiError {
     fn new(status: StatusCode, message: impl Into<String>) -> Self {
@@ -46,6 +52,7 @@ impl ApiError {
             allow: None,
             reason: status.is_client_error().then_some(RejectReason::Invalid),
             challenge: false,
+            anthropic: None,
         }
     }
 
@@ -88,7 +95,8 @@ impl ApiError {
     /// No API key, or none that is known: 401.
     #[must_use]
     pub fn unknown_key() -> Self {
-        let message = "This needs a known API key: `Authorization: Bearer KEY`";
+        let message = "This needs a known API key: `Authorization: Bearer KEY`, or \
+                       `x-api-key: KEY`";
         Self {
             code: Some("invalid_api_key"),
             challenge: true,
@@ -224,6 +232,43 @@ impl ApiError {
         Self { message, param: self.param.map(there), ..self }
     }
 
+    /// The same, told as Anthropic's API tells errors, of the request with this id.
+    #[must_use]
+    pub fn for_anthropic(self, request_id: &str) -> Self {
+        Self { anthropic: Some(request_id.into()), ..self }
+    }
+
+    /// The status that the client is told.
+    fn told_status(&self) -> StatusCode {
+        let is_full = self.status == StatusCode::SERVICE_UNAVAILABLE || self.is_queue_full();
+        match StatusCode::from_u16(OVERLOADED) {
+            Ok(overloaded) if is_full && self.anthropic.is_some() => overloaded,
+            _ => self.status,
+        }
+    }
+
+    /// The body in Anthropic's shape.
+    fn anthropic_json(&self, request_id: &str) -> Value {
+        let kind = match self.told_status() {
+            StatusCode::UNAUTHORIZED => "authentication_error",
+            StatusCode::FORBIDDEN => "permission_error",
+            StatusCode::NOT_FOUND => "not_found_error",
+            StatusCode::PAYLOAD_TOO_LARGE => "request_too_large",
+            StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
+            StatusCode::REQUEST_TIMEOUT | StatusCode::GATEWAY_TIMEOUT => "timeout_error",
+            status if status.as_u16() == OVERLOADED => "overloaded_error",
+            status if status.is_server_error() => "api_error",
+            _ => "invalid_request_error",
+        };
+        // By these words clients know that a conversation must be made shorter.
+        let message = match self.code {
+            Some("context_length_exceeded") => format!("prompt is too long: {}", self.message),
+            _ => self.message.clone(),
+        };
+        let error = json!({"type": kind, "message": message});
+        json!({"type": "error", "error": error, "request_id": request_id})
+    }
+
     /// What OpenAI's Responses API calls the error of a response that failed: code and message.
     #[must_use]
     pub fn of_response(&self) -> Value {
@@ -251,6 +296,9 @@ impl ApiError {
     /// The body, also sent as the last event of a stream that fails.
     #[must_use]
     pub fn json(&self) -> Value {
+        if let Some(request_id) = &self.anthropic {
+            return self.anthropic_json(request_id);
+        }
         let kind = match self.status {
             StatusCode::TOO_MANY_REQUESTS => "rate_limit_error",
             status if status.is_server_error() => "server_error",
@@ -296,11 +344,11 @@ impl fmt::Display for ApiError {
 
 impl ResponseError for ApiError {
     fn status_code(&self) -> StatusCode {
-        self.status
+        self.told_status()
     }
 
     fn error_response(&self) -> HttpResponse {
-        let mut response = HttpResponse::build(self.status);
+        let mut response = HttpResponse::build(self.told_status());
         if let Some(seconds) = self.retry_after_s {
             response.insert_header((RETRY_AFTER, seconds.to_string()));
         }

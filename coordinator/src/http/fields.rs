@@ -89,6 +89,12 @@ impl Fields {
         Self { request_id: request_id.to_owned(), ..self }
     }
 
+    /// The id that the request has unless its body says another.
+    #[must_use]
+    pub fn request_id(&self) -> &str {
+        &self.request_id
+    }
+
     /// With what they take of the room that bodies have.
     #[must_use]
     pub fn in_room(self, share: Share) -> Self {

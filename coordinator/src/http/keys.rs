@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use actix_web::body::{EitherBody, MessageBody};
 use actix_web::dev::{ServiceRequest, ServiceResponse};
 use actix_web::http::Method;
-use actix_web::http::header::{AUTHORIZATION, HeaderMap};
+use actix_web::http::header::{AUTHORIZATION, HeaderMap, HeaderName};
 use actix_web::middleware::Next;
 use actix_web::web::Data;
 use actix_web::{Error, HttpMessage as _, HttpRequest, ResponseError as _};
@@ -25,6 +25,9 @@ use super::access;
 use super::error::ApiError;
 use super::state::AppState;
 use crate::metrics::FrontendStats;
+
+/// Where Anthropic's clients say their key.
+const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
 /// The keys that are let in; none lets everybody in. Only their hashes are kept, and nothing of
 /// them is ever shown. Clones are the same.
@@ -154,10 +157,13 @@ impl ApiKeys {
         if self.is_empty() {
             return Ok(None);
         }
-        let header = headers.get(AUTHORIZATION).and_then(|value| value.to_str().ok());
-        let (scheme, key) = header.and_then(|it| it.split_once(' ')).unwrap_or_default();
-        let key = scheme.eq_ignore_ascii_case("bearer").then_some(key.trim());
-        key.and_then(|key| self.owner(key)).map(Some).ok_or(Unknown)
+        let header = |name| headers.get(name).and_then(|value| value.to_str().ok());
+        let (scheme, key) =
+            header(AUTHORIZATION).and_then(|it| it.split_once(' ')).unwrap_or_default();
+        let bearer = scheme.eq_ignore_ascii_case("bearer").then_some(key);
+        // As Anthropic's clients say it, some of which also send the other.
+        let keys = [bearer, header(X_API_KEY)].into_iter().flatten();
+        keys.map(str::trim).find_map(|key| self.owner(key)).map(Some).ok_or(Unknown)
     }
 }
 
@@ -191,7 +197,8 @@ pub async fn authenticate<B: MessageBody + 'static>(
     match asked.map(|state| (state, state.keys.admit(request.headers()))) {
         Some((state, Err(Unknown))) => {
             state.stats.rejected(RejectReason::Unauthorized);
-            let answer = ApiError::unknown_key().error_response();
+            let error = access::told(ApiError::unknown_key(), request.request());
+            let answer = error.error_response();
             return Ok(request.into_response(answer).map_into_right_body());
         }
         Some((_, Ok(Some((number, account))))) => {

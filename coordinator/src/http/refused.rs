@@ -1,6 +1,6 @@
-//! Fields of OpenAI's and vLLM's APIs that would change the answer and are not supported: refused
-//! by name, unless their value asks for nothing. Ignoring one would give an answer to another
-//! question.
+//! Fields of OpenAI's, Anthropic's and vLLM's APIs that would change the answer and are not
+//! supported: refused by name, unless their value asks for nothing. Ignoring one would give an
+//! answer to another question.
 use serde_json::{Value, json};
 
 use super::error::ApiError;
@@ -63,6 +63,7 @@ const CHAT: &[(&str, Neutral)] = &[
     ("functions", Empty),
     ("mm_processor_kwargs", Empty),
     ("modalities", Only("text")),
+    ("moderation", Null),
     ("service_tier", Words(&SERVICE_TIERS)),
     ("verbosity", Words(&VERBOSITIES)),
     ("web_search_options", Null),
@@ -87,6 +88,16 @@ const RESPONSES: &[(&str, Neutral)] = &[
     ("previous_response_id", Null),
     ("prompt", Null),
     ("service_tier", Words(&SERVICE_TIERS)),
+];
+
+/// Of `/v1/messages` alone; names of chat's that it says otherwise are told by
+/// [`super::messages`].
+const MESSAGES: &[(&str, Neutral)] = &[
+    ("container", Null),
+    ("logprobs", False),
+    ("mcp_servers", Empty),
+    ("n", One),
+    ("speed", Words(&["standard"])),
 ];
 
 /// Of `/v1/embeddings` alone.
@@ -129,6 +140,8 @@ pub enum Endpoint {
     Chat,
     /// `/v1/responses`.
     Responses,
+    /// `/v1/messages`.
+    Messages,
     /// `/v1/embeddings`.
     Embeddings,
 }
@@ -139,6 +152,7 @@ impl Endpoint {
             Self::Completions => COMPLETIONS,
             Self::Chat => CHAT,
             Self::Responses => RESPONSES,
+            Self::Messages => MESSAGES,
             Self::Embeddings => EMBEDDINGS,
         }
     }

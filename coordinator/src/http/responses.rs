@@ -21,9 +21,10 @@ use super::error::ApiError;
 use super::fields::Fields;
 use super::generation::{Next, Piece, RunningPrompt};
 use super::logprobs::chat_logprob;
+use super::reading::{Reading, Said};
 use super::sse::{self, EventSource, Events};
 use super::state::AppState;
-use crate::text::reply::{Part, ReplyReader};
+use crate::text::reply::Part;
 
 /// Answers a request.
 ///
@@ -56,13 +57,9 @@ struct Answering {
     running: RunningPrompt,
     head: Head,
     output: Output,
-    /// Where something is looked for in the reply.
-    reader: Option<ReplyReader>,
-    /// What it finds of reasoning is shown.
-    shows_reasoning: bool,
+    reading: Reading,
     /// Log-probabilities of tokens whose text has not come yet.
     pending: Vec<Value>,
-    reasoning_tokens: u64,
     /// The bound of the output cut it.
     is_cut: bool,
     status: Status,
@@ -105,7 +102,6 @@ struct Response<'a> {
 impl Answering {
     fn new(state: &AppState, started: Started, echo: Map<String, Value>) -> Self {
         let Started { common, running, rules, shows_reasoning, ids, id, .. } = started;
-        let reads = rules.reads();
         let head = Head {
             id: id.clone(),
             object: "response",
@@ -124,10 +120,8 @@ impl Answering {
             running,
             head,
             output: Output::new(id.trim_start_matches("resp_"), ids),
-            reader: reads.then(|| ReplyReader::new(Arc::new(rules))),
-            shows_reasoning,
+            reading: Reading::new(rules, shows_reasoning),
             pending: Vec::new(),
-            reasoning_tokens: 0,
             is_cut: false,
             status: Status::InProgress,
             completed_at: None,
@@ -159,7 +153,7 @@ impl Answering {
                 "cached_tokens": self.running.cached_tokens, "cache_write_tokens": 0,
             },
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.reading.reasoning_tokens()},
             "total_tokens": prompt + completion,
         })
     }
@@ -184,22 +178,7 @@ impl Answering {
     }
 
     fn take(&mut self, piece: &Piece, sink: &mut Sink<'_>) -> Result<(), ApiError> {
-        let mut parts = Vec::new();
-        let mut reasons = false;
-        match &mut self.reader {
-            None if piece.text.is_empty() => {}
-            None => parts.push(Part::Content(piece.text.clone())),
-            Some(reader) => {
-                let reasoned = reader.reasons();
-                reader.push(&piece.text, &mut parts);
-                if piece.finish_reason.is_some() {
-                    reader.finish(&mut parts);
-                }
-                let said = parts.iter().any(|part| matches!(part, Part::Reasoning(_)));
-                reasons = reasoned || reader.reasons() || said;
-            }
-        }
-        self.reasoning_tokens += u64::from(reasons && piece.is_token);
+        let Said { parts, reasons } = self.reading.take(piece);
         self.is_cut |= piece.finish_reason == Some("length");
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         self.pending.extend(entry);
@@ -209,7 +188,7 @@ impl Answering {
             self.pending.clear();
         }
         for part in parts {
-            if !self.shows_reasoning && matches!(part, Part::Reasoning(_)) {
+            if !self.reading.shows(&part) {
                 continue;
             }
             let is_answer = matches!(part, Part::Content(_));

@@ -16,14 +16,17 @@ use shared::metrics::labels::{Method, RejectReason};
 use tokio::time::Instant;
 
 use super::body::{Companion, accompanied};
+use super::connections::{HEAD_DEADLINE, KEPT};
 use super::error::ApiError;
 use super::gate::{self, Visit};
+use super::kept::{Kept, Turn};
 use super::params::Fields;
 use super::room::{Room, Share};
 use super::state::{AppState, Readiness};
 use super::terms::Terms;
 use super::{
-    access, admin, chat, completions, embeddings, keys, metrics, models, pool, responses, terms,
+    access, admin, chat, completions, embeddings, keys, messages, metrics, models, pool, responses,
+    terms,
     tls::{self, Tls},
     tokenize,
 };
@@ -32,8 +35,6 @@ use crate::engine::TAKEN_WITHIN;
 
 /// Connections at a time of a server that serves no API.
 const SMALL_CONNECTIONS_MAX: usize = 1024;
-/// How long a request's head may take.
-const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
@@ -45,10 +46,12 @@ const UNSENT_MAX: u32 = 128 << 10;
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
-const ROUTES: [(&str, &str); 16] = [
+const ROUTES: [(&str, &str); 18] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/embeddings", "POST"),
     ("/v1/models", "GET, HEAD"),
     ("/v1/models/{id}", "GET, HEAD"),
@@ -98,7 +101,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
         .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .on_connect(move |stream, data| counted.take(stream, data, &stats))
         .client_request_timeout(HEAD_DEADLINE)
-        .keep_alive(Duration::from_secs(75))
+        .keep_alive(KEPT)
         // A client that closes its side is gone: its request is cancelled, streaming or not.
         .h1_allow_half_closed(false)
         .shutdown_timeout(5)
@@ -142,6 +145,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             "/v1/completions" => web::post().to(post_completions),
             "/v1/chat/completions" => web::post().to(post_chat),
             "/v1/responses" => web::post().to(post_responses),
+            "/v1/messages" => web::post().to(post_messages),
+            "/v1/messages/count_tokens" => web::post().to(post_count_tokens),
             "/v1/embeddings" => web::post().to(post_embeddings),
             "/tokenize" => web::post().to(post_tokenize),
             "/detokenize" => web::post().to(post_detokenize),
@@ -157,7 +162,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
             _ => get().to(get_health),
         };
         let refuse = move |request: HttpRequest| async move {
-            Err::<HttpResponse, _>(ApiError::method(request.method().as_str(), allow))
+            let error = ApiError::method(request.method().as_str(), allow);
+            Err::<HttpResponse, _>(access::told(error, &request))
         };
         let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
         if path == "/metrics" {
@@ -169,7 +175,8 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     }
     admin::routes(config);
     config.default_service(web::to(|request: HttpRequest| async move {
-        Err::<HttpResponse, _>(ApiError::unknown_path(request.method().as_str(), request.path()))
+        let error = ApiError::unknown_path(request.method().as_str(), request.path());
+        Err::<HttpResponse, _>(access::told(error, &request))
     }));
 }
 
@@ -193,7 +200,7 @@ fn cors(origins: &[String]) -> Condition<Cors> {
     let cors = cors
         .allow_any_method()
         .allow_any_header()
-        .expose_headers(["x-request-id", "retry-after"])
+        .expose_headers(["request-id", "x-request-id", "retry-after"])
         .max_age(600);
     Condition::new(!origins.is_empty(), cors)
 }
@@ -227,6 +234,14 @@ async fn post_responses(
     answer(&state, &request, body, responses::respond).await
 }
 
+async fn post_messages(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    answer(&state, &request, body, messages::respond).await
+}
+
 async fn post_embeddings(
     state: Data<AppState>,
     request: HttpRequest,
@@ -235,8 +250,18 @@ async fn post_embeddings(
     answer(&state, &request, body, embeddings::respond).await
 }
 
-/// Answers a request for the engine: it counts as one that is inside until its answer is sent.
+/// Answers a request for the engine, errors as its API tells them.
 async fn answer(
+    state: &AppState,
+    request: &HttpRequest,
+    body: Payload,
+    respond: impl AsyncFnOnce(&AppState, Fields) -> Result<HttpResponse, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    admit(state, request, body, respond).await.map_err(|error| access::told(error, request))
+}
+
+/// Lets a request in, which counts as one that is inside until its answer is sent.
+async fn admit(
     state: &AppState,
     request: &HttpRequest,
     body: Payload,
@@ -278,6 +303,19 @@ async fn post_tokenize(
     };
     let answer = answer.await.inspect_err(|error| count(&state, error))?;
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
+}
+
+async fn post_count_tokens(
+    state: Data<AppState>,
+    request: HttpRequest,
+    body: Payload,
+) -> Result<HttpResponse, ApiError> {
+    let answer = async {
+        let fields = read(&state, &request, body).await?;
+        messages::count_tokens(&state, &fields).await
+    };
+    let answer = answer.await.inspect_err(|error| count(&state, error));
+    answer.map_err(|error| access::told(error, &request))
 }
 
 async fn post_detokenize(
@@ -389,6 +427,7 @@ async fn observe(
     next: Next<impl MessageBody + 'static>,
 ) -> Result<ServiceResponse<impl MessageBody>, actix_web::Error> {
     let state = request.app_data::<Data<AppState>>().cloned();
+    let turn = request.conn_data::<Kept>().map(Kept::turn);
     let counted = state.map(|state| {
         // As routes are found: with percent-encoding undone.
         let path = request.match_info().unprocessed();
@@ -416,7 +455,7 @@ async fn observe(
             Ok(match counted {
                 None => response.map_into_left_body(),
                 Some(counted) => response.map_body(|_, body| {
-                    EitherBody::right(accompanied(body, Answered { counted, status }))
+                    EitherBody::right(accompanied(body, Answered { counted, status, _turn: turn }))
                 }),
             })
         }
@@ -452,6 +491,8 @@ impl Drop for Counted {
 struct Answered {
     counted: Counted,
     status: u16,
+    /// Its connection's.
+    _turn: Option<Turn>,
 }
 
 impl Companion for Answered {

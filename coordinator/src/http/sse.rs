@@ -17,7 +17,7 @@ use super::error::ApiError;
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// What is sent then. Of all that means nothing an empty line is taken best: clients that strip
 /// what they read, as vLLM's benchmark, lose the end of a comment and take the next event for more
-/// of it.
+/// of it. An API that has an event for it says so ([`EventSource::ping`]).
 const PING: &[u8] = b"\n";
 
 /// Events in the form in which they travel.
@@ -79,6 +79,11 @@ pub trait EventSource {
     /// Appends the next events, if what came makes any; `None` with the last, which may be none. A
     /// failure is the last. Dropped while it waits, it has taken nothing.
     fn next(&mut self, out: &mut Events) -> impl Future<Output = Option<Result<(), ApiError>>>;
+
+    /// What is sent after a silence.
+    fn ping(&self) -> &'static [u8] {
+        PING
+    }
 
     /// Appends what ends a stream in order.
     fn end(&self, out: &mut Events) {
@@ -178,7 +183,10 @@ pub async fn respond<S: EventSource + 'static>(source: S) -> Result<HttpResponse
             Phase::Over => return None,
         };
         let (bytes, phase) = match outcome {
-            Outcome::Silence => (body.events.take(PING), Phase::Events(body)),
+            Outcome::Silence => {
+                let ping = body.source.ping();
+                (body.events.take(ping), Phase::Events(body))
+            }
             Outcome::Events => (body.events.take(b""), Phase::Events(body)),
             Outcome::Failed(error) => {
                 body.source.fail(&error, &mut body.events);

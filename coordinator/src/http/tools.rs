@@ -40,8 +40,8 @@ impl Tools {
     /// # Errors
     /// 400 naming the field.
     pub fn read(fields: &Fields, limits: &Limits) -> Result<Self, ApiError> {
-        let list = told(fields, limits)?;
-        let choice = choice(fields, list.as_ref())?;
+        let mut list = told(fields, limits)?;
+        let choice = choice(fields, list.as_mut())?;
         let single = !fields.boolean("parallel_tool_calls", true)?;
         Ok(Self { list, choice, single })
     }
@@ -253,29 +253,61 @@ fn name(tool: &Value) -> Option<&str> {
     tool.get("function")?.get("name")?.as_str()
 }
 
-fn choice(fields: &Fields, tools: Option<&Value>) -> Result<ToolChoice, ApiError> {
+fn kind(value: &Value) -> Option<&str> {
+    value.get("type").and_then(Value::as_str)
+}
+
+/// The function that is named so.
+fn called(value: &Value) -> Option<&str> {
+    name(value).filter(|_| kind(value) == Some("function"))
+}
+
+/// How functions are called, and which alone may be.
+fn allowed(value: &Value) -> Option<(ToolChoice, Vec<&str>)> {
+    let allowed = value.get("allowed_tools")?;
+    let mode = match allowed.get("mode")?.as_str()? {
+        "auto" => ToolChoice::Auto,
+        "required" => ToolChoice::Required,
+        _ => return None,
+    };
+    let list = allowed.get("tools")?.as_array().filter(|list| !list.is_empty())?;
+    Some((mode, list.iter().map(called).collect::<Option<_>>()?))
+}
+
+/// Which tools are called; those that may not be are taken out of the list.
+fn choice(fields: &Fields, tools: Option<&mut Value>) -> Result<ToolChoice, ApiError> {
     let field = "tool_choice";
-    let Some(tools) = tools else {
+    let Some(tools) = tools.and_then(Value::as_array_mut) else {
         return match fields.get(field).map(|choice| choice.as_str().unwrap_or("a function")) {
             None | Some("none" | "auto") => Ok(ToolChoice::None),
             Some(_) => Err(ApiError::field(field, "`tool_choice` needs `tools`")),
         };
     };
-    let expected = "\"none\", \"auto\", \"required\", or {\"type\": \"function\", \"function\": \
-                    {\"name\": ..}}";
+    let expected = "\"none\", \"auto\", \"required\", {\"type\": \"function\", \"function\": \
+                    {\"name\": ..}} or {\"type\": \"allowed_tools\", \"allowed_tools\": \
+                    {\"mode\": .., \"tools\": ..}}";
     match fields.get(field) {
         None => Ok(ToolChoice::Auto),
         Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
         Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
         Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
         Some(value) => {
-            let is_function = value.get("type").and_then(Value::as_str) == Some("function");
-            let wanted = name(value).filter(|_| is_function);
-            let wanted = wanted.ok_or_else(|| Fields::wrong(field, value, expected))?;
-            if !tools.as_array().into_iter().flatten().any(|tool| name(tool) == Some(wanted)) {
+            let wrong = || Fields::wrong(field, value, expected);
+            let known = |tools: &[Value], wanted: &str| {
+                if tools.iter().any(|tool| name(tool) == Some(wanted)) {
+                    return Ok(());
+                }
                 let message = format!("`tool_choice` names {wanted:?}, which is none of `tools`");
-                return Err(ApiError::field(field, message));
+                Err(ApiError::field(field, message))
+            };
+            if kind(value) == Some("allowed_tools") {
+                let (mode, names) = allowed(value).ok_or_else(wrong)?;
+                names.iter().try_for_each(|wanted| known(tools, wanted))?;
+                tools.retain(|tool| name(tool).is_some_and(|it| names.contains(&it)));
+                return Ok(mode);
             }
+            let wanted = called(value).ok_or_else(wrong)?;
+            known(tools, wanted)?;
             Ok(ToolChoice::Function(wanted.to_owned()))
         }
     }

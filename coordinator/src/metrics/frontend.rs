@@ -17,8 +17,8 @@ use super::level::Level;
 
 /// Where requests for the engine come in, and what they are answered as a rule. These series are
 /// there from the start, or an increase would miss the first of each.
-const USUAL_ROUTES: [&str; 4] =
-    ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"];
+const USUAL_ROUTES: [&str; 5] =
+    ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"];
 const USUAL_STATUSES: [u16; 7] = [200, 400, 413, 429, 499, 500, 503];
 
 /// A front end's cells. Clones share them.
