@@ -11,7 +11,8 @@
 //!   and what the actors do between them
 //! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: the same for
 //!   commands
-//! - [`checks`], [`pace`], [`convergence`]: what must hold at every moment, after the faults and at the end
+//! - [`checks`], [`pace`], [`convergence`]: what must hold at every moment, after the faults and at
+//!   the end
 //! - [`switches`]: guards that can be taken away, to show that the checks notice
 //!
 //! `TUTTI_SIM_SEED=7` replays one seed and prints what happens; `TUTTI_SIM_SEEDS=100000` runs more;

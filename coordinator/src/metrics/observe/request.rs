@@ -16,7 +16,8 @@ use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
 use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
-/// [`Recording::failed`] or [`Recording::handed_over`]; dropped without, it stays in flight for ever.
+/// [`Recording::failed`] or [`Recording::handed_over`]; dropped without, it stays in flight for
+/// ever.
 #[derive(Debug)]
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
