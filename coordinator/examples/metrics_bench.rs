@@ -130,6 +130,7 @@ fn step(on: bool, batch: u32, steps: u32) {
     let observer = if on { Observer::new() } else { Observer::off() };
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(60),
+        step_floor: Duration::from_secs(60),
         unavailable_timeout: Duration::from_secs(60),
         max_queue_wait: None,
     };

@@ -267,6 +267,13 @@ impl Cluster {
         self.silence.heard(now, worker);
     }
 
+    /// A step takes too long that these ranks have not finished.
+    pub fn ranks_hang(&mut self, workers: &[WorkerId]) {
+        for worker in workers.iter().filter(|worker| self.members.contains_key(worker)) {
+            self.silence.hangs(*worker);
+        }
+    }
+
     /// A step failed, hung or came back wrong: the epoch is over.
     pub fn epoch_failed(
         &mut self,

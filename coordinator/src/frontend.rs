@@ -29,7 +29,7 @@ use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
 use shared::protocol::FrontendHello;
-use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
 use self::dial::Dialler;
@@ -70,8 +70,8 @@ pub struct FrontendOptions {
     pub http_threads: usize,
     /// Path of the NVML library, if the system's loader does not find it.
     pub nvml: Option<PathBuf>,
-    /// The cluster secret.
-    pub secret: Option<Secret>,
+    /// The cluster's secrets, if it has any.
+    pub secret: Option<Keyring>,
     /// A random number that identifies this process run.
     pub run: u64,
     /// The application's own metrics, reported together with all others.

@@ -15,6 +15,7 @@
 //! - [`guide`]: structured output: which tokens may come next
 //! - [`http`]: the API
 //! - [`private_file`]: whether nobody but its owner may read a file
+//! - [`secret_file`]: the file of the cluster's secrets, read again when it changes
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published
 #![forbid(unsafe_code)]
@@ -33,5 +34,6 @@ pub mod metrics;
 pub mod private_file;
 pub mod replica;
 pub mod scheduler;
+pub mod secret_file;
 pub mod standby;
 pub mod text;

@@ -17,6 +17,7 @@ use shared::protocol::{BUILD_MAX, FrontendHello, Hello, PROTOCOL_VERSION, ToWork
 use shared::wire::auth::{AUTH_MAGIC, AuthError, Secret};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameError, FrameKind};
+use shared::wire::keyring::Keyring;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
@@ -43,7 +44,7 @@ pub async fn accept(
     listener: TcpListener,
     cluster: Addr<ClusterActor>,
     frontends: Arc<Frontends>,
-    secret: Option<Secret>,
+    secrets: Option<Keyring>,
 ) {
     let half_open = Arc::new(Semaphore::new(HALF_OPEN_MAX));
     let addresses = Addresses::default();
@@ -69,7 +70,9 @@ pub async fn accept(
             );
             continue;
         };
-        let (cluster, frontends, secret) = (cluster.clone(), frontends.clone(), secret.clone());
+        let (cluster, frontends) = (cluster.clone(), frontends.clone());
+        // They may change between two links.
+        let secret = secrets.as_ref().map(Keyring::first);
         let complaints = complaints.clone();
         actix::spawn(async move {
             let shaken = shake_hands(stream, &cluster, &frontends, secret.as_ref()).await;
@@ -399,7 +402,7 @@ mod tests {
     async fn one_with_the_other_setting_is_told_so_and_does_not_dial_again() {
         let (client, greeting) = greeted(None).await;
         let mut client = Connection::new(client).unwrap();
-        let told = client.authenticate_as_client(&secret(), HELLO_DEADLINE).await.unwrap_err();
+        let told = client.authenticate_as_client(&[secret()], HELLO_DEADLINE).await.unwrap_err();
         assert!(told.lasts() && told.to_string().contains("runs without --cluster-secret-file"));
         assert!(greeting.await.unwrap().is_err());
 

@@ -2,6 +2,7 @@
 //!
 //! - [`driver`]: what happens, as plain method calls: scheduler, request table, observer
 //! - [`completions`]: PURE: how fast requests end, and when a refused one may come again
+//! - [`deadlines`]: PURE: how long a step may take, by how long such steps take
 //! - [`operation`]: PURE: what a replica does with what it is told
 //! - [`agreement`]: PURE: what the ranks say of the same step
 //! - [`stragglers`]: PURE: ranks that compute much slower than the others, for long
@@ -9,6 +10,7 @@
 pub mod actor;
 pub mod agreement;
 pub mod completions;
+pub mod deadlines;
 pub mod driver;
 pub mod operation;
 pub mod stragglers;

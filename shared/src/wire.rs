@@ -3,6 +3,7 @@
 //! - [`codec`]: values to bytes and back, bounded; the only place that names bincode
 //! - [`bytes`]: PURE: byte fields, encoded in one piece
 //! - [`auth`]: PURE: proof of the cluster secret, MACs of frames
+//! - [`keyring`]: the cluster's secrets, several while one takes another's place
 //! - [`frame`]: PURE: the byte stream to checked frames and back
 //!
 //! `docs/protocol.md` is the specification.
@@ -10,3 +11,4 @@ pub mod auth;
 pub mod bytes;
 pub mod codec;
 pub mod frame;
+pub mod keyring;

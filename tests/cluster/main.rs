@@ -21,6 +21,7 @@
 //! - [`prefixes`]: prompts with common prefixes
 //! - [`recovery`]: how long clients wait when something breaks; the figures of docs/benchmarks.md
 //! - [`resharding`]: the tensor-parallel degree follows the members
+//! - [`rotation`]: secrets that change while everything runs
 //! - [`scaling`]: scaling, draining, the operator's commands
 //! - [`scraping`]: formats, listeners, log lines, metrics of applications
 //! - [`secrets`]: who may join
@@ -62,6 +63,7 @@ mod prefixes;
 mod priorities;
 mod recovery;
 mod resharding;
+mod rotation;
 mod scaling;
 mod scraping;
 mod secrets;

@@ -12,6 +12,7 @@ use testkit::hosts::Hosts;
 use testkit::load::{Load, Seen};
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
+use testkit::stopped::Stopped;
 
 /// Tokens per request.
 const TOKENS: u32 = 96;
@@ -26,12 +27,21 @@ struct Bounds {
     runs: usize,
     killed: Duration,
     frozen: Duration,
+    hung: Duration,
 }
 
-const SHORT: Bounds =
-    Bounds { runs: 2, killed: Duration::from_secs(12), frozen: Duration::from_secs(15) };
-const LONG: Bounds =
-    Bounds { runs: 20, killed: Duration::from_secs(3), frozen: Duration::from_secs(6) };
+const SHORT: Bounds = Bounds {
+    runs: 2,
+    killed: Duration::from_secs(12),
+    frozen: Duration::from_secs(15),
+    hung: Duration::from_secs(20),
+};
+const LONG: Bounds = Bounds {
+    runs: 20,
+    killed: Duration::from_secs(3),
+    frozen: Duration::from_secs(6),
+    hung: Duration::from_secs(7),
+};
 
 /// Prints the pauses of a case's runs, the longest of each.
 fn report(case: &str, seen: &Seen, mut pauses: Vec<Duration>, bound: Duration) {
@@ -114,6 +124,33 @@ async fn ranks(bounds: &Bounds, runs: usize, replicas: u32, freezes: bool) {
     report(&format!("{what}, {spares}"), &seen, pauses, bound);
     let scrape = client.scrape().await.unwrap();
     assert!(scrape.sum("tutti_failovers_total", &[]) >= runs as f64, "something broke");
+}
+
+/// A rank computes no more, while its process answers as ever: the thread that computes is stopped.
+/// Returns the pause, or why no thread can be stopped here.
+async fn hung_rank() -> Result<(Seen, Duration), String> {
+    let fleet = Fleet::start(&["--tensor-parallel", "1", "--replicas", "2"], 2, 0).await.unwrap();
+    let client = fleet.client().unwrap();
+    whole(&client, 2.0, 2.0).await;
+    let load = Load::start(std::slice::from_ref(&client), 4, TOKENS).await.unwrap();
+    // Until it is known how long steps take.
+    let steps = |s: &Scrape| s.sum("tutti_engine_steps_total", &[]) > 2000.0;
+    assert!(steps(&client.scrape_until(PATIENCE, steps).await.unwrap()));
+    let victim = fleet.workers[a_rank(&client, 0).await].pid();
+    let hangs = Instant::now();
+    let stopped = Stopped::thread(victim, "executor")?;
+    let overdue = |s: &Scrape| s.sum("tutti_steps_overdue_total", &[]) == 1.0;
+    assert!(overdue(&client.scrape_until(PATIENCE, overdue).await.unwrap()));
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let until = Instant::now();
+    drop(stopped);
+    whole(&client, 2.0, 2.0).await;
+    let seen = load.stop().await;
+    let scrape = client.scrape().await.unwrap();
+    assert_eq!(scrape.sum("tutti_steps_overdue_total", &[]), 1.0, "it was found once");
+    assert_eq!(scrape.sum("tutti_worker_restarts_total", &[]), 0.0);
+    let pause = seen.longest(hangs, until);
+    Ok((seen, pause))
 }
 
 /// Cuts the network of a host with a replica's workers, then restores it.
@@ -291,6 +328,15 @@ async fn clients_see_a_pause_when_a_rank_breaks_and_nothing_else() {
     ranks(&SHORT, 1, 2, true).await;
 }
 
+/// Without `--step-timeout`, which would take 60 s.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_rank_that_hangs_while_its_process_lives_is_found_within_seconds() {
+    match hung_rank().await {
+        Ok((seen, pause)) => report("rank hangs, 2 replicas", &seen, vec![pause], SHORT.hung),
+        Err(reason) => println!("no thread can be stopped here: {reason}"),
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_host_that_is_cut_off_costs_a_pause() {
     cut_links(&SHORT, 1).await;
@@ -319,6 +365,20 @@ async fn figures_of_killed_ranks() {
     head();
     ranks(&LONG, runs(), 2, false).await;
     ranks(&LONG, runs(), 1, false).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "the long run: minutes, for docs/benchmarks.md"]
+async fn figures_of_hung_ranks() {
+    head();
+    let (mut all, mut pauses) = (Seen::default(), Vec::new());
+    for _ in 0..runs() {
+        let (seen, pause) = hung_rank().await.unwrap();
+        all.good += seen.good;
+        all.failures.extend(seen.failures);
+        pauses.push(pause);
+    }
+    report("rank hangs, 2 replicas", &all, pauses, LONG.hung);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

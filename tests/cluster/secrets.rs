@@ -10,7 +10,7 @@ use testkit::models::repository;
 
 use crate::{STORY, greedy, text};
 
-fn secret_file(folder: &Path, name: &str, content: &[u8], mode: u32) -> PathBuf {
+pub(crate) fn secret_file(folder: &Path, name: &str, content: &[u8], mode: u32) -> PathBuf {
     let file = folder.join(name);
     std::fs::write(&file, content).unwrap();
     std::fs::set_permissions(&file, std::fs::Permissions::from_mode(mode)).unwrap();
@@ -18,7 +18,7 @@ fn secret_file(folder: &Path, name: &str, content: &[u8], mode: u32) -> PathBuf 
 }
 
 /// Runs `tutti ARGS` to its end; returns the exit code and the output.
-fn run(args: &[&str]) -> (Option<i32>, String) {
+pub(crate) fn run(args: &[&str]) -> (Option<i32>, String) {
     let output =
         Command::new(tutti_binary()).args(args).current_dir(repository()).output().unwrap();
     let said = String::from_utf8_lossy(&output.stderr).into_owned()

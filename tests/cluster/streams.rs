@@ -9,9 +9,9 @@ use testkit::client::Client;
 use testkit::local_cluster::LocalCluster;
 use testkit::scrape::Scrape;
 
-use crate::STORY;
 use crate::counters::check_invariants;
 use crate::etcd::{Meeting, PATIENCE, sum, until};
+use crate::{STORY, greedy};
 
 /// Pieces of its answer that each client has when the coordinator ends.
 const BEGUN: usize = 6;
@@ -202,4 +202,75 @@ async fn streams_go_on_to_the_bit_when_their_coordinator_dies_or_ends() {
     assert_eq!(more("tutti_time_to_first_token_seconds_count"), requests.len() as f64);
     assert_eq!(more("tutti_requests_accepted_total"), 2.0 * requests.len() as f64);
     assert_eq!(sum(&after, "tutti_requests_rejected_total"), 0.0);
+}
+
+/// Requests with usage, as many tokens as are wanted.
+fn streamed(tokens: u32) -> Value {
+    let mut body = greedy(STORY, tokens);
+    body["stream"] = json!(true);
+    body["ignore_eos"] = json!(true);
+    body["stream_options"] = json!({"include_usage": true});
+    body
+}
+
+/// The tokens of prompt and answer that a stream's last event says, at its orderly end.
+async fn usage(response: reqwest::Response) -> (f64, f64) {
+    let all = String::from_utf8(response.bytes().await.unwrap().to_vec()).unwrap();
+    assert!(all.ends_with("data: [DONE]\n\n"), "{all}");
+    let events = all.lines().filter_map(|line| line.strip_prefix("data: "));
+    let events = events.filter_map(|event| serde_json::from_str(event).ok());
+    let last: Value = events.last().unwrap();
+    let tokens = |which: &str| last["usage"][which].as_f64().unwrap();
+    (tokens("prompt_tokens"), tokens("completion_tokens"))
+}
+
+/// Streams of a front end that go on under the next leader are no errors, and are counted once.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn totals_over_a_leaders_orderly_end_are_the_clients_own() {
+    let Some(meeting) = Meeting::new().await else { return };
+    let quick = ["--leader-lease", "2", "--checkpoint-interval", "1", "--drain-timeout", "0"];
+    let mut first = meeting.coordinator_of("1", &quick).await;
+    let _worker = meeting.worker(0);
+    first.wait_ready().await.unwrap();
+    let second = meeting.coordinator_of("1", &quick).await;
+    let frontend = meeting.frontend().await;
+    let frontend = frontend.client().unwrap();
+    let mut told = Vec::new();
+    for tokens in [5, 9, 30] {
+        told.push(usage(frontend.open("/v1/completions", &streamed(tokens)).await.unwrap()).await);
+    }
+    let mut streams = Vec::new();
+    for tokens in [700, 800, 900] {
+        let mut stream = frontend.open("/v1/completions", &streamed(tokens)).await.unwrap();
+        assert!(stream.chunk().await.unwrap().is_some(), "it has begun");
+        streams.push(stream);
+    }
+    LocalCluster::signal(first.pid(), "INT").unwrap();
+    first.wait_end().unwrap();
+    for stream in streams {
+        told.push(usage(stream).await);
+    }
+    assert_eq!(told.iter().map(|(_, tokens)| *tokens).sum::<f64>(), 2444.0);
+    let leader = second.client().unwrap();
+    let finished = |s: &Scrape, reason: &str| {
+        s.sum("tutti_request_success_total", &[("finished_reason", reason)])
+    };
+    let all = |s: &Scrape| finished(s, "length") == 6.0;
+    let scrape = leader.scrape_until(PATIENCE, all).await.unwrap();
+    check_invariants(&scrape);
+    let by_reason = ["length", "stop", "error", "abort"].map(|reason| finished(&scrape, reason));
+    assert_eq!(by_reason, [6.0, 0.0, 0.0, 0.0]);
+    let handed_over = finished(&scrape, "handed_over");
+    assert_eq!(handed_over, 3.0);
+    assert_eq!(sum(&scrape, "tutti_requests_accepted_total") - handed_over, 6.0);
+    assert_eq!(sum(&scrape, "tutti_requests_in_flight"), 0.0);
+    let of = |which: fn(&(f64, f64)) -> f64| told.iter().map(which).sum::<f64>();
+    assert_eq!(sum(&scrape, "tutti_generation_tokens_total"), of(|it| it.1));
+    assert_eq!(sum(&scrape, "tutti_prompt_tokens_total"), of(|it| it.0));
+    // What is observed once for each request that ends.
+    for (name, total) in [("prompt", of(|it| it.0)), ("generation", of(|it| it.1))] {
+        let name = format!("tutti_request_{name}_tokens");
+        assert_eq!(sum(&scrape, &format!("{name}_count")), 6.0, "{name}");
+        assert_eq!(sum(&scrape, &format!("{name}_sum")), total, "{name}");
+    }
 }

@@ -127,6 +127,7 @@ tutti_kv_cache_used_blocks{model_name=\"demo\",replica=\"0\"} 3
 # TYPE tutti_request_success_total counter
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"abort\"} 0
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"error\"} 0
+tutti_request_success_total{model_name=\"demo\",finished_reason=\"handed_over\"} 0
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"length\"} 0
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"stop\"} 1
 ";
@@ -146,7 +147,7 @@ fn open_metrics_has_exemplars_and_an_end() {
     let page = text(&full(), Format::OpenMetrics);
     assert!(page.ends_with("\n# EOF\n") && page.matches("# EOF").count() == 1);
     let golden = "\
-# HELP tutti_request_success Accepted requests that ended, by reason; abort and error included.
+# HELP tutti_request_success Accepted requests that ended, by reason; abort and error included. handed_over: with its coordinator, and the next one goes on with it and accepts it anew.
 # TYPE tutti_request_success counter
 tutti_request_success_total{model_name=\"demo\",finished_reason=\"abort\"} 0
 ";

@@ -1,5 +1,6 @@
 //! Peers that do not know the cluster secret get nothing decoded, and frames cannot be forged,
 //! changed, repeated or reflected.
+use std::slice::from_ref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ fn session(client: &Secret, server: &Secret) -> Result<(SessionKeys, SessionKeys
     let (a, b) = ([1; NONCE_LEN], [2; NONCE_LEN]);
     let greeting = auth::greeting(&a);
     let challenge = auth::challenge(server, &greeting, &b)?;
-    let (proof, client_keys) = auth::prove(client, &greeting, &challenge)?;
+    let (proof, client_keys) = auth::prove(from_ref(client), &greeting, &challenge)?;
     let server_keys = auth::verify(server, &greeting, &b, &proof)?;
     Ok((client_keys, server_keys))
 }
@@ -69,12 +70,38 @@ fn the_tag_is_hmac_sha_256_as_python_computes_it() {
 /// See [`the_tag_is_hmac_sha_256_as_python_computes_it`].
 const GOLDEN: &str = "a737c101b5dfcd335133c0e3c9da69d82226203236884315340ee1b9654aa74f";
 
+/// While a secret is replaced by another, step by step and everywhere in another order.
+#[test]
+fn who_dials_takes_a_proof_by_any_of_its_secrets() {
+    let (old, new) = (secret(1), secret(2));
+    let [a, b] = [[1; NONCE_LEN], [2; NONCE_LEN]];
+    let meets = |client: &[&Secret], server: &Secret| {
+        let greeting = auth::greeting(&a);
+        let challenge = auth::challenge(server, &greeting, &b).unwrap();
+        let client: Vec<Secret> = client.iter().copied().cloned().collect();
+        let (proof, keys) = auth::prove(&client, &greeting, &challenge)?;
+        let accepted = auth::verify(server, &greeting, &b, &proof)?;
+        let tags = (keys.send.tag(b"h", b"b"), accepted.receive.tag(b"h", b"b"));
+        assert_eq!(tags.0, tags.1, "both have the keys of the same secret");
+        Ok::<(), AuthError>(())
+    };
+    for client in [&[&old][..], &[&old, &new], &[&new, &old]] {
+        assert_eq!(meets(client, &old), Ok(()), "the old one is first there");
+    }
+    for client in [&[&old, &new][..], &[&new, &old], &[&new]] {
+        assert_eq!(meets(client, &new), Ok(()), "the new one is first there");
+    }
+    assert_eq!(meets(&[&old], &new), Err(AuthError::WrongSecret), "it was not told of it");
+    assert_eq!(meets(&[&new], &old), Err(AuthError::WrongSecret));
+    assert_eq!(meets(&[], &old), Err(AuthError::WrongSecret));
+}
+
 #[test]
 fn an_old_proof_is_worth_nothing() {
     let secret = secret(1);
     let greeting = auth::greeting(&[1; NONCE_LEN]);
     let challenge = auth::challenge(&secret, &greeting, &[2; NONCE_LEN]).unwrap();
-    let (proof, _) = auth::prove(&secret, &greeting, &challenge).unwrap();
+    let (proof, _) = auth::prove(from_ref(&secret), &greeting, &challenge).unwrap();
     // The server uses a new nonce for every connection.
     let again = auth::verify(&secret, &greeting, &[3; NONCE_LEN], &proof);
     assert_eq!(again.unwrap_err(), AuthError::WrongSecret);
@@ -180,7 +207,7 @@ async fn links_authenticate_over_sockets() {
     let (mut a, mut b) = (Connection::new(a).unwrap(), Connection::new(b).unwrap());
     let key = secret(200);
     let (client, server) = tokio::join!(
-        a.authenticate_as_client(&key, DEADLINE),
+        a.authenticate_as_client(from_ref(&key), DEADLINE),
         b.authenticate_as_server(&key, DEADLINE)
     );
     client.unwrap();
@@ -200,7 +227,7 @@ async fn a_wrong_secret_is_noticed_by_the_client_first() {
     let (mut a, mut b) = (Connection::new(a).unwrap(), Connection::new(b).unwrap());
     let (mine, theirs) = (secret(1), secret(2));
     let client = async {
-        let result = a.authenticate_as_client(&mine, DEADLINE).await;
+        let result = a.authenticate_as_client(from_ref(&mine), DEADLINE).await;
         drop(a);
         result
     };
@@ -223,7 +250,7 @@ async fn an_http_server_is_no_coordinator_with_another_secret() {
         server.write_all(answer).await.unwrap();
         server.shutdown().await.unwrap();
         let mut a = Connection::new(a).unwrap();
-        let result = a.authenticate_as_client(&key, DEADLINE).await;
+        let result = a.authenticate_as_client(from_ref(&key), DEADLINE).await;
         let Err(reason) = result else { panic!("it has no secret") };
         assert!(matches!(reason, CloseReason::Frame(FrameError::HttpServer)), "{reason}");
         assert!(reason.lasts(), "who dials there dials there for ever");

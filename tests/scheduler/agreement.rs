@@ -20,6 +20,8 @@ pub(crate) struct Sent {
     /// Steps whose masks were sent.
     pub(crate) masks: Vec<StepId>,
     pub(crate) ends: Vec<String>,
+    /// Of the last end: ranks that have not finished a step that takes too long.
+    pub(crate) hung: Vec<WorkerId>,
 }
 
 impl Outside for Sent {
@@ -32,8 +34,9 @@ impl Outside for Sent {
         Ok(())
     }
 
-    fn end_epoch(&mut self, _epoch: Epoch, reason: String) {
+    fn end_epoch(&mut self, _epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
         self.ends.push(reason);
+        self.hung = hung;
     }
 
     fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
@@ -54,6 +57,7 @@ pub(crate) const WORKERS: [WorkerId; 2] = [WorkerId(4), WorkerId(1)];
 pub(crate) fn limits() -> DriverLimits {
     DriverLimits {
         step_timeout: Duration::from_secs(9),
+        step_floor: Duration::from_secs(9),
         unavailable_timeout: Duration::from_secs(9),
         max_queue_wait: None,
     }

@@ -16,6 +16,7 @@
 //! - [`resuming`]: requests that go on from what another coordinator accepted
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
+//! - [`deadlines`]: steps that take much longer than such steps do
 //! - [`draft_model`]: drafts by a model that only rank 0 has
 //! - [`speculation`]: sequences that repeat themselves, and their drafts
 #![allow(
@@ -27,6 +28,7 @@
 )]
 
 mod agreement;
+mod deadlines;
 mod draft_model;
 mod frames;
 mod guided;

@@ -433,6 +433,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
     let hub = Hub::new(Incarnation(1), Limits::default());
     let limits = DriverLimits {
         step_timeout: Duration::from_secs(9),
+        step_floor: Duration::from_secs(9),
         unavailable_timeout: Duration::from_secs(9),
         max_queue_wait: None,
     };

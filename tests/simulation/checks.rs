@@ -20,7 +20,6 @@ use shared::metrics::labels::{
 use shared::metrics::{Merged, Value};
 use shared::protocol::{StepMasks, ToWorker};
 
-use crate::network::LinkId;
 use crate::scenario::{S, Time};
 use crate::world::World;
 
@@ -144,17 +143,6 @@ impl World {
         }
     }
 
-    /// No step that was in time ends its epoch: at least one rank was disturbed meanwhile.
-    pub(crate) fn check_timeout(&mut self, ranks: &[(WorkerId, LinkId, bool)], reason: &str) {
-        let timeout = self.scenario.limits.step_timeout.as_micros() as Time;
-        let disturbed = |(_, link, _): &(WorkerId, LinkId, bool)| {
-            self.disturbed[self.links[*link].slot] + timeout >= self.now
-        };
-        if !ranks.iter().any(disturbed) {
-            self.fail(format!("every step was in time, and yet: {reason}"));
-        }
-    }
-
     /// Identities that hold at every moment.
     pub(crate) fn check_totals(&mut self) {
         let merged = self.coordinator.hub.merged();
@@ -271,11 +259,15 @@ impl World {
 
     /// A rank is reported as slow only if it is, or was a moment ago.
     pub(crate) fn check_pace(&mut self, worker: WorkerId, slow: bool) {
-        let Some(slot) = self.slot_of(worker).filter(|_| slow) else { return };
-        let was = self.checks.slow.get(&slot).is_some_and(|(_, until)| *until + 15 * S >= self.now);
-        if !was {
+        if slow && self.slot_of(worker).is_some() && !self.was_slow(worker, 15 * S) {
             self.fail(format!("{worker} is said to be slow"));
         }
+    }
+
+    /// Whether a worker is slow, or was within this time.
+    pub(crate) fn was_slow(&self, worker: WorkerId, within: Time) -> bool {
+        let slow = |slot| self.checks.slow.get(&slot);
+        self.slot_of(worker).and_then(slow).is_some_and(|(_, until)| *until + within >= self.now)
     }
 
     /// Slow ranks do not stay where there are spares.
@@ -323,6 +315,7 @@ impl World {
 
     /// Nothing that has to be noticed goes unnoticed.
     fn check_bounds(&mut self) {
+        self.check_paces();
         if !self.is_awake() {
             self.coordinator.checks.spare_since = None;
             return;

@@ -23,6 +23,7 @@ use crate::checks::LifeChecks;
 use crate::events::Event;
 use crate::model::lora;
 use crate::network::{LinkId, Side};
+use crate::pace::Paces;
 use crate::random::mix;
 use crate::replicas::{ClusterMail, RunningReplica};
 use crate::scenario::{FORM_TIMEOUT, MODEL, S, Scenario, Time};
@@ -67,6 +68,7 @@ pub(crate) struct Coordinator {
     /// Tokens accepted in earlier lives, as far as it knows.
     pub(crate) tokens_before: u64,
     pub(crate) checks: LifeChecks,
+    pub(crate) paces: Paces,
 }
 
 impl Coordinator {
@@ -111,6 +113,7 @@ impl Coordinator {
             tally: Tally::default(),
             tokens_before: 0,
             checks: LifeChecks::default(),
+            paces: Paces::default(),
         }
     }
 

@@ -130,6 +130,9 @@ impl World {
             if self.switches.no_step_timeout {
                 limits.step_timeout = Duration::MAX;
             }
+            if self.switches.deadlines_are_not_learned {
+                limits.step_floor = Duration::MAX;
+            }
             let observer = coordinator.hub.observer().clone();
             let Ok(scheduler) = Scheduler::new(self.scenario.scheduler) else {
                 return self.fail("the scheduler refuses its configuration".to_owned());

@@ -93,6 +93,8 @@ pub(crate) struct Report {
     pub(crate) drained: u64,
     /// Epochs that ended because ranks had different tokens.
     pub(crate) disagreed: u64,
+    /// Steps that took much longer than such steps do.
+    pub(crate) overdue: u64,
     /// Slow ranks replaced by spares.
     pub(crate) relieved: u64,
     /// Ranks that did not answer when they were formed.

@@ -11,7 +11,8 @@
 //!   and what the actors do between them
 //! - [`clients`], [`tally`]: requests and what they were promised; [`operators`]: the same for
 //!   commands
-//! - [`checks`], [`convergence`]: what must hold at every moment, after the faults and at the end
+//! - [`checks`], [`pace`], [`convergence`]: what must hold at every moment, after the faults and at
+//!   the end
 //! - [`switches`]: guards that can be taken away, to show that the checks notice
 //!
 //! `TUTTI_SIM_SEED=7` replays one seed and prints what happens; `TUTTI_SIM_SEEDS=100000` runs more;
@@ -39,6 +40,7 @@ mod membership;
 mod model;
 mod network;
 mod operators;
+mod pace;
 mod process;
 mod random;
 mod replicas;
@@ -104,6 +106,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
                 all.accepted += report.accepted;
                 all.disagreed += report.disagreed;
                 all.relieved += report.relieved;
+                all.overdue += report.overdue;
                 all.silent += report.silent;
                 all.preemptions += report.preemptions;
                 all.swapped += report.swapped;
@@ -129,7 +132,7 @@ const GUARD_SEEDS: u64 = 4 * SEEDS;
 /// A guard's name, and what takes it away.
 type Mutation = (&'static str, fn(&mut Switches));
 
-const MUTATIONS: [Mutation; 57] = [
+const MUTATIONS: [Mutation; 58] = [
     ("ignores_abort", |it| it.ignores_abort = true),
     ("keeps_epoch_without_link", |it| it.keeps_epoch_without_link = true),
     ("keeps_cache", |it| it.keeps_cache = true),
@@ -147,6 +150,7 @@ const MUTATIONS: [Mutation; 57] = [
     ("cancelled_is_forgotten", |it| it.cancelled_is_forgotten = true),
     ("step_failures_ignored", |it| it.step_failures_ignored = true),
     ("no_step_timeout", |it| it.no_step_timeout = true),
+    ("deadlines_are_not_learned", |it| it.deadlines_are_not_learned = true),
     ("hung_ranks_are_waited_for", |it| it.hung_ranks_are_waited_for = true),
     ("no_cluster_tick", |it| it.no_cluster_tick = true),
     ("leaving_unnoticed", |it| it.leaving_unnoticed = true),

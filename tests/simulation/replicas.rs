@@ -65,7 +65,7 @@ impl RunningReplica {
 struct Outgoing<'a> {
     ranks: &'a [(WorkerId, LinkId, bool)],
     plans: Vec<(LinkId, Rc<ToWorker>)>,
-    ends: Vec<(Epoch, String)>,
+    ends: Vec<(Epoch, String, Vec<WorkerId>)>,
     paces: Vec<(Epoch, WorkerId, bool)>,
 }
 
@@ -81,8 +81,8 @@ impl Outside for Outgoing<'_> {
         Ok(())
     }
 
-    fn end_epoch(&mut self, epoch: Epoch, reason: String) {
-        self.ends.push((epoch, reason));
+    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
+        self.ends.push((epoch, reason, hung));
     }
 
     fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
@@ -92,7 +92,7 @@ impl Outside for Outgoing<'_> {
 
 /// A message to the cluster.
 pub(crate) enum ClusterMail {
-    EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String },
+    EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String, hung: Vec<WorkerId> },
     Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
     Orphans { from: ReplicaId, requests: Vec<Moved> },
 }
@@ -180,6 +180,7 @@ impl World {
                 self.operate(id, |operation, now, out| operation.adopt(now, requests, out));
             }
             ReplicaMail::StepDone { worker, result } => {
+                self.note_done(worker, &result);
                 self.operate(id, |operation, now, out| {
                     operation.step_done(now, worker, *result, out);
                 });
@@ -213,14 +214,15 @@ impl World {
                 continue;
             }
             self.check_plan(id, &plan);
+            self.note_sent(id, &plan);
             self.send(link, Side::Worker, Packet::Down(plan));
         }
-        for (epoch, reason) in ends {
+        for (epoch, reason, hung) in ends {
             if reason.contains("took over") {
-                self.check_timeout(&ranks, &reason);
+                self.check_overdue(id, &ranks, &reason);
             }
             self.report.disagreed += u64::from(reason.contains("ranks disagree"));
-            self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, reason });
+            self.mail_cluster(ClusterMail::EpochFailed { replica: id, epoch, reason, hung });
         }
         for (epoch, worker, slow) in paces {
             if !self.switches.slow_ranks_stay {
@@ -260,7 +262,8 @@ impl World {
     pub(crate) fn cluster_mail(&mut self) {
         let Some(mail) = self.coordinator.mail.pop_front() else { return };
         match mail {
-            ClusterMail::EpochFailed { replica, epoch, reason } => {
+            ClusterMail::EpochFailed { replica, epoch, reason, hung } => {
+                self.coordinator.core.ranks_hang(&hung);
                 let mut effects = Vec::new();
                 let now = self.time();
                 self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);

@@ -203,6 +203,8 @@ impl Scenario {
         };
         let limits = DriverLimits {
             step_timeout: Duration::from_secs(random.pick(&[2, 5, 10, 60])),
+            // Apart from the rest.
+            step_floor: Duration::from_secs([1, 2, 5, 60][(mix(seed, 6) % 4) as usize]),
             unavailable_timeout: Duration::from_secs(30),
             max_queue_wait: None,
         };

@@ -41,6 +41,8 @@ pub(crate) struct Switches {
     pub(crate) step_failures_ignored: bool,
     /// Steps may take for ever.
     pub(crate) no_step_timeout: bool,
+    /// Steps of which it is known how long they take have no less time than others.
+    pub(crate) deadlines_are_not_learned: bool,
     /// A formation may take for ever, and so may an executor that was told to leave its epoch.
     pub(crate) hung_ranks_are_waited_for: bool,
     /// Time does not pass for the cluster.

@@ -164,7 +164,10 @@ impl World {
         let (mut effects, mut goodbye) = (Vec::new(), false);
         let core = &mut self.coordinator.core;
         match message {
-            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Step(result) => {
+                core.executor_heard(now, worker);
+                return self.step_done(worker, result);
+            }
             FromWorker::Stats(stats) => {
                 core.executor_heard(now, worker);
                 return self.report(worker, stats);

@@ -12,6 +12,7 @@
 //! - [`load`]: a steady load that notices every failure, changed text and pause
 //! - [`client`]: a small HTTP client, independent of this project's code, with SSE
 //! - [`scrape`]: parses a `/metrics` page
+//! - [`stopped`]: a thread that does nothing any more, while its process goes on
 //! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
 //! - [`promtool`]: Prometheus's linter of pages
 //! - [`models`]: the model folders and their golden values
@@ -34,5 +35,6 @@ pub mod models;
 pub mod promtool;
 pub mod relay;
 pub mod scrape;
+pub mod stopped;
 pub mod tools;
 pub mod wait;

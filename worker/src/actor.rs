@@ -24,9 +24,9 @@ use shared::ids::{Epoch, WorkerId};
 use shared::log::{LogLimits, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::protocol::{FromWorker, Hello, Parting, ToFetch, ToWorker};
-use shared::wire::auth::Secret;
 use shared::wire::codec;
 use shared::wire::frame::Frame;
+use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
 use self::fetching::Fetching;
@@ -85,8 +85,8 @@ pub struct WorkerConfig {
     pub liveness: LivenessConfig,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
-    /// The cluster's secret.
-    pub secret: Option<Secret>,
+    /// The cluster's secrets, if it has any.
+    pub secret: Option<Keyring>,
     /// The last lines of the process's log.
     pub log: SharedLog,
     /// The process's named actors.

@@ -18,7 +18,7 @@ use shared::log::{LogActor, SharedLog};
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::metrics::application::Metrics;
 use shared::protocol::{DeviceKind, Hello, NVLINK_LABEL, NodeResources, RESOURCES_MAX, Rejoin};
-use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
 use crate::actor::{StopWorker, Uplink, WorkerActor, WorkerConfig, WorkerEnd};
@@ -57,8 +57,8 @@ pub struct WorkerOptions {
     pub incarnation: u64,
     /// What the application counts; reported with everything else.
     pub application: Metrics,
-    /// The cluster's secret.
-    pub secret: Option<Secret>,
+    /// The cluster's secrets, if it has any.
+    pub secret: Option<Keyring>,
     /// NVML's library, when the system's loader does not find it.
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.

@@ -104,7 +104,7 @@ fn ask(
     let agent = asking::agent(&url, DEADLINE, &args.trust)?;
     let failed = |error: ureq::Error| CliError::Failed(asking::said(&url, &error));
     let token = secret::read_file(args.cluster_secret_file.as_deref())?
-        .map(|secret| format!("Bearer {}", secret.token(TOKEN_PURPOSE)));
+        .map(|secrets| format!("Bearer {}", secrets.first().token(TOKEN_PURPOSE)));
     let mut response = match body {
         None => {
             let query = query.iter().map(|(key, value)| (*key, value.as_str()));

@@ -209,7 +209,9 @@ pub(crate) struct CommonArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
     /// File with the cluster's secret, at least 32 bytes that only its owner may read; the same on
-    /// every node. TUTTI_CLUSTER_SECRET in the environment does the same without a file
+    /// every node. To replace it, the file may have several, one per line: all are accepted, and
+    /// the first is used; a changed file is read again. TUTTI_CLUSTER_SECRET in the environment
+    /// does the same without a file, once
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
 }

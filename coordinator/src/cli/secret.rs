@@ -1,10 +1,10 @@
 //! The cluster's secret: where it comes from, and when there has to be one.
-use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
 
-use coordinator::private_file;
-use shared::wire::auth::Secret;
+use coordinator::http::watch::LOOK_EVERY;
+use coordinator::secret_file;
+use shared::wire::keyring::Keyring;
 use zeroize::Zeroizing;
 
 use super::CliError;
@@ -13,33 +13,38 @@ use super::options::CommonArgs;
 /// The variable that holds the secret where there is no file.
 const VARIABLE: &str = "TUTTI_CLUSTER_SECRET";
 
-/// Reads the secret, if one is given.
-pub(crate) fn read(args: &CommonArgs) -> Result<Option<Secret>, CliError> {
-    read_file(args.cluster_secret_file.as_deref())
+/// Reads the secrets, if any are given, and follows their file from then on.
+pub(crate) fn read(args: &CommonArgs) -> Result<Option<Keyring>, CliError> {
+    let follow = |file: &Path| secret_file::start(file, LOOK_EVERY);
+    given(args.cluster_secret_file.as_deref(), follow)
 }
 
-/// Reads the secret of this file, or of the environment.
-pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError> {
-    let Some(file) = file else {
-        return std::env::var_os(VARIABLE)
-            .map(|secret| {
-                Secret::new(&Zeroizing::new(secret.into_encoded_bytes()))
-                    .map_err(|error| CliError::Usage(format!("{VARIABLE}: {error}")))
-            })
-            .transpose();
-    };
-    let at = |problem: String| {
-        CliError::Usage(format!("--cluster-secret-file {}: {problem}", file.display()))
-    };
-    private_file::check(file).map_err(at)?;
-    let bytes = fs::read(file).map(Zeroizing::new).map_err(|error| at(error.to_string()))?;
-    Secret::new(&bytes).map(Some).map_err(|error| at(error.to_string()))
+/// Reads the secrets of this file, or of the environment, once.
+pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Keyring>, CliError> {
+    given(file, secret_file::read)
+}
+
+fn given(
+    file: Option<&Path>,
+    read: impl FnOnce(&Path) -> Result<Keyring, String>,
+) -> Result<Option<Keyring>, CliError> {
+    if let Some(file) = file {
+        return read(file).map(Some).map_err(|problem| {
+            CliError::Usage(format!("--cluster-secret-file {}: {problem}", file.display()))
+        });
+    }
+    std::env::var_os(VARIABLE)
+        .map(|secret| {
+            Keyring::read(&Zeroizing::new(secret.into_encoded_bytes()))
+                .map_err(|error| CliError::Usage(format!("{VARIABLE}: {error}")))
+        })
+        .transpose()
 }
 
 /// Refuses an address that other hosts reach, unless who comes there has to prove something.
 pub(crate) fn require(
     address: SocketAddr,
-    secret: Option<&Secret>,
+    secret: Option<&Keyring>,
     insecure: bool,
 ) -> Result<(), CliError> {
     if address.ip().is_loopback() || secret.is_some() || insecure {

@@ -155,6 +155,7 @@ pub(crate) fn coordinator_options(
         max_queued_requests: args.max_queued_requests,
         limits: DriverLimits {
             step_timeout: Duration::from_secs(args.step_timeout),
+            step_floor: Duration::from_secs(args.min_step_timeout),
             unavailable_timeout: Duration::from_secs(args.unavailable_timeout),
             max_queue_wait: (args.max_queue_wait > 0)
                 .then(|| Duration::from_secs(args.max_queue_wait)),

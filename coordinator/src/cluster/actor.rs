@@ -489,7 +489,8 @@ impl Handler<EpochFailed> for ClusterActor {
 
     fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
         let mut effects = Vec::new();
-        let EpochFailed { replica, epoch, reason } = failed;
+        let EpochFailed { replica, epoch, reason, hung } = failed;
+        self.core.ranks_hang(&hung);
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
     }

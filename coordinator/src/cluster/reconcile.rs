@@ -205,12 +205,14 @@ impl Cluster {
                 continue;
             }
             let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
-            let seconds = patience.as_secs();
+            let waited = guilty.iter().map(|worker| self.silence.patience(*worker, patience));
+            let seconds = waited.min().unwrap_or(patience).as_secs();
             let reason = format!("nothing was heard of {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {
-                effects.push(Effect::Silent { worker, lasts: patience });
+                let lasts = self.silence.patience(worker, patience);
+                effects.push(Effect::Silent { worker, lasts });
                 if self.silence.strike(worker) {
                     again.push(worker);
                 } else if self.has_spare_for(id) {

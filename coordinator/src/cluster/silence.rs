@@ -4,7 +4,7 @@
 //! An executor that hangs says nothing, while its process and its link live. How long it has said
 //! nothing is counted over formations: its peers give up waiting for it earlier, and would be
 //! formed with it again without end.
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use shared::ids::WorkerId;
@@ -12,10 +12,16 @@ use shared::ids::WorkerId;
 /// A worker is let go that did not answer so often, since it served last.
 const STRIKES_MAX: u32 = 2;
 
+/// How long a rank may be silent that had not finished a step that took too long: what hung then
+/// may hang still. Longer than those wait who are well and connect with one that is not.
+const HUNG_PATIENCE: Duration = Duration::from_secs(45);
+
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Silence {
     owed: BTreeMap<WorkerId, Owed>,
+    /// Nothing was heard of them since a step of theirs took too long.
+    hung: BTreeSet<WorkerId>,
     strikes: BTreeMap<WorkerId, u32>,
 }
 
@@ -43,8 +49,19 @@ impl Silence {
         }
     }
 
+    /// A step took too long that it had not finished.
+    pub(super) fn hangs(&mut self, worker: WorkerId) {
+        self.hung.insert(worker);
+    }
+
+    /// How long it may be silent, of which others may be for `patience`.
+    pub(super) fn patience(&self, worker: WorkerId, patience: Duration) -> Duration {
+        if self.hung.contains(&worker) { patience.min(HUNG_PATIENCE) } else { patience }
+    }
+
     /// It is at work, and owes its answer still.
     pub(super) fn heard(&mut self, now: Duration, worker: WorkerId) {
+        self.hung.remove(&worker);
         if let Some(owed) = self.owed.get_mut(&worker) {
             *owed = Owed { before: Duration::ZERO, since: owed.since.map(|_| now) };
         }
@@ -52,6 +69,7 @@ impl Silence {
 
     /// It has answered.
     pub(super) fn answered(&mut self, worker: WorkerId) {
+        self.hung.remove(&worker);
         self.owed.remove(&worker);
     }
 
@@ -63,11 +81,13 @@ impl Silence {
     /// Its process is gone.
     pub(super) fn left(&mut self, worker: WorkerId) {
         self.owed.remove(&worker);
+        self.hung.remove(&worker);
         self.strikes.remove(&worker);
     }
 
     /// When a worker that is waited for will have said nothing for `patience`.
     pub(super) fn ends(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
+        let patience = self.patience(worker, patience);
         let Owed { before, since } = *self.owed.get(&worker)?;
         Some(since?.saturating_add(patience.saturating_sub(before)))
     }
@@ -99,6 +119,21 @@ impl Silence {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_whose_step_hung_is_waited_for_less_long_until_it_is_heard() {
+        let (secs, worker) = (Duration::from_secs, WorkerId(3));
+        let mut silence = Silence::default();
+        silence.hangs(worker);
+        silence.told(secs(10), worker);
+        assert_eq!(silence.ends(worker, secs(300)), Some(secs(55)));
+        assert_eq!(silence.ends(worker, secs(20)), Some(secs(30)), "no longer than others");
+        silence.strike(worker);
+        silence.told(secs(60), worker);
+        assert_eq!(silence.ends(worker, secs(300)), Some(secs(105)), "it hangs still");
+        silence.heard(secs(70), worker);
+        assert_eq!(silence.ends(worker, secs(300)), Some(secs(370)));
+    }
 
     #[test]
     fn silence_counts_while_an_answer_is_waited_for_until_something_is_heard() {

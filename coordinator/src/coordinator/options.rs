@@ -9,6 +9,7 @@ use shared::membership::Pinned;
 use shared::metrics::compat::Compat;
 use shared::protocol::{Dtype, Lora, Quantization};
 use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::sync::mpsc;
 
 use crate::cluster::PlacementRules;
@@ -91,8 +92,8 @@ pub struct CoordinatorOptions {
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// Drawn at random for this process, and never shown.
     pub collective_key: Secret,
-    /// The cluster's secret.
-    pub secret: Option<Secret>,
+    /// The cluster's secrets, if it has any.
+    pub secret: Option<Keyring>,
     /// Drawn at random for this process.
     pub run: u64,
     /// The last lines of this process's log.

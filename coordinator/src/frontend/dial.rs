@@ -7,8 +7,8 @@ use shared::actor::link::join::{JoinError, REDIAL_MAX, REDIAL_MIN, Unreached, jo
 use shared::clock::{Clock, jittered};
 use shared::membership::{CoordinatorAddress, Destination};
 use shared::protocol::{FrontendHello, FrontendWelcome};
-use shared::wire::auth::Secret;
 use shared::wire::frame::FrameKind;
+use shared::wire::keyring::Keyring;
 
 use super::{FrontendError, FrontendOptions};
 
@@ -19,7 +19,7 @@ pub(super) type Joined = (Destination, Connection, FrontendWelcome);
 #[derive(Debug)]
 pub(super) struct Dialler {
     address: CoordinatorAddress,
-    secret: Option<Secret>,
+    secret: Option<Keyring>,
     /// Spreads the attempts of processes that were cut off together.
     run: u64,
     attempts: u64,

@@ -17,7 +17,7 @@ use serde_json::json;
 use shared::actor::ActorRuntime;
 use shared::log::{LogActor, LogQuery, SharedLog};
 use shared::membership::{Role, View};
-use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::error::ApiError;
@@ -38,8 +38,8 @@ pub struct Admin {
     pub cluster: Addr<ClusterActor>,
     /// The front ends.
     pub frontends: Arc<Frontends>,
-    /// The cluster's secret.
-    pub secret: Option<Secret>,
+    /// The cluster's secrets, if it has any.
+    pub secret: Option<Keyring>,
     /// Who starts and stops worker processes, where this process does.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// The last lines of this process's log.
@@ -135,10 +135,10 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
         return Err(ApiError::not_here("This is a front end: ask the coordinator"));
     };
     match &admin.secret {
-        Some(secret) => {
+        Some(secrets) => {
             let header = request.headers().get(AUTHORIZATION).and_then(|v| v.to_str().ok());
             let token = header.and_then(|header| header.strip_prefix("Bearer "));
-            let known = token.is_some_and(|token| secret.verify_token(TOKEN_PURPOSE, token));
+            let known = token.is_some_and(|token| secrets.verify_token(TOKEN_PURPOSE, token));
             if known { Ok(admin) } else { Err(ApiError::no_token()) }
         }
         None => match stranger(request.peer_addr(), request.headers()) {

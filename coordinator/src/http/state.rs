@@ -7,7 +7,7 @@ use shared::clock::{Clock, since_1970};
 use shared::ids::RequestId;
 use shared::metrics::labels::ExpiryReason;
 use shared::mix::split_mix;
-use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::time::Instant;
 
 use super::admin::Admin;
@@ -205,10 +205,10 @@ impl AppState {
         Self { admin: Some(admin), ..self }
     }
 
-    /// Of a cluster with this secret, if it has one.
+    /// Of a cluster with these secrets, if it has any.
     #[must_use]
-    pub fn of_cluster(self, secret: Option<&Secret>) -> Self {
-        Self { salts: Salts::new(secret), ..self }
+    pub fn of_cluster(self, secrets: Option<&Keyring>) -> Self {
+        Self { salts: Salts::new(secrets), ..self }
     }
 
     /// With the cluster's metrics at `/metrics`.

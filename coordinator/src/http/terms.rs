@@ -1,10 +1,10 @@
 //! What holds of a request besides what its body says: when its time is over, and whose it is.
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
 use actix_web::http::header::{HeaderMap, HeaderName};
 use shared::wire::auth::Secret;
+use shared::wire::keyring::Keyring;
 use tokio::time::Instant;
 
 use super::error::ApiError;
@@ -46,7 +46,7 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
 /// each; without it nobody finds another key's.
 #[derive(Clone, Default)]
 pub struct Salts {
-    key: Option<Arc<Secret>>,
+    secrets: Option<Keyring>,
     owner: Option<[u8; 32]>,
 }
 
@@ -57,17 +57,16 @@ impl fmt::Debug for Salts {
 }
 
 impl Salts {
-    /// Of a cluster with this secret, if it has one.
+    /// Of a cluster with these secrets, if it has any.
     #[must_use]
-    pub fn new(secret: Option<&Secret>) -> Self {
-        let key = secret.map(|secret| Arc::new(secret.derived("cached prompts")));
-        Self { key, owner: None }
+    pub fn new(secrets: Option<&Keyring>) -> Self {
+        Self { secrets: secrets.cloned(), owner: None }
     }
 
     /// Of requests with this API key's hash.
     #[must_use]
     pub fn of(&self, owner: Option<[u8; 32]>) -> Self {
-        Self { key: self.key.clone(), owner }
+        Self { secrets: self.secrets.clone(), owner }
     }
 
     /// Requests of equal numbers share what is cached of their prompts; 0 is that of requests
@@ -82,8 +81,9 @@ impl Salts {
         let parts = [owner, salt.unwrap_or_default().as_bytes()];
         let parts = if salt.is_some() { &parts[..] } else { &parts[..1] };
         // Without a secret everybody may join, and see all prompts.
-        let open = || Arc::new(Secret::of_random([0; 32]));
-        self.key.clone().unwrap_or_else(open).number_of(parts).max(1)
+        let open = || Secret::of_random([0; 32]);
+        let key = self.secrets.as_ref().map(|it| it.first().derived("cached prompts"));
+        key.unwrap_or_else(open).number_of(parts).max(1)
     }
 }
 
@@ -110,8 +110,9 @@ mod tests {
 
     #[test]
     fn keys_and_salts_share_nothing_and_front_ends_agree() {
-        let secret = Secret::new(&[7; 40]).unwrap();
-        let (here, there) = (Salts::new(Some(&secret)), Salts::new(Some(&secret)));
+        let secret = |fill| Keyring::from(Secret::new(&[fill; 40]).unwrap());
+        let ours = secret(7);
+        let (here, there) = (Salts::new(Some(&ours)), Salts::new(Some(&ours)));
         let all = |salts: &Salts| {
             let mut numbers = Vec::new();
             for owner in [None, Some([1; 32]), Some([2; 32])] {
@@ -126,7 +127,7 @@ mod tests {
         let different: std::collections::BTreeSet<u64> = numbers.iter().copied().collect();
         assert_eq!(different.len(), numbers.len(), "{numbers:?}");
         // Another cluster's tell nothing of these.
-        let other = all(&Salts::new(Some(&Secret::new(&[8; 40]).unwrap())));
+        let other = all(&Salts::new(Some(&secret(8))));
         assert!(numbers[1..].iter().all(|number| !other.contains(number)));
         // What one key's request says is not another key without.
         let text = String::from_utf8(vec![b'x'; 32]).unwrap();

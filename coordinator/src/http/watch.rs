@@ -11,11 +11,11 @@ pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 
 /// What tells one state of all files from another.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stamps(pub(super) Vec<Option<Stamp>>);
+pub(crate) struct Stamps(pub(super) Vec<Option<Stamp>>);
 
 /// What tells one state of a file from another; there is none of a file that cannot be looked at.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Stamp {
+pub(crate) struct Stamp {
     pub(super) device: u64,
     pub(super) inode: u64,
     /// The change of content, mode or owner, in seconds and nanoseconds since 1970.
@@ -25,7 +25,7 @@ pub(super) struct Stamp {
 
 /// See the module's documentation.
 #[derive(Debug)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     /// As they were when last read.
     read: Stamps,
     /// As they were at the last look, where that was something new.
@@ -36,7 +36,7 @@ pub(super) struct Watch {
 
 impl Watch {
     /// Of files that have been read.
-    pub(super) fn new(read: Stamps) -> Self {
+    pub(crate) fn new(read: Stamps) -> Self {
         Self { read, pending: None, failed: false }
     }
 
@@ -62,7 +62,7 @@ impl Watch {
 }
 
 /// How these files look now.
-pub(super) fn stamps(files: &[PathBuf]) -> Stamps {
+pub(crate) fn stamps(files: &[PathBuf]) -> Stamps {
     Stamps(files.iter().map(|file| stamp(file)).collect())
 }
 
@@ -78,7 +78,7 @@ fn stamp(file: &Path) -> Option<Stamp> {
 
 /// Has `read` read the files again when they have changed, until nobody uses what was read of them.
 /// What cannot be used is said once, however often it is tried.
-pub(super) fn keep_current<T>(
+pub(crate) fn keep_current<T>(
     what: &str,
     files: &[PathBuf],
     mut watch: Watch,

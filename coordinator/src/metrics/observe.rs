@@ -131,6 +131,7 @@ struct ReplicaCells {
     iteration_tokens: Histogram,
     straggler_gap: Histogram,
     disagreements: Counter,
+    overdue: Counter,
     preemptions: Counter,
     preempted_tokens: Counter,
     failovers: Counter,
@@ -287,6 +288,13 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
         stats.add(cells.disagreements, 1);
+    }
+
+    /// A step of a replica took too long.
+    pub fn step_overdue(&mut self, replica: ReplicaId) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        let (cells, stats) = cells.replica(replica);
+        stats.add(cells.overdue, 1);
     }
 
     /// A replica's KV blocks now.
@@ -451,6 +459,7 @@ impl ReplicaCells {
             iteration_tokens: stats.histogram(catalogue::ITERATION_TOKENS, label),
             straggler_gap: stats.histogram(catalogue::RANK_STRAGGLER_GAP, label),
             disagreements: stats.counter(catalogue::RANK_DISAGREEMENTS, label),
+            overdue: stats.counter(catalogue::STEPS_OVERDUE, label),
             preemptions: stats.counter(catalogue::PREEMPTIONS, label),
             preempted_tokens: stats.counter(catalogue::PREEMPTED_TOKENS, label),
             failovers: stats.counter(catalogue::FAILOVERS, label),

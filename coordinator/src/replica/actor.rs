@@ -48,8 +48,8 @@ impl Outside for Links {
         })
     }
 
-    fn end_epoch(&mut self, epoch: Epoch, reason: String) {
-        self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason });
+    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>) {
+        self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason, hung });
     }
 
     fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
@@ -169,6 +169,8 @@ pub struct EpochFailed {
     pub epoch: Epoch,
     /// Why.
     pub reason: String,
+    /// Ranks that have not finished a step that takes too long.
+    pub hung: Vec<WorkerId>,
 }
 
 /// Tells the cluster that a rank computes much slower than the others of its replica, or keeps

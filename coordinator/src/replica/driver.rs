@@ -20,6 +20,7 @@ use shared::mix::IdMap;
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
+use super::deadlines::{Deadlines, Overdue, StepSize};
 use crate::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, Reading, StopCheck};
 use crate::metrics::Observer;
 use crate::metrics::observe::{RequestSummary, RequestTrack};
@@ -30,6 +31,9 @@ use crate::scheduler::{AwaitedMask, Effect, EpochEnd, Scheduler};
 pub struct DriverLimits {
     /// A step that takes longer ends its epoch.
     pub step_timeout: Duration,
+    /// A step may take so long at least, however short such steps usually are; with the time-out
+    /// itself, that alone counts.
+    pub step_floor: Duration,
     /// Requests fail when no epoch has been under way for so long.
     pub unavailable_timeout: Duration,
     /// Requests fail that have waited for their first step for so long, if there is a bound.
@@ -54,6 +58,18 @@ struct Live {
     has_run: bool,
 }
 
+/// A step in flight.
+#[derive(Clone, Copy, Debug)]
+struct Running {
+    /// Since when it could run: those behind the oldest wait for it.
+    since: Duration,
+    size: StepSize,
+}
+
+/// Time between two looks counts as so much at most: when this process is stopped, or its whole
+/// host, results wait to be read that have come meanwhile.
+const LOOK_MAX: Duration = Duration::from_secs(1);
+
 /// One replica's scheduler and everything that hangs off its effects.
 #[derive(Debug)]
 pub struct ReplicaDriver {
@@ -71,8 +87,13 @@ pub struct ReplicaDriver {
     /// at.
     masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
-    /// Since when each step in flight could run, oldest first: those behind the oldest wait for it.
-    in_flight: VecDeque<Duration>,
+    /// The steps in flight, oldest first.
+    in_flight: VecDeque<Running>,
+    /// How long the oldest has run, as far as that says something about its ranks.
+    waited: Duration,
+    /// When that was last looked at.
+    looked: Duration,
+    deadlines: Deadlines,
     epoch: Option<Epoch>,
     /// Since when no epoch has been under way.
     unavailable_since: Duration,
@@ -101,6 +122,9 @@ impl ReplicaDriver {
             masks_late: IdMap::default(),
             looked_for_masks: now,
             in_flight: VecDeque::new(),
+            waited: Duration::ZERO,
+            looked: now,
+            deadlines: Deadlines::new(limits.step_floor, limits.step_timeout),
             epoch: None,
             unavailable_since: now,
             completions: Completions::default(),
@@ -127,7 +151,7 @@ impl ReplicaDriver {
     /// Until when the oldest step in flight may take.
     #[must_use]
     pub fn steps_until(&self) -> Option<Duration> {
-        self.in_flight.front().map(|since| since.saturating_add(self.limits.step_timeout))
+        self.in_flight.front().map(|step| step.since.saturating_add(self.limits.step_timeout))
     }
 
     /// The last step planned in this epoch.
@@ -228,6 +252,7 @@ impl ReplicaDriver {
     ) -> Vec<Moved> {
         self.epoch = Some(epoch);
         self.in_flight.clear();
+        self.deadlines.begin();
         let handed =
             self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
         let moved = self.take_out(handed);
@@ -273,12 +298,19 @@ impl ReplicaDriver {
     pub fn next_plan(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.plan(plan, &mut self.effects);
         if planned {
-            self.in_flight.push_back(now);
+            self.goes_out(now, plan);
         }
         if !self.effects.is_empty() {
             self.deliver(now);
         }
         planned
+    }
+
+    fn goes_out(&mut self, now: Duration, plan: &StepPlan) {
+        if self.in_flight.is_empty() {
+            self.waited = Duration::ZERO;
+        }
+        self.in_flight.push_back(Running { since: now, size: self.deadlines.size(plan) });
     }
 
     /// Fills `masks` with those of a step that waits for them, if they are all known.
@@ -294,7 +326,7 @@ impl ReplicaDriver {
     pub fn canary(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.canary(plan);
         if planned {
-            self.in_flight.push_back(now);
+            self.goes_out(now, plan);
         }
         planned
     }
@@ -308,9 +340,13 @@ impl ReplicaDriver {
         let effects = &mut self.effects;
         match self.scheduler.apply(epoch, step, outputs, &drafted, &mut stopped, effects) {
             Ok(()) => {
-                self.in_flight.pop_front();
+                if let Some(Running { since, size }) = self.in_flight.pop_front() {
+                    let took = now.saturating_sub(since).min(self.waited + LOOK_MAX);
+                    self.deadlines.done(size, took);
+                }
+                self.waited = Duration::ZERO;
                 if let Some(next) = self.in_flight.front_mut() {
-                    *next = now;
+                    next.since = now;
                 }
             }
             Err(error) => {
@@ -331,21 +367,26 @@ impl ReplicaDriver {
         self.observer.record().ranks_disagreed(self.id);
     }
 
+    /// A step took too long.
+    pub fn step_overdue(&mut self) {
+        self.observer.record().step_overdue(self.id);
+    }
+
     /// The slowest rank of a step computed so much longer than the fastest.
     pub fn straggler_gap(&mut self, gap: Duration) {
         self.observer.record().straggler_gap(self.id, gap);
     }
 
-    /// Time passes: gives up what waited too long, finds clients that are gone. Returns how long
-    /// the oldest step in flight has run, when that is too long.
-    pub fn tick(&mut self, now: Duration) -> Option<Duration> {
+    /// Time passes: gives up what waited too long, finds clients that are gone. Returns for how
+    /// long the oldest step in flight has run, when that is too long. `heard` is whether all ranks
+    /// are heard of: the silence of one has a limit of its own.
+    pub fn tick(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
         self.find_gone(now);
         self.drop_gone(now);
         self.drop_late_masks(now);
         self.drop_overdue(now);
         if self.epoch.is_some() {
-            let waited = now.saturating_sub(*self.in_flight.front()?);
-            return (waited >= self.limits.step_timeout).then_some(waited);
+            return self.overdue(now, heard);
         }
         let timeout = self.limits.unavailable_timeout;
         let waited = |live: &Live| now.saturating_sub(live.waits_since);
@@ -356,6 +397,20 @@ impl ReplicaDriver {
             self.fail(now, ids, &EngineError::Unavailable { message });
         }
         None
+    }
+
+    fn overdue(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
+        let passed = now.saturating_sub(std::mem::replace(&mut self.looked, now));
+        let Running { since, size } = *self.in_flight.front()?;
+        let all = now.saturating_sub(since);
+        if all >= self.limits.step_timeout {
+            return Some(Overdue { waited: all, usual: None });
+        }
+        // Who waits for masks is not slow.
+        if heard && self.scheduler.masks_awaited().is_empty() {
+            self.waited = (self.waited + passed.min(LOOK_MAX)).min(all);
+        }
+        self.deadlines.judge(now, size, self.waited)
     }
 
     /// Fails every request: the replica is not coming back, or the server shuts down.

@@ -11,6 +11,7 @@ use shared::ids::{Epoch, RequestId, StepId, WorkerId};
 use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
 use super::agreement::{Agreement, Settled, Word};
+use super::deadlines::Overdue;
 use super::driver::{Moved, ReplicaDriver};
 use super::stragglers::{Pace, Stragglers};
 use crate::cluster::orphanage::Surplus;
@@ -63,8 +64,9 @@ pub trait Outside {
     /// # Errors
     /// Why some rank does not get it, in one sentence.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String>;
-    /// The epoch must end.
-    fn end_epoch(&mut self, epoch: Epoch, reason: String);
+    /// The epoch must end. These ranks have not finished a step that takes too long, if that is
+    /// why.
+    fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>);
     /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps
     /// pace.
     fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
@@ -81,7 +83,8 @@ pub struct Operation {
     load: Arc<ReplicaLoad>,
     /// What the ranks say of the same steps.
     agreement: Agreement,
-    /// They said different things, or what none can say: nothing more of this epoch counts.
+    /// They said different things, or what none can say, or nothing for too long: nothing more of
+    /// this epoch counts.
     over: bool,
     /// Rank 0's results that are not accepted yet, oldest first.
     held: VecDeque<StepResult>,
@@ -266,15 +269,25 @@ impl Operation {
 
     /// Time passes.
     pub fn tick(&mut self, now: Duration, outside: &mut impl Outside) {
-        if let Some(waited) = self.driver.tick(now) {
-            let slow: Vec<String> = self
-                .ranks
-                .iter()
-                .filter(|rank| rank.done < self.driver.last_step())
-                .map(|rank| rank.worker.to_string())
-                .collect();
-            let slow = slow.join(", ");
-            self.end_epoch(format!("a step took over {} s on {slow}", waited.as_secs()), outside);
+        let heard = !self.load.doubtful.load(Ordering::Relaxed);
+        if let Some(Overdue { waited, usual }) = self.driver.tick(now, heard)
+            && !self.over
+        {
+            self.over = true;
+            let last = self.driver.last_step();
+            let slow = self.ranks.iter().filter(|rank| rank.done < last).map(|rank| rank.worker);
+            let slow: Vec<WorkerId> = slow.collect();
+            let names: Vec<String> = slow.iter().map(ToString::to_string).collect();
+            let names = names.join(", ");
+            let mut reason = format!("a step took over {} s on {names}", waited.as_secs());
+            if let Some(usual) = usual {
+                let usual = usual.as_secs_f64();
+                reason.push_str(&format!("; such steps take {usual:.3} s at most"));
+            }
+            self.driver.step_overdue();
+            if let Some(epoch) = self.epoch {
+                outside.end_epoch(epoch, reason, slow);
+            }
         }
         // A step under way is itself a sign of life, and what is sent behind it only queues up.
         let quiet = !self.driver.is_stepping()
@@ -356,7 +369,8 @@ impl Operation {
                 let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
                 let workers = workers.join(", ");
                 if let Some(epoch) = self.epoch {
-                    outside.end_epoch(epoch, format!("ranks disagree on {step}: {workers}"));
+                    let reason = format!("ranks disagree on {step}: {workers}");
+                    outside.end_epoch(epoch, reason, Vec::new());
                 }
             }
         }
@@ -381,7 +395,7 @@ impl Operation {
 
     fn end_epoch(&self, reason: String, outside: &mut impl Outside) {
         if let Some(epoch) = self.epoch {
-            outside.end_epoch(epoch, reason);
+            outside.end_epoch(epoch, reason, Vec::new());
         }
     }
 }

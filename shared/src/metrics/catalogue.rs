@@ -125,7 +125,7 @@ catalogue! {
         "Requests given up because their time was over: the client's own bound, or the queue's.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
-        "Accepted requests that ended, by reason; abort and error included.";
+        "Accepted requests that ended, by reason; abort and error included. handed_over: with its coordinator, and the next one goes on with it and accepts it anew.";
     counter REQUESTS_GUIDED: "tutti_requests_guided_total", Requests,
         model [GuideKind::LABEL], Coordinator,
         "Accepted requests with structured output, by what constrains it.";
@@ -186,6 +186,8 @@ catalogue! {
     counter RANK_DISAGREEMENTS: "tutti_rank_disagreements_total", Events, model [REPLICA],
         Coordinator,
         "Times the ranks of a replica had different tokens of one step; it was formed again.";
+    counter STEPS_OVERDUE: "tutti_steps_overdue_total", Events, model [REPLICA], Coordinator,
+        "Steps given up because they took much longer than such steps do, or longer than --step-timeout; the replica was formed again.";
     counter PREEMPTIONS: "tutti_preemptions_total", Events, model [REPLICA], Coordinator,
         "Sequences (choices of requests) put back from the batch into the queue for lack of KV blocks.";
     counter PREEMPTED_TOKENS: "tutti_preempted_tokens_total", Tokens, model [REPLICA], Coordinator,

@@ -141,6 +141,8 @@ label_enum! {
         Abort = "abort",
         /// The server gave it up.
         Error = "error",
+        /// The next coordinator goes on with it, and accepts it anew.
+        HandedOver = "handed_over",
         /// The token limit was reached.
         Length = "length",
         /// An end token or a stop string.

@@ -253,18 +253,22 @@ pub fn challenge(
     Ok(challenge)
 }
 
-/// The client's answer to a challenge, and its keys.
+/// The client's answer to a challenge, and its keys: by the secret of its own by which the server
+/// has proved itself.
 ///
 /// # Errors
-/// [`AuthError::WrongSecret`] when the server does not know the secret.
+/// [`AuthError::WrongSecret`] when the server knows none of them.
 pub fn prove(
-    secret: &Secret,
+    secrets: &[Secret],
     greeting: &[u8; GREETING_LEN],
     challenge: &[u8; CHALLENGE_LEN],
 ) -> Result<([u8; PROOF_LEN], SessionKeys), AuthError> {
     let nonce: &[u8; NONCE_LEN] = challenge.first_chunk().ok_or(AuthError::WrongSecret)?;
-    let server = secret.mac("tutti server", greeting, nonce);
-    server.verify_slice(&challenge[NONCE_LEN..]).map_err(|_| AuthError::WrongSecret)?;
+    let is_its = |secret: &&Secret| {
+        let server = secret.mac("tutti server", greeting, nonce);
+        server.verify_slice(&challenge[NONCE_LEN..]).is_ok()
+    };
+    let secret = secrets.iter().find(is_its).ok_or(AuthError::WrongSecret)?;
     let proof = secret.mac("tutti client", greeting, nonce).finalize().into_bytes();
     let (to_server, to_client) = secret.keys(greeting, nonce);
     Ok((proof.into(), SessionKeys { send: to_server, receive: to_client }))

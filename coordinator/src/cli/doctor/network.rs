@@ -6,9 +6,10 @@ use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
 use shared::membership::{EtcdOptions, FULL_REMEDY, Fullness, LEASE_TTL, ProbeError};
-use shared::wire::auth::{AuthError, Secret};
+use shared::wire::auth::AuthError;
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
+use shared::wire::keyring::Keyring;
 use ureq::Agent;
 
 use super::super::asking::{self, TrustArgs};
@@ -23,7 +24,7 @@ const SKEW_WARN: Duration = Duration::from_secs(2);
 /// Clocks further apart are wrong: certificates and dashboards break.
 const SKEW_FAIL: Duration = Duration::from_secs(60);
 
-pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> {
+pub(super) fn check(args: &DoctorArgs, secret: Option<&Keyring>) -> Vec<Finding> {
     let mut findings = Vec::new();
     match &args.coordinator {
         Some(address) => {
@@ -63,7 +64,7 @@ fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
 }
 
 /// Would the coordinator let a node with this secret in?
-fn coordinator(address: &str, secret: Option<&Secret>) -> Finding {
+fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
     const CHECK: &str = "coordinator";
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let outcome = match runtime {
@@ -93,14 +94,14 @@ impl Refusal {
     }
 }
 
-async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
+async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
     let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
         let fix = "start the coordinator with --cluster-listen on an address that this host \
                    reaches, and open the port in firewalls between";
         Refusal::new(format!("cannot be reached: {error}"), fix)
     })?;
     if let Some(secret) = secret {
-        connection.authenticate_as_client(secret, DEADLINE).await.map_err(refusal)?;
+        connection.authenticate_as_client(&secret.all(), DEADLINE).await.map_err(refusal)?;
     }
     connection.send(FrameKind::Ping, &[]).await.map_err(refusal)?;
     let frame = connection.receive(DEADLINE).await.map_err(refusal)?;

@@ -136,6 +136,10 @@ pub(crate) struct ServingArgs {
     /// Give up an engine step after this many seconds and form the replica again
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) step_timeout: u64,
+    /// Give up a step that takes ten times as long as steps of its size do, but not within so many
+    /// seconds; with what --step-timeout says, or more, only that counts
+    #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
+    pub(crate) min_step_timeout: u64,
     /// Give up forming a replica when nothing was heard of a rank for so many seconds: more than
     /// the largest matrix takes to load, and than GPU hosts take to pin --swap-space
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=36_000))]

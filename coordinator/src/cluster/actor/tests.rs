@@ -84,6 +84,7 @@ fn cluster() -> (Addr<ClusterActor>, watch::Receiver<ClusterView>) {
         })?;
         let limits = DriverLimits {
             step_timeout: PATIENCE,
+            step_floor: PATIENCE,
             unavailable_timeout: PATIENCE,
             max_queue_wait: None,
         };

@@ -129,7 +129,10 @@ impl ClusterActor {
         let mut effects = Vec::new();
         let mut goodbye = None;
         match message {
-            FromWorker::Step(result) => return self.step_done(worker, result),
+            FromWorker::Step(result) => {
+                self.core.executor_heard(now, worker);
+                return self.step_done(worker, result);
+            }
             FromWorker::Stats(stats) => {
                 self.core.executor_heard(now, worker);
                 return self.report(worker, &stats);

@@ -102,6 +102,31 @@ fn weights_may_load_for_as_long_as_they_get_on() {
 }
 
 #[test]
+fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
+    let (mut cluster, effects) = cluster_of(config(2), 3);
+    bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
+    let hung = [WorkerId(0), WorkerId(1)];
+    let mut effects = Vec::new();
+    cluster.ranks_hang(&hung);
+    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a step took over 5 s", &mut effects);
+    effects.extend(wait(&mut cluster, 10, 11));
+    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+    assert_eq!(ranks, [0, 1], "who hangs is not known");
+    // One leaves the exchange at once, and waits in the next one.
+    cluster.executor_heard(secs(11), WorkerId(0));
+    let effects = wait(&mut cluster, 11, 54);
+    assert!(effects.is_empty(), "{effects:?}");
+    let effects = wait(&mut cluster, 54, 57);
+    let silent = effects.iter().filter_map(|effect| match effect {
+        Effect::Silent { worker, lasts } => Some((worker.0, *lasts)),
+        _ => None,
+    });
+    assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);
+    let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
+    assert_eq!(ranks, [0, 2], "the spare takes its place");
+}
+
+#[test]
 fn silence_counts_over_formations_that_the_others_give_up() {
     let (mut cluster, effects) = cluster_of(config(2), 3);
     let mut epoch = forms(&effects)[0].2;

@@ -15,8 +15,9 @@ use shared::protocol::GuideSpec;
 use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
 use crate::engine::{EngineError, EventSender, Resumed};
 
-/// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`] or
-/// [`Recording::failed`]; dropped without, it stays in flight for ever.
+/// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
+/// [`Recording::failed`] or [`Recording::handed_over`]; dropped without, it stays in flight for
+/// ever.
 #[derive(Debug)]
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
@@ -285,6 +286,13 @@ impl Recording<'_> {
         cells.end(&track, FinishedReason::Abort, summary);
     }
 
+    /// This coordinator ends, and the next one goes on with the request. What is observed of a
+    /// request when it ends is observed there.
+    pub fn handed_over(&mut self, track: RequestTrack) {
+        let Some(cells) = self.cells.as_deref_mut() else { return };
+        cells.leave(&track, FinishedReason::HandedOver);
+    }
+
     /// The request was given up. Its latencies are not observed.
     pub fn failed(&mut self, track: RequestTrack, summary: RequestSummary) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
@@ -338,7 +346,8 @@ impl Cells {
         }
     }
 
-    fn end(&mut self, track: &RequestTrack, reason: FinishedReason, summary: RequestSummary) {
+    /// It is in flight no more.
+    fn leave(&mut self, track: &RequestTrack, reason: FinishedReason) {
         let (level, stats) = self.level(track.place);
         level.down(stats);
         if let Some((level, stats)) = self.adapter_level(track) {
@@ -348,6 +357,11 @@ impl Cells {
         fixed.in_flight.down(stats);
         let counter = fixed.finished.get(reason);
         stats.add(counter, 1);
+    }
+
+    fn end(&mut self, track: &RequestTrack, reason: FinishedReason, summary: RequestSummary) {
+        self.leave(track, reason);
+        let Self { stats, fixed, .. } = self;
         stats.observe_count(fixed.prompt_tokens, summary.prompt_tokens);
         stats.observe_count(fixed.generation_tokens, track.tokens);
         let longest = track.choices.iter().map(|choice| choice.tokens).max().unwrap_or(0);

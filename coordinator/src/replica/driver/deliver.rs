@@ -175,7 +175,12 @@ pub(super) fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<E
     match error {
         None => recording.aborted(live.track, live.summary),
         Some(error) => {
-            recording.failed(live.track, live.summary);
+            // A front end in another process asks the next coordinator for the rest.
+            if error == EngineError::ShuttingDown && live.events.is_remote() {
+                recording.handed_over(live.track);
+            } else {
+                recording.failed(live.track, live.summary);
+            }
             let _ = live.events.send(EngineEvent::Failed(error));
         }
     }

@@ -75,14 +75,14 @@ impl Connection {
     }
 
     /// Proves to the accepting side that this side knows the cluster secret, and requires the same
-    /// proof in return.
+    /// proof in return, by any of these secrets.
     ///
     /// # Errors
-    /// [`CloseReason::Auth`] when the peer does not know the secret, others when it does not
+    /// [`CloseReason::Auth`] when the peer knows none of them, others when it does not
     /// answer.
     pub async fn authenticate_as_client(
         &mut self,
-        secret: &Secret,
+        secrets: &[Secret],
         deadline: Duration,
     ) -> Result<(), CloseReason> {
         let greeting = auth::greeting(&nonce()?);
@@ -99,7 +99,7 @@ impl Connection {
             let read = self.stream.read_exact(&mut challenge[4..]).await;
             let proven = read
                 .map_err(CloseReason::from)
-                .and_then(|_| Ok(auth::prove(secret, &greeting, &challenge)?));
+                .and_then(|_| Ok(auth::prove(secrets, &greeting, &challenge)?));
             // Only now: a nonce may begin like another protocol's answer.
             let (proof, keys) = proven.map_err(|reason| match FrameError::of_foreign(begun) {
                 foreign @ FrameError::HttpServer => foreign.into(),

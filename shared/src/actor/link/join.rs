@@ -7,9 +7,9 @@ use serde::de::DeserializeOwned;
 
 use super::{CloseReason, Connection};
 use crate::protocol::ToFetch;
-use crate::wire::auth::Secret;
 use crate::wire::codec;
 use crate::wire::frame::FrameKind;
+use crate::wire::keyring::Keyring;
 
 /// Limit for dialling, and for each message of the handshake.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
@@ -74,7 +74,7 @@ impl Unreached {
 /// [`JoinError`].
 pub async fn join<W: DeserializeOwned>(
     address: &str,
-    secret: Option<&Secret>,
+    secrets: Option<&Keyring>,
     kind: FrameKind,
     hello: &impl Serialize,
 ) -> Result<(Connection, W), JoinError> {
@@ -82,8 +82,8 @@ pub async fn join<W: DeserializeOwned>(
         JoinError::Retry(error.to_string())
     }
     let mut connection = Connection::dial(address, HANDSHAKE_DEADLINE).await.map_err(retry)?;
-    if let Some(secret) = secret {
-        connection.authenticate_as_client(secret, HANDSHAKE_DEADLINE).await?;
+    if let Some(secrets) = secrets {
+        connection.authenticate_as_client(&secrets.all(), HANDSHAKE_DEADLINE).await?;
     }
     connection.send(kind, &codec::encode(hello).map_err(retry)?).await?;
     let frame = connection.receive(HANDSHAKE_DEADLINE).await?;
