@@ -1,15 +1,14 @@
-//! PURE: which ranks were told to form or to start and have not answered, and since when nothing
-//! was heard of them.
+//! PURE: which ranks were told to form or to start and have not answered, and for how long nothing
+//! was heard from them.
 //!
-//! An executor that hangs says nothing, while its process and its link live. How long it has said
-//! nothing is counted over formations: its peers give up waiting for it earlier, and would be
-//! formed with it again without end.
+//! A hanging executor says nothing while its process and link live. Its silence is counted across
+//! formations: its peers give up waiting earlier, and would be formed with it again without end.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use shared::ids::WorkerId;
 
-/// A worker is let go that did not answer so often, since it served last.
+/// Unanswered formations since it last served after which a worker is let go.
 const STRIKES_MAX: u32 = 2;
 
 /// See the module's documentation.
@@ -22,19 +21,19 @@ pub(super) struct Silence {
 /// An answer that a worker owes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Owed {
-    /// How long it was waited for in formations that are over.
+    /// How long it was waited for in earlier formations.
     before: Duration,
-    /// Since when it is waited for in the present one.
+    /// Since when it has been waited for in the present one.
     since: Option<Duration>,
 }
 
 impl Silence {
-    /// A worker has to answer something; it may owe an earlier answer.
+    /// A worker has to answer something; it may still owe an earlier answer.
     pub(super) fn told(&mut self, now: Duration, worker: WorkerId) {
         self.owed.entry(worker).or_default().since.get_or_insert(now);
     }
 
-    /// Its formation is over: it is not waited for.
+    /// Its formation is over: nobody waits for it.
     pub(super) fn pause(&mut self, now: Duration, worker: WorkerId) {
         if let Some(owed) = self.owed.get_mut(&worker)
             && let Some(since) = owed.since.take()
@@ -43,7 +42,7 @@ impl Silence {
         }
     }
 
-    /// It is at work, and owes its answer still.
+    /// It is at work but still owes its answer.
     pub(super) fn heard(&mut self, now: Duration, worker: WorkerId) {
         if let Some(owed) = self.owed.get_mut(&worker) {
             *owed = Owed { before: Duration::ZERO, since: owed.since.map(|_| now) };
@@ -55,7 +54,7 @@ impl Silence {
         self.owed.remove(&worker);
     }
 
-    /// It is a rank of a replica that serves: what was is forgotten.
+    /// It is a rank of a serving replica: the past is forgotten.
     pub(super) fn serves(&mut self, worker: WorkerId) {
         self.left(worker);
     }
@@ -66,18 +65,18 @@ impl Silence {
         self.strikes.remove(&worker);
     }
 
-    /// When a worker that is waited for will have said nothing for `patience`.
+    /// Returns when a worker that is waited for will have been silent for `patience`.
     pub(super) fn ends(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
         let Owed { before, since } = *self.owed.get(&worker)?;
         Some(since?.saturating_add(patience.saturating_sub(before)))
     }
 
-    /// As [`Silence::ends`], of all.
+    /// Like [`Silence::ends`], for all workers.
     pub(super) fn all_ends(&self, patience: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.owed.keys().filter_map(move |worker| self.ends(*worker, patience))
     }
 
-    /// It is waited for no longer. Returns whether that was once too often.
+    /// Stops waiting for it. Returns whether that happened once too often.
     pub(super) fn strike(&mut self, worker: WorkerId) -> bool {
         self.owed.remove(&worker);
         let strikes = self.strikes.entry(worker).or_default();
@@ -85,7 +84,7 @@ impl Silence {
         *strikes >= STRIKES_MAX
     }
 
-    /// Whether it did not answer, and has not served since.
+    /// Whether it failed to answer and has not served since.
     pub(super) fn struck(&self, worker: WorkerId) -> bool {
         self.strikes.contains_key(&worker)
     }

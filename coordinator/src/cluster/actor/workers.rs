@@ -1,4 +1,4 @@
-//! Workers and their links: who may join, what they say, and their going.
+//! Workers and their links: who may join, what they send, and how they leave.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::replica::actor::StepDone;
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Events of one link that wait to be handled. A worker has two steps to answer, and now and then
-/// something else to say: one that has said so much more is not let on.
+/// Maximum number of unhandled events of one link. A worker has at most two steps to answer and
+/// rarely anything else to say; one with so many more events is cut off.
 const EVENTS_MAX: usize = 256;
 
-/// May this worker join? Answered before its link is started.
+/// Asks whether this worker may join. Answered before its link is started.
 #[derive(Debug, Message)]
 #[rtype(result = "Result<Welcome, Refusal>")]
 pub struct Admit(pub Hello);
@@ -35,13 +35,13 @@ pub struct Admit(pub Hello);
 /// Why a worker may not join.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Now; it may dial again.
+    /// Not now; it may dial again.
     NotYet(String),
-    /// Ever.
+    /// Never.
     Never(String),
 }
 
-/// One that was admitted has not heard of it, or is gone.
+/// A worker that was admitted has not heard of it, or is gone.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct NotJoined {
@@ -55,7 +55,7 @@ pub struct NotJoined {
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Joined {
-    /// Who it says it is.
+    /// Its handshake.
     pub hello: Hello,
     /// Its slot.
     pub worker: WorkerId,
@@ -72,17 +72,17 @@ struct FromLink {
     place: Place,
 }
 
-/// Where one link's events go: no link takes the room of another.
+/// Inbox of one link: no link takes the room of another.
 struct Inbox {
     addr: Addr<ClusterActor>,
     worker: WorkerId,
     number: LinkNumber,
-    /// How many events wait.
+    /// Number of events that wait.
     places: Arc<AtomicUsize>,
 }
 
 impl Inbox {
-    /// Hands an event to the actor; false when too many wait already.
+    /// Hands an event to the actor; returns false when too many wait already.
     fn put(&self, event: LinkEvent) -> bool {
         let place = Place(self.places.clone());
         let frame = matches!(event, LinkEvent::Frame(_));
@@ -90,13 +90,13 @@ impl Inbox {
             return false;
         }
         let (worker, number) = (self.worker, self.number);
-        // Past the mailbox's own bound, which is for all senders together.
+        // Bypasses the mailbox's own bound, which all senders share.
         self.addr.do_send(FromLink { worker, number, event, place });
         true
     }
 }
 
-/// An event's place among those of its link, free again when it is handled.
+/// An event's place in its link's inbox, freed when the event is handled.
 #[derive(Debug)]
 struct Place(Arc<AtomicUsize>);
 
@@ -107,7 +107,7 @@ impl Drop for Place {
 }
 
 impl ClusterActor {
-    /// The name by which operators know a worker.
+    /// Name by which operators know a worker.
     pub(super) fn node_of(&self, worker: WorkerId) -> &str {
         self.roster.node_of(worker).unwrap_or("unknown")
     }
@@ -134,7 +134,7 @@ impl ClusterActor {
             }
             FromWorker::Progress(progress) => {
                 self.core.load_progressed(now, worker, progress);
-                // Many come, and what they change is a bar: the next tick shows it.
+                // There are many, and they only move a progress bar: the next tick shows it.
                 self.unpublished = true;
                 return;
             }
@@ -177,7 +177,7 @@ impl ClusterActor {
         }
         self.carry_out(ctx, effects);
         if let Some(link) = goodbye {
-            // The answer: its replica does not count on it any more.
+            // This is the answer: its replica no longer counts on it.
             link.close();
         }
     }
@@ -215,7 +215,7 @@ impl ClusterActor {
         }
     }
 
-    /// Lets whoever asks whether replicas are ready know of which a rank is silent.
+    /// Marks the replicas that have a silent rank, for readiness checks.
     pub(super) fn tell_doubts(&self) {
         for running in self.replicas.values() {
             let doubtful = running.is_doubtful(&self.suspects);
@@ -255,9 +255,9 @@ impl ClusterActor {
         let mut effects = Vec::new();
         self.core.worker_left(now, worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
-        // After what the core had to say of it.
+        // After what the core had to report about it.
         if drained {
-            // It is not expected back: nothing of it is up or down any more.
+            // It is not expected back, so it is neither up nor down.
             self.hub.observer().record().worker_gone(worker);
             self.roster.given_up(worker);
         } else {
@@ -308,7 +308,7 @@ impl Handler<Joined> for ClusterActor {
     fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
-        // Between its admission and now another process may have joined in its place.
+        // Another process may have joined in its place since its admission.
         let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
         if admission != Admission::Slot(worker) {
             return;
@@ -325,7 +325,7 @@ impl Handler<Joined> for ClusterActor {
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
             actors.peer_up_as(peer, &hello.node, link.clone());
             move |event| match event {
-                // At once: what applications say takes no room from steps.
+                // At once: frames of applications take no room from steps.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
                     actors.frame(peer, &frame.body)
                 }
