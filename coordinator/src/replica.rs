@@ -1,10 +1,10 @@
 //! One replica in operation: requests in, plans out to its ranks, results back, tokens out.
 //!
-//! - [`driver`]: what happens, as plain method calls: scheduler, request table, observer
-//! - [`completions`]: PURE: how fast requests end, and when a refused one may come again
-//! - [`operation`]: PURE: what a replica does with what it is told
-//! - [`agreement`]: PURE: what the ranks say of the same step
-//! - [`stragglers`]: PURE: ranks that compute much slower than the others, for long
+//! - [`driver`]: scheduler, request table and observer, driven by plain method calls
+//! - [`completions`]: PURE: how fast requests end, and when a refused one may retry
+//! - [`operation`]: PURE: how a replica handles its events
+//! - [`agreement`]: PURE: compares what the ranks report on the same step
+//! - [`stragglers`]: PURE: ranks that compute much slower than the others for long
 //! - [`actor`]: the actix shell: mailbox, timer, links
 pub mod actor;
 pub mod agreement;
