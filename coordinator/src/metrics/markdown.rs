@@ -1,4 +1,4 @@
-//! The catalogue as documentation: `docs/metrics.md`, checked by a test to be this text.
+//! The catalogue as documentation: a test checks that `docs/metrics.md` is this text.
 use std::fmt::Write;
 
 use shared::metrics::catalogue::{CATALOGUE, FRONTEND_PAGE};
