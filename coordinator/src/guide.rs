@@ -77,7 +77,7 @@ impl Guides {
         Ok(Self { factory, barred_first, made: Mutex::default(), masks })
     }
 
-    /// The cached result for a specification.
+    /// Returns the cached result for a specification.
     pub(crate) fn made(&self, spec: &GuideSpec) -> Option<Made<Grammar>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner).get(spec)
     }
@@ -99,7 +99,8 @@ impl Guides {
         })
     }
 
-    /// As [`make`](Self::make), on the current thread, which must have a stack of [`STACK_BYTES`].
+    /// Like [`make`](Self::make), on the current thread, which must have a stack of
+    /// [`STACK_BYTES`].
     fn make_here(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
         if let Some(made) = self.made(spec) {
             return made;

@@ -5,9 +5,9 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value};
 
-/// Most `patternProperties` entries in a schema, in total.
+/// Maximum number of `patternProperties` entries in a schema, in total.
 const PATTERNS_MAX: usize = 64;
-/// Most properties that merging may produce: alternatives times properties.
+/// Maximum number of properties that merging may produce: alternatives times properties.
 const MERGED_MAX: usize = 200_000;
 /// Longest chain of references followed when counting alternatives.
 const DEPTH_MAX: usize = 64;

@@ -266,11 +266,11 @@ impl Guide {
         }));
     }
 
-    /// Takes the next token of a sequence that is resumed: it was allowed when it was accepted, so
-    /// no mask is computed for it.
+    /// Takes the next token of a resumed sequence: it was allowed when it was accepted, so no mask
+    /// is computed for it.
     ///
     /// # Errors
-    /// When the guide cannot go on, as where the token was accepted.
+    /// If the guide cannot go on, as when the token was first accepted.
     pub fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if matches!(self.place, Place::Beginning(_)) && !self.first.allows(token) {
             return Err(not_allowed(token));
@@ -310,7 +310,7 @@ impl Guide {
         let before = std::mem::replace(&mut self.place, Place::Computed(work.clone()));
         let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
         masks.run(Box::new(move || {
-            // Whoever waits has to hear of a panic as well: a whole batch waits with it.
+            // A panic must reach whoever waits: a whole batch waits with it.
             let allowed = guarded(|| {
                 let allowed = matcher.compute_mask().map_err(|it| short(&it.to_string()));
                 allowed.and_then(|allowed| mask(vocab, &allowed))
@@ -338,7 +338,7 @@ fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, GuideEnd> {
     guarded(|| Ok(Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())))
 }
 
-/// What the library panics at is an error of this request alone, and none that it made.
+/// Turns a panic of the library into an error of this request alone, but not of its making.
 fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, GuideEnd> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(GuideEnd::Refused),

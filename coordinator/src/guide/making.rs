@@ -14,11 +14,11 @@ use crate::text::model::TextModel;
 
 /// Longest wait for a free thread.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(30);
-/// Most specifications waiting or being compiled.
+/// Maximum number of specifications waiting or being compiled.
 const UNDER_WAY_MAX: usize = 256;
 /// Longest time that a client waits while its grammar is compiled.
 const COMPILE_DEADLINE: Duration = Duration::from_secs(10);
-/// Most threads.
+/// Maximum number of threads.
 const THREADS_MAX: usize = 8;
 
 /// Why there is no grammar.

@@ -8,7 +8,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Most threads: a mask takes little time, and has the cores to itself only between steps.
+/// Maximum number of threads: a mask takes little time, and has the cores to itself only between
+/// steps.
 const THREADS_MAX: usize = 16;
 
 type Job = Box<dyn FnOnce() + Send>;
