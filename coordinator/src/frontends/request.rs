@@ -158,7 +158,7 @@ fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Res
     Ok(())
 }
 
-/// What was accepted before, where anything was. How choices ended by it is found out later.
+/// Collects what was accepted before, if anything. How it completes choices is found out later.
 fn resumed(accepted: Vec<AcceptedChoice>) -> Option<Box<Resumed>> {
     if accepted.is_empty() {
         return None;
