@@ -1,4 +1,5 @@
-//! How many connections each address has: one that opens all that there are keeps nobody else out.
+//! How many connections each address has: a client that opens as many as it can keeps nobody else
+//! out.
 use std::any::Any;
 use std::net::{IpAddr, Shutdown};
 
@@ -11,7 +12,7 @@ use super::options::{CONNECTIONS_PER_ADDRESS, ConnectionBound};
 use crate::addresses::{Addresses, Place, is_private};
 use crate::metrics::FrontendStats;
 
-/// The connections of a server. Clones are the same.
+/// The connections of a server. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Connections {
     addresses: Addresses,
@@ -23,13 +24,13 @@ pub struct Connections {
 struct Counted(#[expect(dead_code, reason = "what counts is when it is dropped")] Place);
 
 impl Connections {
-    /// None yet.
+    /// Starts without connections.
     #[must_use]
     pub fn new(bound: ConnectionBound) -> Self {
         Self { addresses: Addresses::default(), bound }
     }
 
-    /// How many connections this address may have, if they are counted.
+    /// Returns how many connections this address may have, if they are counted.
     fn most(&self, address: IpAddr) -> Option<usize> {
         let max = match self.bound {
             ConnectionBound::OfInternet if is_private(address) => return None,
@@ -40,7 +41,7 @@ impl Connections {
         usize::try_from(max).ok()
     }
 
-    /// Takes a connection that was accepted, or ends it at once.
+    /// Counts a connection that was accepted, or ends it at once.
     pub(super) fn take(&self, stream: &dyn Any, data: &mut Extensions, stats: &FrontendStats) {
         let Some(stream) = tcp(stream) else { return };
         let Ok(peer) = stream.peer_addr() else { return };
@@ -58,7 +59,7 @@ impl Connections {
     }
 }
 
-/// The socket under a connection, with TLS or without.
+/// Returns the socket under a connection, with or without TLS.
 fn tcp(stream: &dyn Any) -> Option<&TcpStream> {
     let tls = stream.downcast_ref::<TlsStream<TcpStream>>();
     tls.map(|tls| tls.get_ref().0).or_else(|| stream.downcast_ref())

@@ -1,5 +1,5 @@
-//! A conversation's request, from its fields to a running one: what `/v1/chat/completions` and
-//! `/v1/responses` have in common.
+//! Turns the fields of a conversation's request into a running one: common to
+//! `/v1/chat/completions` and `/v1/responses`.
 use std::sync::Arc;
 
 use super::conversation;
@@ -12,28 +12,28 @@ use super::tools::{Begins, Tools, Wanted};
 use crate::text::model::TextModel;
 use crate::text::reply::{Harmony, Reasoning, ReplyRules};
 
-/// Which API the fields are answered in; they have the names of chat's.
+/// The API that answers; the fields have chat's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// `/v1/chat/completions`.
     Chat,
-    /// `/v1/responses`: the bound of the output is one, not a wish, so it may be beyond what the
-    /// model's length leaves.
+    /// `/v1/responses`: its output limit is only an upper bound, so it may exceed what the model's
+    /// length leaves.
     Responses,
 }
 
-/// A request that runs.
+/// A running request.
 #[derive(Debug)]
 pub struct Started {
-    /// What it has in common with all others.
+    /// Its common parameters.
     pub common: Common,
-    /// Its text as it comes.
+    /// Its text as it arrives.
     pub running: RunningPrompt,
     /// What is looked for in the text.
     pub rules: ReplyRules,
-    /// What is found of reasoning is shown.
+    /// Whether reasoning that is found is shown.
     pub shows_reasoning: bool,
-    /// Calls are a choice's reason to finish.
+    /// Whether tool calls are a finish reason.
     pub told: bool,
     /// The ids of its calls.
     pub ids: CallIds,
@@ -44,7 +44,7 @@ pub struct Started {
 /// Validates a request and hands it to the engine.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Started, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
@@ -55,7 +55,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
-    // More than the model's length is told by its own code, which clients act on.
+    // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
     common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
     common.check_least()?;
@@ -73,7 +73,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let prefix = if form == Form::Chat { "chatcmpl-" } else { "resp_" };
     let id: Arc<str> = fields.response_id(prefix, limits)?.into();
     let (bytes, share, fit) = (fields.bytes(), fields.share(), common.fit(limits));
-    // It may be much larger than what is kept of it.
+    // The fields may be much larger than what is kept of them.
     drop(fields);
     let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
     let is_harmony = state.reasoning == Reasoning::Harmony;
@@ -104,7 +104,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     common.asked = asked;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
-    // A mark that is left out would be missed.
+    // A mark that is a special token must not be left out of the text.
     common.keep_special |= marks(&rules);
     let mut tokens = rendered.tokens;
     if tokens.is_empty() {

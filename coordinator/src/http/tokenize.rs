@@ -1,5 +1,5 @@
-//! `POST /tokenize` and `POST /detokenize`, as vLLM has them. What grows with the text is done off
-//! the threads that serve connections, the answer's JSON too.
+//! `POST /tokenize` and `POST /detokenize`, as in vLLM. Work that grows with the text runs off the
+//! threads that serve connections, including the answer's JSON.
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ use super::tools;
 use crate::text::model::TextModel;
 use crate::text::reply::Reasoning;
 
-/// Text or a conversation to tokens, as JSON.
+/// Tokenizes text or a conversation; returns JSON.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -68,7 +68,7 @@ struct Tokens<'a> {
     token_strs: Option<Vec<String>>,
 }
 
-/// Tokens to text, special tokens too, as JSON.
+/// Detokenizes tokens, including special ones; returns JSON.
 ///
 /// # Errors
 /// 400 naming the field.
