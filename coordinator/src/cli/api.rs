@@ -14,9 +14,9 @@ use zeroize::Zeroizing;
 use super::CliError;
 use super::options::parse_bytes;
 
-/// The variable that holds an API key where none is given otherwise.
+/// The variable that holds an API key if none is given otherwise.
 const VARIABLE: &str = "TUTTI_API_KEY";
-/// What a GPU's kernels report at most.
+/// Maximum number of log-probabilities that a GPU's kernels report.
 const LOGPROBS_BOUND: i64 = 128;
 
 /// Options of the HTTP API.
@@ -88,7 +88,7 @@ pub(crate) struct ApiArgs {
     pub(crate) access_log: bool,
 }
 
-/// A key, which is never shown.
+/// A key, never shown.
 #[derive(Clone)]
 pub(crate) struct Key(Zeroizing<String>);
 
@@ -98,8 +98,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Checks the options, and reads the file of keys. HTTP that is served to everybody at `listen` is
-/// said to be.
+/// Checks the options and reads the file of keys. Logs when HTTP is served at `listen` without any
+/// protection.
 pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, CliError> {
     for origin in &args.allowed_origins {
         let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
@@ -156,12 +156,12 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     })
 }
 
-/// Whether other hosts may use the API without showing anything.
+/// Whether other hosts may use the API without any credential.
 fn is_open(listen: SocketAddr, keys: &ApiKeys, args: &ApiArgs) -> bool {
     !listen.ip().to_canonical().is_loopback() && keys.is_empty() && args.tls_client_ca.is_none()
 }
 
-/// Fewest bytes that bodies may be bounded to: no request says anything in less.
+/// Smallest bound on bodies: no useful request takes less.
 const BODY_BYTES_MIN: u64 = 1024;
 
 fn parse_body_bytes(text: &str) -> Result<u64, String> {
@@ -189,7 +189,7 @@ fn tls(args: &ApiArgs) -> Result<Option<Tls>, CliError> {
     started.map_err(|error| CliError::Usage(error.to_string()))
 }
 
-/// The files of HTTPS, if it is to be.
+/// Returns the files of HTTPS, if it is to be served.
 pub(crate) fn tls_files(
     certificate: Option<&PathBuf>,
     key: Option<&PathBuf>,
@@ -232,7 +232,7 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
     if given.is_empty()
         && let Some(key) = std::env::var_os(VARIABLE)
     {
-        // One that cannot be read must not open the API.
+        // A key that cannot be read must not open the API.
         let key = key.into_string();
         let key = key.map_err(|_| CliError::Usage(format!("{VARIABLE} is not UTF-8")))?;
         given.push(ApiKey::new(&Zeroizing::new(key), limits).map_err(bad)?);

@@ -8,7 +8,7 @@ use super::serve::demo_model;
 use super::work::cores;
 use super::{CliError, devices, logging};
 
-/// Where nobody says otherwise.
+/// Default.
 const PROMPT_TOKENS: u32 = 512;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {

@@ -1,5 +1,5 @@
-//! `tutti doctor`: can this host become a node? Looks, says what is wrong and how to mend it, and
-//! leaves everything as it is: nobody joins, nothing is loaded.
+//! `tutti doctor`: can this host become a node? Checks, reports problems and how to fix them, and
+//! changes nothing: it does not join, and loads no weights.
 //!
 //! - `host`, `gpu`: the host and its GPUs
 //! - `model`: the model folder
@@ -104,8 +104,8 @@ pub(crate) struct DoctorArgs {
     pub(crate) nvml_lib: Option<PathBuf>,
 }
 
-/// The command line of `tutti doctor` without what other roles know and it does not: it takes the
-/// options of the node to be.
+/// Removes from the command line of `tutti doctor` the options that only other roles know: it
+/// accepts the options of the node to be.
 pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
     if args.get(1).is_none_or(|role| role != "doctor") {
         return args.to_vec();
@@ -121,7 +121,7 @@ pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
         Some(if flag { 0.into() } else { found.get_num_args().unwrap_or_else(|| 1.into()) })
     };
     let mut kept = Vec::with_capacity(args.len());
-    // Values of the option that is left out which may still come.
+    // Number of values that may still follow the removed option.
     let mut values = 0;
     for argument in args {
         let text = argument.to_str().unwrap_or_default();
@@ -146,27 +146,27 @@ pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
     kept
 }
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Level {
     /// As it should be.
     Ok,
-    /// It would start, but.
+    /// It would start, but with a problem.
     Warn,
-    /// It would not start, or not work.
+    /// It would not start or not work.
     Fail,
 }
 
-/// What one look found.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Finding {
-    /// What was looked at.
+    /// What was checked.
     check: &'static str,
     level: Level,
-    /// What is so, in one line.
+    /// The finding, in one line.
     found: String,
-    /// How to mend it; absent when there is nothing to mend.
+    /// How to fix it; absent if there is nothing to fix.
     #[serde(skip_serializing_if = "Option::is_none")]
     fix: Option<String>,
 }
@@ -196,7 +196,7 @@ impl Finding {
     }
 }
 
-/// A message of others may have several lines; the table has one for each finding.
+/// Joins the lines of another component's message: the table has one line per finding.
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -229,7 +229,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
     }
 }
 
-/// The secret that the node would have.
+/// Reads the secret that the node would have.
 fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Finding) {
     const CHECK: &str = "secret";
     let secret = match secret::read_file(args.cluster_secret_file.as_deref()) {
@@ -257,7 +257,7 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Findin
     (secret, finding)
 }
 
-/// Could the server to be speak TLS, if it shall?
+/// Checks whether the server to be could speak TLS, if it is to.
 fn certificate(args: &DoctorArgs) -> Option<Finding> {
     const CHECK: &str = "certificate";
     let (certificate, key) = (args.tls_certificate.as_ref(), args.tls_key.as_ref());
@@ -292,8 +292,8 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
     })
 }
 
-/// Whether clients like our own refuse the certificate in a server's place, since it is an
-/// authority's: found out by one of them.
+/// Whether clients like ours reject the certificate for a server because it is an authority's;
+/// tested with such a client.
 fn is_authority(certificate: &Path) -> bool {
     let chain = read_certificates("--tls-certificate", certificate).unwrap_or_default();
     let (Some(leaf), Ok(name)) = (chain.first(), ServerName::try_from("localhost")) else {

@@ -13,11 +13,11 @@ use worker::run::address_towards;
 
 use super::CliError;
 
-/// The variable that holds the password where there is no file.
+/// The variable that holds the password if there is no file.
 const PASSWORD: &str = "TUTTI_ETCD_PASSWORD";
-/// Where the coordinator is dialled without etcd, unless told otherwise.
+/// Default address of the coordinator without etcd.
 const COORDINATOR: &str = "127.0.0.1:8001";
-/// Longest name of a cluster.
+/// Maximum length of a cluster's name.
 const CLUSTER_NAME_MAX: usize = 64;
 
 /// Options of the roles that meet through etcd.
@@ -86,7 +86,7 @@ fn parse_cluster_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// How etcd is reached, if it is to be.
+/// Returns how etcd is reached, if it is used.
 pub(crate) fn options(args: &EtcdArgs, ttl: Duration) -> Result<Option<EtcdOptions>, CliError> {
     let given: [(&str, bool); 5] = [
         ("--etcd-user", args.etcd_user.is_some()),
@@ -164,14 +164,15 @@ fn read(option: &str, file: &Path) -> Result<Vec<u8>, CliError> {
     fs::read(file).map_err(|error| CliError::Usage(format!("{option} {}: {error}", file.display())))
 }
 
-/// Reads what nobody else may read.
+/// Reads a file that nobody else may read.
 fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
     let at = |problem: String| CliError::Usage(format!("{option} {}: {problem}", file.display()));
     private_file::check(file).map_err(at)?;
     String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
 }
 
-/// A worker's or front end's way to the coordinator, and its membership where it has one.
+/// Returns the address at which a worker or front end finds the coordinator, and its membership if
+/// it has one.
 pub(crate) fn find(
     coordinator: Option<&str>,
     args: &EtcdArgs,
@@ -205,7 +206,7 @@ pub(crate) fn no_thread(error: std::io::Error) -> CliError {
     CliError::Failed(format!("cannot start the membership thread: {error}"))
 }
 
-/// Resolves when membership cannot go on; never without one.
+/// Resolves when membership cannot continue; never without one.
 pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError {
     match membership {
         Some(membership) => match membership.failed().await {
@@ -216,8 +217,8 @@ pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError 
     }
 }
 
-/// Where others reach a coordinator that listens on `cluster` and `http`: (cluster address, HTTP
-/// address).
+/// Returns where others reach a coordinator that listens on `cluster` and `http`: (cluster address,
+/// HTTP address).
 pub(crate) fn advertised(
     advertise: Option<&str>,
     cluster: SocketAddr,
@@ -253,7 +254,7 @@ pub(crate) fn advertised(
     Ok((address, http))
 }
 
-/// This host's address on the way to etcd.
+/// Returns this host's address on the route to etcd.
 fn outgoing(etcd: &[String]) -> Option<IpAddr> {
     etcd.iter().find_map(|endpoint| address_towards(endpoint.rsplit_once("//")?.1).ok())
 }

@@ -16,7 +16,7 @@ pub(crate) struct LoraArgs {
 }
 
 impl LoraArgs {
-    /// The adapters named.
+    /// The named adapters.
     pub(crate) fn adapters(&self) -> impl Iterator<Item = &Adapter> {
         self.lora_modules.iter().flat_map(|modules| &modules.0)
     }
@@ -26,7 +26,7 @@ impl LoraArgs {
 #[derive(Clone, Debug)]
 pub(crate) struct Modules(Vec<Adapter>);
 
-/// Parses `NAME=DIR`, several of them with commas between, or one as vLLM's JSON.
+/// Parses `NAME=DIR`, several separated by commas, or one in vLLM's JSON.
 fn parse_modules(text: &str) -> Result<Modules, String> {
     if text.trim_start().starts_with('{') {
         return of_json(text).map(|adapter| Modules(vec![adapter]));
@@ -34,8 +34,8 @@ fn parse_modules(text: &str) -> Result<Modules, String> {
     text.split(',').map(parse_module).collect::<Result<_, _>>().map(Modules)
 }
 
-/// Parses `{"name": "sql", "path": "/adapters/sql"}`; what vLLM says besides (`base_model_name`)
-/// changes nothing.
+/// Parses `{"name": "sql", "path": "/adapters/sql"}`; vLLM's other keys (`base_model_name`) have no
+/// effect.
 fn of_json(text: &str) -> Result<Adapter, String> {
     let value: serde_json::Value =
         serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;

@@ -1,4 +1,4 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's commands to a running
 //! coordinator.
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
 use super::{CliError, asking, secret};
 
-/// How long an answer may take.
+/// Time limit for an answer.
 const DEADLINE: Duration = Duration::from_secs(10);
 
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
@@ -46,7 +46,7 @@ pub(crate) fn logs(args: &LogsArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// What it logged; then what only its stderr had, such as a panic's message; then its end.
+/// Formats its log, then what only its stderr had, such as a panic's message, then its end.
 fn log_text(logs: &NodeLogs) -> Vec<String> {
     let mut text = Vec::new();
     if logs.missing > 0 {
@@ -93,7 +93,7 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     Ok(())
 }
 
-/// Asks the coordinator; POSTs when there is a body.
+/// Asks the coordinator; POSTs if there is a body.
 fn ask(
     args: &OperatorArgs,
     path: &str,
@@ -211,7 +211,7 @@ fn table(status: &Status) -> Vec<String> {
     lines
 }
 
-/// How long ago this was, in seconds since 1970.
+/// Formats how long ago a time in seconds since 1970 was.
 fn ago(at: u64) -> String {
     let seconds = since_1970().as_secs().saturating_sub(at);
     match seconds {

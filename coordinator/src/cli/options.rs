@@ -1,8 +1,8 @@
-//! Every option of every role, declared once. A configuration file uses the same names as keys.
+//! Every option of every role, declared once. Configuration files use the same names as keys.
 //!
-//! - `compute`: what workers compute on
-//! - `serving`: the roles that serve HTTP
-//! - `operator`: the commands that ask
+//! - `compute`: options about what workers compute on
+//! - `serving`: options of the roles that serve HTTP
+//! - `operator`: options of the commands that ask a running cluster
 mod compute;
 mod operator;
 mod serving;
@@ -77,12 +77,12 @@ pub(crate) fn from_matches(matches: &clap::ArgMatches) -> Result<Command, clap::
     Cli::from_arg_matches(matches).map(|cli| cli.command)
 }
 
-/// The whole command line, as clap sees it.
+/// Returns the whole command line, as clap sees it.
 pub(crate) fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Workers of a replica where nothing is said.
+/// Default number of workers per replica.
 pub(crate) const TENSOR_PARALLEL: u32 = 2;
 
 /// Options of `tutti up`.

@@ -66,7 +66,7 @@ impl PlacementArgs {
     }
 }
 
-/// No name twice.
+/// Collects pairs; rejects a name given twice.
 fn once<T: Clone>(option: &str, pairs: &[(String, T)]) -> Result<BTreeMap<String, T>, CliError> {
     let mut all = BTreeMap::new();
     for (name, value) in pairs {

@@ -1,4 +1,4 @@
-//! The cluster's secret: where it comes from, and when there has to be one.
+//! The cluster secret: where it comes from, and when it is required.
 use std::fs;
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,7 +10,7 @@ use zeroize::Zeroizing;
 use super::CliError;
 use super::options::CommonArgs;
 
-/// The variable that holds the secret where there is no file.
+/// The variable that holds the secret if there is no file.
 const VARIABLE: &str = "TUTTI_CLUSTER_SECRET";
 
 /// Reads the secret, if one is given.
@@ -18,7 +18,7 @@ pub(crate) fn read(args: &CommonArgs) -> Result<Option<Secret>, CliError> {
     read_file(args.cluster_secret_file.as_deref())
 }
 
-/// Reads the secret of this file, or of the environment.
+/// Reads the secret from this file, or from the environment.
 pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError> {
     let Some(file) = file else {
         return std::env::var_os(VARIABLE)
@@ -36,7 +36,7 @@ pub(crate) fn read_file(file: Option<&Path>) -> Result<Option<Secret>, CliError>
     Secret::new(&bytes).map(Some).map_err(|error| at(error.to_string()))
 }
 
-/// Refuses an address that other hosts reach, unless who comes there has to prove something.
+/// Rejects an address that other hosts can reach, unless they must authenticate.
 pub(crate) fn require(
     address: SocketAddr,
     secret: Option<&Secret>,

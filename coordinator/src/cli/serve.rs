@@ -18,12 +18,11 @@ use super::signals::Signals;
 use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, api, elected, etcd, logging, secret};
 
-/// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have
-/// GPUs.
+/// Default maximum of tokens in a step, which suits CPUs; and the one for workers on GPUs.
 const BATCHED_TOKENS: u32 = 512;
 pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
 
-/// Where workers dial in, unless told otherwise.
+/// Default address that workers dial.
 const CLUSTER_LISTEN: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
 
@@ -68,7 +67,7 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     })
 }
 
-/// Takes nothing new and lets what runs finish.
+/// Takes no new requests and lets running ones finish.
 pub(crate) async fn finish(coordinator: &Coordinator, patience: Duration, signals: &mut Signals) {
     coordinator.close();
     signals.drain(coordinator.requests(), patience, coordinator.finish(patience)).await;
@@ -112,7 +111,7 @@ pub(crate) fn coordinator_options(
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(BATCHED_TOKENS),
         block_size: args.block_size,
-        // 0 leaves it to the workers.
+        // 0 leaves the choice to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
@@ -149,7 +148,7 @@ pub(crate) fn coordinator_options(
     })
 }
 
-/// Whose names are published, too: each name once.
+/// Returns the servers whose metric names are also published, each name once.
 fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     let one = |compat: &CompatArg| match compat {
         CompatArg::Vllm => Compat::Vllm,
@@ -167,7 +166,7 @@ fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     Ok(all)
 }
 
-/// Checks the least degree against the wanted one.
+/// Checks the minimum degree against the wanted one.
 pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliError> {
     match args.min_tensor_parallel {
         Some(least) if least > degree => Err(CliError::Usage(format!(
@@ -183,12 +182,12 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
 pub(crate) enum Weights {
     /// On this host.
     Here,
-    /// On those of its workers; this one may do without.
+    /// On its workers' hosts; this one may do without.
     MayBeElsewhere,
 }
 
-/// Checks what workers would find wrong with the model, before there are any: its configuration,
-/// its degree, the headers of its files, its adapters. Nothing is loaded.
+/// Checks what workers would reject about the model before there are any: its configuration, its
+/// degree, the headers of its files, its adapters. Loads nothing.
 pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
     let checked = if weights == Weights::MayBeElsewhere && !worker::check::has_weights(model) {
@@ -204,7 +203,7 @@ pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Res
     checked.map_err(|error| CliError::Failed(error.to_string()))
 }
 
-/// The adapters named, by absolute paths: workers may run in another folder.
+/// Returns the named adapters with absolute paths: workers may run in another folder.
 pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
     let absolute = |adapter: &Adapter| {
         let path = Path::new(&adapter.path);
@@ -215,7 +214,7 @@ pub(crate) fn lora(args: &LoraArgs) -> Result<Lora, CliError> {
     Ok(Lora { adapters, max_rank: args.max_lora_rank })
 }
 
-/// The fields named; clap has checked the names.
+/// Returns the named fields; clap has checked the names.
 fn log_fields(names: &[String]) -> Vec<Field> {
     names
         .iter()
@@ -224,7 +223,8 @@ fn log_fields(names: &[String]) -> Vec<Field> {
         .collect()
 }
 
-/// The demo model of the repository: in the working folder, or beside where the program was built.
+/// Finds the repository's demo model: in the working folder, or beside the place where the program
+/// was built.
 pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
     let demo = Path::new("models/demo");
     let mut candidates = vec![demo.to_owned()];

@@ -21,7 +21,7 @@ use super::{CliError, UpArgs, devices, logging, serve};
 /// How long a worker that was asked to stop may take before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Checks the numbers that were given against each other, before the host is asked for its own.
+/// Checks the given numbers against each other, before querying the host for the others.
 pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
     let degree = args.serving.tensor_parallel;
     if let (Some(workers), Some(degree)) = (args.workers.and_then(Workers::number), degree)
@@ -138,8 +138,8 @@ fn worker_command(
     Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
-/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot
-/// be done without stays.
+/// Starts workers, including those given up, or lets the last ones leave; an indispensable worker
+/// stays.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
@@ -167,8 +167,8 @@ async fn scale(
     Ok(())
 }
 
-/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer
-/// than the `least` workers that a replica needs, say.
+/// Shows progress, announces readiness, and ends only when continuing makes no sense: for example
+/// with fewer than the `least` workers that a replica needs.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,

@@ -1,25 +1,25 @@
-//! Options of vLLM that have another name here, or none: what operators bring along is understood
-//! or answered with what to say instead. docs/from-vllm.md has the same in a table.
+//! vLLM's options that have another name here, or none: operators' existing command lines are
+//! understood or answered with the alternative. docs/from-vllm.md has the same as a table.
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
 
 use super::logging;
 
-/// What becomes of an option.
+/// How an option is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Here {
-    /// It asks for what is so anyway: left out.
+    /// It asks for the normal behaviour: dropped.
     Anyway,
-    /// The same, and this is said.
+    /// The same, with this message.
     Needless(&'static str),
-    /// Not taken; this is said instead.
+    /// Rejected, with this alternative.
     Instead(&'static str),
 }
 
 use Here::{Anyway, Instead, Needless};
 
-/// The options, without their dashes where they have two.
+/// The options, without leading double dashes.
 pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("enable-prefix-caching", Anyway),
     ("enable-chunked-prefill", Anyway),
@@ -79,14 +79,14 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("root-path", Instead("paths are as they are: a proxy may add to them")),
 ];
 
-/// What becomes of an option, given as `--name`, `--name=value` or `-tp`.
+/// Returns how an option is treated, given as `--name`, `--name=value` or `-tp`.
 fn find(argument: &str) -> Option<(&str, Here)> {
     let name = argument.split('=').next().unwrap_or(argument);
     let bare = name.strip_prefix("--").unwrap_or(name).replace('_', "-");
     OPTIONS.iter().find(|(known, _)| *known == bare).map(|(_, here)| (name, *here))
 }
 
-/// What to say of a configuration file's key.
+/// Returns the advice about a configuration file's key.
 pub(crate) fn hint(key: &str) -> Option<String> {
     let (_, here) = find(&format!("--{key}"))?;
     Some(match here {
@@ -96,10 +96,11 @@ pub(crate) fn hint(key: &str) -> Option<String> {
     })
 }
 
-/// The command line without what asks for nothing, of the roles that stand for `vllm serve`.
+/// Removes options without effect from the command line of the roles that correspond to `vllm
+/// serve`.
 ///
 /// # Errors
-/// Names what to say instead.
+/// Names the alternative.
 pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error> {
     let role = args.get(1).and_then(|role| role.to_str());
     if role == Some("serve") {
@@ -132,7 +133,7 @@ fn refused(message: &str) -> clap::Error {
     clap::Error::raw(ErrorKind::UnknownArgument, format!("{message}\n"))
 }
 
-/// A number of tokens as vLLM takes it: `4096`, `4k` (4,000), `4K` (4,096), `1.5k`, `1m`, `1M`.
+/// Parses a number of tokens like vLLM: `4096`, `4k` (4,000), `4K` (4,096), `1.5k`, `1m`, `1M`.
 ///
 /// # Errors
 /// Says what is expected.
@@ -147,7 +148,7 @@ pub(crate) fn parse_length(text: &str) -> Result<u32, String> {
         Some((at, 'M')) => (&text[..at], 1 << 20),
         _ => (text, 1),
     };
-    // As vLLM, fractions of powers of ten alone.
+    // As in vLLM, fractions only of powers of ten.
     let decimal = factor % 10 == 0 && number.bytes().all(|b| b.is_ascii_digit() || b == b'.');
     let tokens = match number.parse::<u64>() {
         Ok(number) => number.checked_mul(factor),

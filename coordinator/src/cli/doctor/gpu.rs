@@ -1,4 +1,4 @@
-//! GPUs, as NVIDIA's management library tells of them.
+//! GPUs, as reported by NVIDIA's management library.
 use std::path::Path;
 
 use shared::host::HostSampler;
@@ -7,7 +7,7 @@ use super::Finding;
 
 const CHECK: &str = "gpu driver";
 
-/// Looks for the library and for GPUs. A host without both is a CPU node: nothing is wrong.
+/// Looks for the library and for GPUs. A host without both is a CPU node, which is fine.
 pub(super) fn check(nvml: Option<&Path>) -> Finding {
     let sampler = HostSampler::new("doctor", nvml);
     let devices = sampler.devices();

@@ -14,7 +14,7 @@ const ADAPTERS: &str = "adapters";
 const DRAFT: &str = "draft model";
 const TOKENIZER: &str = "tokenizer";
 const MEMORY: &str = "memory";
-/// What a worker takes besides weights and cache: threads, buffers of a step.
+/// Memory of a worker besides weights and cache: threads, a step's buffers.
 const OTHER: u64 = 256 << 20;
 
 pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
@@ -68,7 +68,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
     findings
 }
 
-/// What mends a model that cannot be served.
+/// Returns the remedy for a model that cannot be served.
 fn remedy(error: &ModelError) -> &'static str {
     match error {
         ModelError::Degree { .. } => "--tensor-parallel N, one of the degrees that are possible",
@@ -96,10 +96,10 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     }
 }
 
-/// What is beside the model: the bytes that it takes of a worker, and what was found of it.
+/// Something served beside the model: the bytes it takes on a worker, and the finding.
 type Beside = (u64, Finding);
 
-/// The adapters of `--lora-modules`, where there are any, on each worker.
+/// Checks the adapters of `--lora-modules`, if any; each worker holds them.
 fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let count = args.lora.adapters().count();
     if count == 0 {
@@ -121,7 +121,7 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     })
 }
 
-/// The draft model of `--speculative-config`, where there is one, on the worker that drafts.
+/// Checks the draft model of `--speculative-config`, if any; it is on the worker that drafts.
 fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
     Some(match worker::check::draft(folder, draft) {
@@ -140,13 +140,13 @@ fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
 /// Bytes of weights.
 #[derive(Clone, Copy, Debug)]
 struct Weights {
-    /// Of each worker, adapters included.
+    /// On each worker, adapters included.
     weights: u64,
-    /// Of the draft model, on one worker of each replica; its KV is in that one's cache.
+    /// Of the draft model, on one worker per replica; its KV is in that worker's cache.
     draft: u64,
 }
 
-/// A worker's weights, cache and the rest against what the host can give.
+/// Compares a worker's weights, cache and the rest with what the host can give.
 fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
     let drafting = u64::from(workers.div_ceil(args.tensor_parallel));
     let drafts = taken.draft.saturating_mul(drafting);
@@ -177,8 +177,8 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
     };
-    // What all sequences together can fill may be less than the cache's bound, and a worker looks
-    // for that when it is formed.
+    // All sequences together may fill less than the cache's bound; a worker checks that when it is
+    // formed.
     if needed.saturating_sub(args.kv_cache_memory.saturating_mul(u64::from(workers))) <= available {
         return Finding::warn(MEMORY, found, fix);
     }
@@ -204,7 +204,7 @@ mod tests {
     #[test]
     fn memory_is_compared_with_weights_and_cache() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
-        // Of weights, cache and the rest 2 + 1 + 0.25 GiB each.
+        // Weights, cache and the rest: 2 + 1 + 0.25 GiB each.
         let plain = |weights| Weights { weights, draft: 0 };
         let judged = |gib: f64, workers| {
             let available = Some((gib * (1u64 << 30) as f64) as u64);
@@ -241,7 +241,7 @@ mod tests {
         assert!(found.contains("2 draft model(s) of 512"), "{found}");
     }
 
-    /// The model of the tests that is its own draft model, and one with other tokens.
+    /// The tests' model as its own draft model, and one with other tokens.
     #[test]
     fn a_draft_model_is_held_against_the_model() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

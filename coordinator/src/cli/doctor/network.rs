@@ -1,4 +1,4 @@
-//! Ports that shall be free, peers that shall answer, clocks that shall agree.
+//! Ports that must be free, peers that must answer, clocks that must agree.
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, SystemTime};
 
@@ -16,11 +16,11 @@ use super::super::etcd::EtcdArgs;
 use super::host::mib;
 use super::{DoctorArgs, Finding, Level};
 
-/// How long a peer may take to answer.
+/// Time limit for a peer's answer.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// Clocks further apart make logs and graphs of two nodes hard to compare.
+/// Clock skew that makes logs and graphs of two nodes hard to compare.
 const SKEW_WARN: Duration = Duration::from_secs(2);
-/// Clocks further apart are wrong: certificates and dashboards break.
+/// Clock skew that is plainly wrong: certificates and dashboards break.
 const SKEW_FAIL: Duration = Duration::from_secs(60);
 
 pub(super) fn check(args: &DoctorArgs, secret: Option<&Secret>) -> Vec<Finding> {
@@ -50,7 +50,7 @@ fn default_server(coordinator: &str, trust: &TrustArgs) -> String {
     format!("{scheme}://{host}:8000")
 }
 
-/// Can the address be bound?
+/// Checks whether the address can be bound.
 fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
     match TcpListener::bind(address) {
         Ok(_) => Finding::ok(check, format!("{address} is free")),
@@ -62,7 +62,7 @@ fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
     }
 }
 
-/// Would the coordinator let a node with this secret in?
+/// Checks whether the coordinator would admit a node with this secret.
 fn coordinator(address: &str, secret: Option<&Secret>) -> Finding {
     const CHECK: &str = "coordinator";
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
@@ -147,7 +147,7 @@ fn refusal(reason: CloseReason) -> Refusal {
     Refusal::new(reason.to_string(), fix)
 }
 
-/// Clock and version of a server, by an HTTP answer.
+/// Compares clock and version with a server's, from an HTTP answer.
 fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
@@ -195,7 +195,8 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     vec![clock, version]
 }
 
-/// `date` was the server's clock, cut to whole seconds, some time between `asked` and `answered`.
+/// Judges the skew: `date` was the server's clock, cut to whole seconds, at some time between
+/// `asked` and `answered`.
 fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Finding {
     const CLOCK: &str = "clock";
     let behind = asked.duration_since(date + Duration::from_secs(1)).unwrap_or_default();
@@ -214,10 +215,10 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
 }
 
 const ETCD: &str = "etcd";
-/// The bound of etcd's database unless it is given another.
+/// etcd's default bound on its database.
 const QUOTA_DEFAULT: u64 = 2 << 30;
 
-/// Would each of etcd's members serve a node with these options?
+/// Checks whether each member of etcd would serve a node with these options.
 fn etcd(args: &EtcdArgs) -> Vec<Finding> {
     let options = match super::super::etcd::options(args, LEASE_TTL) {
         Ok(Some(options)) => options,
@@ -231,7 +232,7 @@ fn etcd(args: &EtcdArgs) -> Vec<Finding> {
         let of_http = url.strip_prefix("http://").and_then(|_| health(url));
         let one = EtcdOptions { endpoints: vec![url.clone()], ..options.clone() };
         match of_http {
-            // Older ones do not say why they are not.
+            // Older members do not give the reason.
             Some(finding) => alarm(url, &one).unwrap_or(finding),
             None => access(url, &one),
         }
@@ -239,7 +240,7 @@ fn etcd(args: &EtcdArgs) -> Vec<Finding> {
     options.endpoints.iter().map(member).collect()
 }
 
-/// Why a member that speaks HTTP says that it is not well, if it does.
+/// Returns why a member that speaks HTTP reports itself unhealthy, if it does.
 fn health(url: &str) -> Option<Finding> {
     let fix = "start etcd, or name its client address (http://HOST:2379)";
     let mut answer = match agent().get(format!("{url}/health")).call() {
@@ -262,7 +263,7 @@ fn health(url: &str) -> Option<Finding> {
     Some(Finding::fail(ETCD, found, fix))
 }
 
-/// Does it let a node in: by its certificate and user, to read and write what it will?
+/// Checks whether it admits a node, by its certificate and user, to read and write what it needs.
 fn access(url: &str, options: &EtcdOptions) -> Finding {
     let probed = runtime().and_then(|it| it.block_on(options.probe(DEADLINE)));
     let cluster = &options.cluster;
@@ -316,14 +317,14 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
     runtime.map_err(|error| ProbeError::Unreachable(error.to_string()))
 }
 
-/// The alarm that a member raises, if it does.
+/// Returns the alarm that a member raises, if any.
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
     let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE))).ok()?;
     filled(url, fullness).filter(|finding| finding.level == Level::Fail)
 }
 
-/// Is it full, or soon? What is kept of a cluster is small: it fills by old values that nobody has
-/// it forget.
+/// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
+/// with old revisions that nobody compacts.
 fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
     let Fullness { size, quota, no_space, corrupt } = fullness;
     let size_text = mib(size);
@@ -335,7 +336,7 @@ fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
         let found = format!("{url}: alarm NOSPACE with {size_text}: it takes no writes");
         return Some(Finding::fail(ETCD, found, FULL_REMEDY));
     }
-    // Older ones do not say their bound.
+    // Older members do not report their bound.
     let quota = quota.unwrap_or(QUOTA_DEFAULT);
     let nearly = size > quota / 10 * 7;
     nearly.then(|| {
@@ -359,13 +360,13 @@ mod tests {
     #[test]
     fn only_what_is_certain_counts_as_skew() {
         let at = |ms: u64| SystemTime::UNIX_EPOCH + Duration::from_millis(1_000_000_000 + ms);
-        // The server's clock is cut to seconds: 0.9 s is 0.
+        // The server's clock is cut to seconds: 0.9 s reads as 0.
         let level = |date, asked, answered| judge_skew(at(date), at(asked), at(answered)).level;
         assert_eq!(level(5000, 5900, 5950), Level::Ok);
         assert_eq!(level(5000, 4900, 5100), Level::Ok);
         assert_eq!(level(5000, 8100, 8200), Level::Warn);
         assert_eq!(level(5000, 2000, 2500), Level::Warn);
-        // A slow answer says less.
+        // A slow answer is less precise.
         assert_eq!(level(5000, 2000, 6000), Level::Ok);
         assert_eq!(level(5000, 70_000, 70_100), Level::Fail);
         assert_eq!(level(70_000, 5000, 5100), Level::Fail);

@@ -8,7 +8,7 @@ use worker::device::Exchange;
 /// What workers compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// GPUs when enough are usable, else the CPU.
+    /// GPUs if enough are usable, otherwise the CPU.
     Auto,
     /// CPU cores.
     Cpu,
@@ -33,14 +33,14 @@ pub(super) fn parse_device(text: &str) -> Result<Device, String> {
 /// Worker processes of one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Workers {
-    /// As many as there is something to compute on.
+    /// One for each usable device.
     All,
-    /// So many.
+    /// This many.
     Number(u32),
 }
 
 impl Workers {
-    /// The number, where one was said.
+    /// The number, if one was given.
     pub(crate) fn number(self) -> Option<u32> {
         match self {
             Self::All => None,
@@ -67,7 +67,7 @@ pub(super) fn parse_exchange(text: &str) -> Result<Exchange, String> {
     found.map(|(_, exchange)| *exchange).ok_or_else(|| format!("expected {}", names.join(", ")))
 }
 
-/// Parses a share, such as 0.9.
+/// Parses a share such as 0.9.
 pub(super) fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "expected a number above 0, at most 1".to_owned())

@@ -1,4 +1,4 @@
-//! Options of the commands that ask: a running coordinator, this machine, a file.
+//! Options of the commands that ask a running coordinator, this machine or a file.
 use std::path::PathBuf;
 
 use clap::Args;

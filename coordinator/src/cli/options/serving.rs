@@ -185,7 +185,7 @@ pub(super) fn parse_dtype(text: &str) -> Result<Dtype, String> {
     })
 }
 
-/// Parses a number of GiB, as `4` and `0.5`, or what `parse_bytes` takes with a unit.
+/// Parses a number of GiB, such as `4` or `0.5`, or what `parse_bytes` accepts with a unit.
 pub(crate) fn parse_swap_space(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let Ok(gib) = text.parse::<f64>() else {
