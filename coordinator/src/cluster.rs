@@ -9,7 +9,7 @@
 //! - [`config`]: a cluster's configuration; [`effect`]: what the core wants done
 //! - `reconcile`: makes the replicas match the members; [`placement`]: which workers go together
 //! - `formation`: how an epoch begins; `replica`, `replicas`: the life of a replica, and which
-//!   worker is a rank of which; `silence`: ranks that were told something and have not answered
+//!   worker is a rank of which; `silence`: ranks that still owe an answer
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
@@ -174,7 +174,7 @@ impl Cluster {
         let (worker, incarnation) = (member.worker, member.incarnation);
         let told = self.let_go.get(&worker).filter(|(told, ..)| *told == incarnation);
         let told = told.map(|(_, reason, again)| (reason.clone(), *again)).or_else(|| {
-            // An earlier leader was told to drain it, and the worker has not heard of it.
+            // An earlier leader was told to drain it but did not inform the worker.
             let drained = self.desired.drains(&member.node, incarnation.0);
             drained.then(|| (format!("{} is drained", member.node), false))
         });
@@ -248,7 +248,7 @@ impl Cluster {
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
         self.silence.heard(now, worker);
-        // Even for a formation that is over: the next one waits behind it.
+        // Even for a formation that is over: the next one waits until this load ends.
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
         }

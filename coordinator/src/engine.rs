@@ -119,7 +119,7 @@ pub struct GenerateRequest {
     pub arrived: Duration,
     /// Id of the client's response, for exemplars.
     pub response_id: Arc<str>,
-    /// What a lost engine accepted of it; it continues from there.
+    /// What a lost engine accepted for it; it continues from there.
     pub resumed: Option<Box<Resumed>>,
 }
 
@@ -208,8 +208,8 @@ impl GenerateRequest {
 /// Where a request's events go.
 #[derive(Clone, Debug)]
 pub enum EventSender {
-    /// To a front end in this process. The channel holds the whole request, or so much of it that a
-    /// reader further behind is given up: a slow one never blocks a step.
+    /// To a front end in this process. The channel holds all events of the request, up to a bound;
+    /// a reader that falls further behind is given up, so that it never blocks a step.
     Local(mpsc::Sender<EngineEvent>),
     /// To a front end in another process.
     Remote(RemoteEvents),

@@ -21,7 +21,7 @@ pub struct Home {
 }
 
 impl Home {
-    /// A replica of which nothing is known yet.
+    /// A replica about which nothing is known yet.
     #[must_use]
     pub fn unknown(replica: ReplicaId) -> Self {
         Self { replica, serving: false, load: 0, room: u32::MAX, doubtful: false }

@@ -17,8 +17,8 @@ use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
-    /// An operator sets the maximum number of replicas; 0: as many as the members allow; absent: as
-    /// this coordinator was started with.
+    /// Sets the maximum number of replicas, for an operator. 0: as many as the members allow;
+    /// absent: the number that this coordinator was started with.
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
         self.release_held();
@@ -27,7 +27,8 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
-    /// Members or what is wanted of them have changed: what failed for good may work now.
+    /// Releases held replicas: members or the desired state changed, so that a permanent failure
+    /// may be gone.
     pub(super) fn release_held(&mut self) {
         let held = self.replicas.iter().filter(|(_, replica)| replica.is_held());
         let held: Vec<ReplicaId> = held.map(|(id, _)| id).collect();

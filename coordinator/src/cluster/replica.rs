@@ -135,8 +135,8 @@ impl Replica {
         self.born
     }
 
-    /// Returns whom rank 0's NCCL id goes to: the other ranks of an epoch that is being formed,
-    /// once; nobody if the sender is not rank 0.
+    /// Returns the recipients of rank 0's NCCL id: the other ranks of an epoch that is being
+    /// formed, once; none if the sender is not rank 0.
     pub(super) fn relay(&mut self, worker: WorkerId) -> Vec<WorkerId> {
         let is_first = self.slots.first().is_some_and(|slot| slot.worker == Some(worker));
         if self.phase != ReplicaPhase::Forming || !is_first || self.relayed {

@@ -1,4 +1,4 @@
-//! PURE: the replicas, and which worker is a rank of which.
+//! PURE: the replicas, and each worker's replica.
 //!
 //! A worker's replica is looked up for every worker in every pass over the cluster, so there is an
 //! index. Replicas change only through [`Replicas::change`], which keeps the index up to date.
@@ -93,7 +93,7 @@ impl Replicas {
         Some(result)
     }
 
-    /// Changes the replica that a worker is a rank of, if this epoch of it is under way.
+    /// Changes the replica of a worker, if it is in this epoch.
     pub(super) fn in_epoch<T>(
         &mut self,
         worker: WorkerId,

@@ -28,12 +28,12 @@ struct Owed {
 }
 
 impl Silence {
-    /// A worker has to answer something; it may still owe an earlier answer.
+    /// Records that a worker owes an answer, perhaps in addition to an earlier one.
     pub(super) fn told(&mut self, now: Duration, worker: WorkerId) {
         self.owed.entry(worker).or_default().since.get_or_insert(now);
     }
 
-    /// Its formation is over: nobody waits for it.
+    /// Stops the clock: its formation is over, so nobody waits for its answer.
     pub(super) fn pause(&mut self, now: Duration, worker: WorkerId) {
         if let Some(owed) = self.owed.get_mut(&worker)
             && let Some(since) = owed.since.take()

@@ -11,7 +11,7 @@ use crate::engine::GenerateRequest;
 /// so that a frame of 16 MiB holds them and everything else.
 const SENT_AGAIN_MAX: usize = 2 << 20;
 
-/// A request, for as long as its client waits for any of its answer.
+/// A request whose client still waits for part of its answer.
 #[derive(Debug)]
 pub(super) struct Asked {
     submit: Box<SubmitRequest>,
@@ -22,7 +22,7 @@ pub(super) struct Asked {
     accepted: Vec<AcceptedChoice>,
     /// Tokens of choices that are not over.
     tokens: usize,
-    /// Memory of the rest that is kept of it, in tokens.
+    /// Memory of the request's other kept parts, in tokens.
     besides: usize,
     /// Number of choices that are not over.
     left: usize,

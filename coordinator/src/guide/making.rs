@@ -165,7 +165,7 @@ impl Making {
             Ok(Ok(permit)) => {
                 let mut under_way = self.under_way();
                 if state.receiver_count() == 0 {
-                    // All who wanted it have left.
+                    // All requests that waited for it are gone.
                     under_way.remove(&spec);
                     return;
                 }

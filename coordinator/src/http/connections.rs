@@ -1,5 +1,5 @@
-//! How many connections each address has: a client that opens as many as it can keeps nobody else
-//! out.
+//! Bounds the connections per address, so that a client that opens as many as it can does not
+//! lock others out.
 use std::any::Any;
 use std::net::{IpAddr, Shutdown};
 

@@ -95,7 +95,7 @@ impl Fields {
         Self { share, ..self }
     }
 
-    /// Its share of the room for bodies, to be kept with whatever is kept of the fields.
+    /// Returns the body's share of the memory for bodies. Keep it as long as any of the fields.
     #[must_use]
     pub fn share(&self) -> Share {
         self.share.clone()

@@ -39,11 +39,11 @@ pub enum ConnectionBound {
     /// be a proxy for many clients.
     #[default]
     OfInternet,
-    /// So many for each address, private or not; 0 for any number.
+    /// This number for each address, private or not; 0 for any number.
     Of(u32),
 }
 
-/// Connections per internet address: as many as people behind one router have open.
+/// Connections per internet address; enough for all users behind one router.
 pub const CONNECTIONS_PER_ADDRESS: u32 = 256;
 
 /// As in vLLM.

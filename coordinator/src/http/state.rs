@@ -272,7 +272,7 @@ impl AppState {
     /// number at a time.
     ///
     /// # Errors
-    /// The work's own, and 503 if there is too much of it.
+    /// The work's own error, and 503 if too much work is queued.
     pub async fn with_text<R: Send + 'static>(
         &self,
         bytes: usize,

@@ -94,7 +94,7 @@ impl Room {
 }
 
 impl Sequence {
-    /// Maximum length of a draft: the sequence gets one token more than are accepted of it.
+    /// Maximum length of a draft: the sequence gets one token more than are accepted.
     fn drafts_most(&self, max_model_len: u32) -> u32 {
         let left = self.max_tokens.saturating_sub(self.num_output());
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)

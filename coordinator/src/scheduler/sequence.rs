@@ -58,7 +58,7 @@ pub(super) struct Sequence {
     /// Maximum that `computed` has reached, except by steps lost with their epoch: computing below
     /// it is recomputation.
     pub(super) computed_max: u32,
-    /// Whether, since its last admission, a step was answered that computed more of it than ever
+    /// Whether, since its last admission, a step was answered that computed further than any
     /// before: whatever it gets stuck at lies further on.
     pub(super) progressed: bool,
     /// Epochs in a row that ended while it was admitted without progress: it may be what ends them.

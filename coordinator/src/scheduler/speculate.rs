@@ -123,8 +123,8 @@ impl Drafter {
         size_of_val(self.index.as_slice())
     }
 
-    /// Enters the new ones of `tokens`, of which the first `num_prompt` are the prompt: as many as
-    /// `budget`, which is reduced accordingly; later calls enter the rest.
+    /// Enters up to `budget` new tokens of `tokens`, whose first `num_prompt` are the prompt, and
+    /// reduces `budget` accordingly; later calls enter the rest.
     pub fn enter(&mut self, tokens: &[u32], num_prompt: usize, budget: &mut usize) {
         let end = self.entered + self.behind(tokens).min(*budget);
         *budget -= end - self.entered;

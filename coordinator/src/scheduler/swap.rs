@@ -1,7 +1,7 @@
 //! PURE: sequences that leave the KV cache for host memory, and come back.
 //!
-//! When KV blocks run out, a sequence returns to the queue. If host memory has room for what was
-//! computed of it, that is copied there instead of being lost. It stays the same sequence with the
+//! When KV blocks run out, a sequence returns to the queue. If host memory has room for its KV
+//! blocks, they are copied there instead of being lost. It stays the same sequence with the
 //! same admission: workers remember it, its tokens in flight count when they arrive, and nothing is
 //! recomputed. Like any preempted sequence it waits before those of equal priority, so it is back
 //! before any waiting one that is not more urgent.

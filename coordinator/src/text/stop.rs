@@ -13,7 +13,7 @@ pub struct StopMatcher {
 }
 
 impl StopMatcher {
-    /// A matcher of `stops`, none of which may be empty.
+    /// Returns a matcher of `stops`, none of which may be empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
         Self { stops, held: String::new(), including: false, found: None }
@@ -148,8 +148,8 @@ mod tests {
     }
 
     proptest! {
-        /// Pieces of which some may stop the text: it ends with the first such piece that completes
-        /// a stop string, before the earliest that it completes. The oracle searches the whole text
+        /// Only some pieces may stop the text: it ends at the first such piece that completes a
+        /// stop string, before the earliest one completed. The oracle searches the whole text
         /// up to there.
         #[test]
         fn only_pieces_that_may_stop_the_text_do(

@@ -41,7 +41,7 @@ pub enum Refusal {
     Never(String),
 }
 
-/// A worker that was admitted has not heard of it, or is gone.
+/// An admitted worker did not get its welcome, or is gone.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct NotJoined {

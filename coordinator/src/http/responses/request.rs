@@ -156,7 +156,7 @@ fn ignored(fields: &Fields, limits: &Limits) -> Result<(), ApiError> {
     }
     // No response is stored, whatever a client wishes: the answer says so.
     fields.boolean("store", true)?;
-    // Concerns built-in tools, of which there are none.
+    // Concerns built-in tools; this server has none.
     fields.count("max_tool_calls", 1, u32::MAX)?;
     let name = "stream_options";
     match fields.get(name) {

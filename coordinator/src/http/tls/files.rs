@@ -14,10 +14,10 @@ use zeroize::Zeroizing;
 
 use crate::private_file;
 
-/// Maximum bytes of such a file: a bundle of all public authorities has a fifth of that.
+/// Maximum size of a TLS file in bytes, five times a bundle of all public authorities.
 const FILE_MAX: u64 = 1 << 20;
 
-/// A file of TLS that cannot be used.
+/// A TLS file that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{option} {}: {problem}", file.display())]
 pub struct TlsFileError {
