@@ -1,4 +1,4 @@
-//! PURE: element types of model files, and what their bytes are worth.
+//! PURE: element types of model files, and their conversion to f32.
 use half::{bf16, f16};
 
 /// Element type of a tensor in a model file.
@@ -17,12 +17,12 @@ pub enum DType {
     /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's
     /// E8M0).
     E8M0,
-    /// Elsewhere than in the matrix's `data`: see [`Scales`](super::Scales).
+    /// Not in the matrix's `data`: see [`Scales`](super::Scales).
     Packed,
 }
 
 impl DType {
-    /// Bytes per element, at most.
+    /// Maximum number of bytes per element.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -33,7 +33,7 @@ impl DType {
     }
 }
 
-/// Elements in f32, which is exact: as many as there are of both.
+/// Converts elements to f32, which is exact; stops at the end of the shorter slice.
 pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         DType::Bf16 => {
@@ -70,12 +70,12 @@ pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 };
             }
         }
-        // No elements of their own.
+        // `data` holds no elements.
         DType::Packed => out.fill(f32::NAN),
     }
 }
 
-/// What each byte of FP8 is worth.
+/// Value of each byte of FP8.
 const F8E4M3: [f32; 256] = {
     let mut table = [0.0; 256];
     let mut byte = 0;
@@ -120,7 +120,7 @@ mod tests {
         assert!(F8E4M3[0x7f].is_nan() && F8E4M3[0xff].is_nan());
         assert_eq!(F8E4M3[0x80].to_bits(), (-0.0f32).to_bits());
         assert_eq!(F8E4M3.iter().filter(|x| x.is_finite()).count(), 254);
-        // Each is the next larger one.
+        // Sorted by value.
         assert!(F8E4M3[..0x7f].is_sorted() && (0..0x7e).all(|i| F8E4M3[i] < F8E4M3[i + 1]));
     }
 
