@@ -1,7 +1,7 @@
 //! Ranks that are processes of one host: a POSIX shared memory object.
 //!
 //! Rank 0 creates the object, the others open it. Its name is removed as soon as all ranks have
-//! mapped it, so that nothing is left behind however the processes end.
+//! mapped it, so that nothing is left behind, no matter how the processes end.
 #![allow(unsafe_code, reason = "shared memory objects of the operating system")]
 use std::ffi::CString;
 use std::io;
