@@ -28,8 +28,8 @@ pub trait ExchangeOps: RowOps {
         self.add_rmsnorm(residual, Some(delta), weight, eps, out)
     }
 
-    /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's `full:
-    /// [rows, world_size * vocab_local]`. Leaves `full` of the other ranks untouched, unless
+    /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
+    /// `full: [rows, world_size * vocab_local]`. Leaves `full` of the other ranks untouched, unless
     /// [`Self::samples_everywhere`].
     ///
     /// # Errors

@@ -65,10 +65,11 @@ pub trait ExpertOps: Tensors {
     ) -> Result<(), KernelError>;
 
     /// Down projection of every row's experts over some of the columns, weighted and summed in the
-    /// order in which the row chose them: `out[r] = sum over j of w(r, j) * (x[r * top_k + j,
-    /// columns] W^T + bias)`, with columns `first..first + in`. `x: [rows * top_k, at least first +
-    /// in]`, `weight: num_experts` matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows,
-    /// out]` (sets its rows), which can be a [`Tensors::new_input_buffer`].
+    /// order in which the row chose them:
+    /// `out[r] = sum over j of w(r, j) * (x[r * top_k + j, columns] W^T + bias)`, with columns
+    /// `first..first + in`. `x: [rows * top_k, at least first + in]`, `weight: num_experts`
+    /// matrices `[out, in]`, `bias: [num_experts, out]`, `out: [rows, out]` (sets its rows), which
+    /// can be a [`Tensors::new_input_buffer`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].

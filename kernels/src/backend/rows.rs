@@ -32,8 +32,8 @@ pub trait RowOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// `residual += delta / rms(delta) * delta_weight`, then `out = residual / rms(residual) *
-    /// weight`: normalises the addend too. All `[rows, hidden]`.
+    /// `residual += delta / rms(delta) * delta_weight`, then
+    /// `out = residual / rms(residual) * weight`: normalises the addend too. All `[rows, hidden]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

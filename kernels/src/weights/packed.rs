@@ -17,8 +17,8 @@ pub enum Packing {
         /// Subtracted from zeros when they were written: 1, or 0 in the format's second version.
         zero_less: u32,
     },
-    /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros `[groups, out /
-    /// 8]` in the same order, scales `[groups, out]`.
+    /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros
+    /// `[groups, out / 8]` in the same order, scales `[groups, out]`.
     Awq,
     /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]`
     /// of consecutive outputs, scales `[out, groups]`; the last words are padded.
@@ -211,7 +211,7 @@ impl Packed<'_> {
             }
         };
         let zero = self.zeros.map_or(self.middle(), |zeros| {
-            // A zero below 0 was written as the largest integer, so the sum wraps around.
+            // 0 minus 1 was written as the largest integer, so the sum wraps around.
             ((Self::word(zeros, word) >> (place * bits)).wrapping_add(less) & mask) as u8
         });
         let size = self.scale_type.bytes();
