@@ -236,7 +236,7 @@ fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
             let (found, wanted) = (Version(own.nccl), Version(NCCL_MIN));
             return Some(format!("rank {rank} has NCCL {found}, older than {wanted}"));
         }
-        // Versions with different minor numbers are incompatible.
+        // NCCL versions with different major or minor numbers are incompatible.
         if own.nccl / 100 != ranks[0].nccl / 100 {
             let (found, first) = (Version(own.nccl), Version(ranks[0].nccl));
             return Some(format!("rank {rank} has NCCL {found}, rank 0 has {first}"));
