@@ -145,7 +145,7 @@ mod tests {
             for least in [64, 128, 256] {
                 let Splits { len, count } = splits(context, window, least);
                 assert!(len >= least && len % 16 == 0 && (1..=SPLITS_MAX).contains(&count));
-                // The parts end with the last token, and shorter ones would be too many.
+                // The parts end with the last token, and one part less would not reach it.
                 assert!(first + (count - 1) * len < context && first + count * len >= context);
                 assert!(len == least || (len - 16) * SPLITS_MAX < context - first);
             }
