@@ -12,25 +12,25 @@
 // 16 rows of the tensor cores' A, so K and V are read once for a whole group. Every lane loads 16
 // bytes at a time, which no other lane uses:
 // - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
-//   permuted alike.
+//   permuted in the same way.
 // - weighted sum: B's k is the token. A lane loads the same 8 dims of tokens 2t, 2t+1, 2t+8, 2t+9
 //   and pairs them; B's column n of product j is dim 8n + j.
 //
 // 4 warps take the part's tiles of 16 tokens in turn, and their results are combined in a fixed
-// order at the end. Weights are rounded to bf16 before they are summed and before they meet V, so
+// order at the end. Weights are rounded to bf16 before they are summed and multiplied by V, so
 // numerator and denominator agree: a constant V comes out exact.
 //
-// With heads up to 64, K and V of a tile go to registers, all of it before any is used. Wider heads
-// have too few registers for that, and the assembler would postpone V until K has been used. There
-// each lane copies what it will read to shared memory in the background: K and V of the next tile
-// as soon as this tile's have been used. As each lane reads only what it copied itself, no lane
-// waits for another.
+// For heads up to 64, all of a tile's K and V is loaded to registers before any of it is used.
+// Wider heads have too few registers for that, and the assembler would postpone V until K has been
+// used. Each lane then copies its part of the next tile's K and V to shared memory in the
+// background, as soon as this tile's have been used. As each lane reads only its own copies, no
+// lane waits for another.
 //
-// Heads of 256 have twice the sums: q waits in shared memory instead of registers, K is not copied
+// Heads of 256 have twice as many sums: q is in shared memory instead of registers, K is not copied
 // ahead, and the warps' results are combined 128 dims at a time.
 //
-// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For one part that is o / l, and is
-// written at once. How a sequence is split depends only on its length and the launch's constants,
+// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For a single part that is o / l, and is
+// written directly. How a sequence is split depends only on its length and the launch's constants,
 // hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
 #include "attention.cuh"
 

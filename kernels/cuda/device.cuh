@@ -1,7 +1,7 @@
 // Shared by all kernels: bf16, vector loads, tensor-core instructions, reductions.
 //
 // The only file that contains PTX. Each such function has a twin for the host in
-// `emulate/device.h`, so that kernels above this file are one source for GPU and emulation.
+// `emulate/device.h`, so that GPU and emulation share the source of the kernels.
 #pragma once
 #include "kernels.h"
 

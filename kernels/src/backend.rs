@@ -2,7 +2,7 @@
 //! combines all of these traits:
 //! - [`tensors`]: what a device holds, and how it is loaded
 //! - [`rows`], [`products`], [`attention`], [`experts`]: the arithmetic
-//! - [`exchange`]: what ranks exchange
+//! - [`exchange`]: exchanges between ranks
 //! - [`steps`]: steps as a whole, and sampling
 //!
 //! `arguments` holds their argument types: sizes, and the contents of a step. [`inspect`] is for

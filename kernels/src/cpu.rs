@@ -6,7 +6,7 @@
 //! - `simd`, `math`: vectors, scalar functions
 //! - `precision`: the precision of activations in matrix products
 //! - `pack`: the weight layout
-//! - `products` over `gemm`: matrix products, and those of an MLP's first half
+//! - `products` over `gemm`: matrix products, and an MLP's gate and up
 //! - `attend` over `attention`: paged attention; `qkv`: norm, RoPE and KV cache after the QKV
 //!   projection
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations

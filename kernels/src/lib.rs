@@ -3,7 +3,7 @@
 //! Map:
 //! - [`backend`]: the operations a device must offer; shapes and dtypes of every argument
 //! - `check`: argument checks that all backends share
-//! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
+//! - [`collective`]: data exchange between tensor-parallel ranks on CPUs
 //! - [`cpu`]: the CPU backend, SIMD and portable
 //! - [`cuda`]: the CUDA backend
 //! - [`mapped`]: memory-mapped model files

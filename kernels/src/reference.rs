@@ -28,11 +28,11 @@ use crate::collective::Collective;
 pub struct ReferenceBackend {
     collective: Box<dyn Collective>,
     collective_time: Duration,
-    /// One row of the QKV projection, of gate and up, or of what is added to the residual stream.
+    /// One row of the QKV projection, of gate and up, or of an addend of the residual stream.
     row: Vec<f32>,
     /// Attention weights of one head over one sequence.
     scores: Vec<f32>,
-    /// All ranks' logits as gathered, one block per rank.
+    /// Logits gathered from all ranks, one block per rank.
     gathered: Vec<f32>,
 }
 

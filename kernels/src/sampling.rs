@@ -6,11 +6,11 @@ use crate::error::KernelError;
 pub struct SampleParams {
     /// Softmax temperature; 0 is greedy.
     pub temperature: f32,
-    /// Nucleus sampling; 1 is off.
+    /// Threshold of nucleus sampling; 1 is off.
     pub top_p: f32,
-    /// Keep the k most likely tokens; 0 is off.
+    /// Number of most likely tokens to keep; 0 is off.
     pub top_k: u32,
-    /// Drop tokens below this fraction of the largest probability; 0 is off.
+    /// Fraction of the largest probability below which tokens are dropped; 0 is off.
     pub min_p: f32,
     /// The Philox key.
     pub seed: u64,

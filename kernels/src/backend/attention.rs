@@ -4,7 +4,7 @@ use crate::error::KernelError;
 
 /// Attention over a paged cache whose blocks can be swapped to host memory.
 pub trait AttentionOps: Tensors {
-    /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k where the model has it; RoPE on q
+    /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k if the model has it; RoPE on q
     /// and k; k and v written to the cache's layer at the batch's slots; q to
     /// `q_out: [rows, num_heads * head_dim]`.
     ///

@@ -76,7 +76,7 @@ pub const fn shared_memory_bytes(ranks: usize) -> usize {
 /// `is_given_up` returns true.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] naming the problem, also when other ranks do not arrive in time;
+/// [`CollectiveError::Setup`] naming the problem, also if other ranks do not arrive in time;
 /// [`CollectiveError::Aborted`].
 pub fn shared_memory(
     options: &SharedMemoryOptions,
@@ -156,8 +156,8 @@ fn create(name: &CString, len: usize) -> io::Result<Mapping> {
     mapping
 }
 
-/// Gives the object its size and its memory. A size alone would promise memory that may not be
-/// there: writing to it would then end the process.
+/// Allocates the object's memory. Setting only its size would not guarantee that there is memory,
+/// and writing to it could then kill the process.
 fn reserve(fd: libc::c_int, len: usize) -> io::Result<()> {
     loop {
         // SAFETY: the descriptor is ours.

@@ -1,4 +1,4 @@
-//! Ranks on different hosts: a TCP connection between every two of them.
+//! Ranks on different hosts: a TCP connection between each pair.
 //!
 //! Meant for trying out a cluster on CPUs, not for speed: every rank sends its words to every
 //! other. `meeting` is how the ranks find each other.

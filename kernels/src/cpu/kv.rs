@@ -171,7 +171,7 @@ impl TilesMut<'_> {
     /// words at `start`.
     ///
     /// # Safety
-    /// Nobody else reads or writes that tile meanwhile.
+    /// Nothing else may read or write that tile at the same time.
     pub(crate) unsafe fn write_token(
         &self,
         isa: Isa,

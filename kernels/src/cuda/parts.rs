@@ -43,7 +43,7 @@ impl Windows {
     pub const ALL: Self = Self { list: [0; Self::MOST], len: 1 };
 
     /// # Errors
-    /// [`KernelError::Unsupported`] when there are more than [`Windows::MOST`].
+    /// [`KernelError::Unsupported`] if there are more than [`Windows::MOST`].
     pub fn new(windows: &[Option<u32>]) -> Result<Self, KernelError> {
         let mut list = [0; Self::MOST];
         let (len, most) = (windows.len(), Self::MOST);

@@ -14,8 +14,7 @@ pub enum DType {
     F8E4M3,
     /// Signed integers of 8 bits.
     I8,
-    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's
-    /// E8M0).
+    /// Powers of two: an 8-bit exponent with a bias of 127; all ones is NaN (OCP's E8M0).
     E8M0,
     /// Not in the matrix's `data`: see [`Scales`](super::Scales).
     Packed,
@@ -84,10 +83,10 @@ const F8E4M3: [f32; 256] = {
         let magnitude = if exponent == 15 && mantissa == 7 {
             f32::NAN.to_bits()
         } else if exponent > 0 {
-            // The bias is 7, f32's is 127.
+            // The bias is 7; that of f32 is 127.
             ((exponent + 120) << 23) | (mantissa << 20)
         } else {
-            // Multiples of 2^-9, which f32 has as normal numbers.
+            // Multiples of 2^-9, which are normal numbers in f32.
             (mantissa as f32 / 512.0).to_bits()
         };
         table[byte] = f32::from_bits(magnitude | (byte as u32 >> 7) << 31);
@@ -102,7 +101,7 @@ mod tests {
 
     #[test]
     fn fp8_has_its_known_values() {
-        // From the OCP's table of E4M3.
+        // From OCP's table of E4M3.
         let known = [
             (0x00, 0.0),
             (0x01, 0.001_953_125),

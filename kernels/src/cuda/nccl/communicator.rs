@@ -383,8 +383,8 @@ impl Shared {
             std::thread::sleep(NAP);
         };
         if let Some(CommPtr(comm)) = comm {
-            // SAFETY: nobody begins a call with it from now on: it was taken out of `calls`, or the
-            // one call under way keeps others out, and it is torn then.
+            // SAFETY: no call on it begins from now on: it was taken out of `calls`, or the call in
+            // progress holds the lock, and `torn` is set.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
         *lock(&self.ended) = true;

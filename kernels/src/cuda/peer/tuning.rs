@@ -136,7 +136,7 @@ impl PeerGroup {
         Ok(())
     }
 
-    /// How long one exchange of all of `data` takes one way.
+    /// Measures one exchange of all of `data` in one way.
     fn measure(
         &mut self,
         device: &Device,
@@ -146,7 +146,7 @@ impl PeerGroup {
     ) -> Result<Duration, KernelError> {
         let count = data.bytes() / 4;
         let mut quickest = None::<Duration>;
-        // The first one warms up, and has to do if it is slow.
+        // The first one warms up; if it is slow, its time is used.
         for times in std::iter::once(1).chain([TIMES; RUNS]) {
             collective.barrier()?;
             let began = Instant::now();
