@@ -29,7 +29,7 @@
 // Heads of 256 have twice as many sums: q is in shared memory instead of registers, K is not copied
 // ahead, and the warps' results are combined 128 dims at a time.
 //
-// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For a single part that is o / l, and is
+// Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For one part that is o / l, and is
 // written directly. How a sequence is split depends only on its length and the launch's constants,
 // hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
 #include "attention.cuh"

@@ -42,6 +42,8 @@ impl Windows {
     /// A single window: attention to all tokens.
     pub const ALL: Self = Self { list: [0; Self::MOST], len: 1 };
 
+    /// Collects the given windows, which must differ.
+    ///
     /// # Errors
     /// [`KernelError::Unsupported`] if there are more than [`Windows::MOST`].
     pub fn new(windows: &[Option<u32>]) -> Result<Self, KernelError> {
