@@ -1,10 +1,10 @@
-//! PURE: what a CUDA or cuBLASLt status means, in one line that says what to do about it.
+//! PURE: error messages for CUDA and cuBLASLt statuses, in one line that says what to do.
 use crate::error::KernelError;
 
-/// A status that has a meaning of its own here: code, NVIDIA's name, what to do about it.
+/// A status with a specific message: code, NVIDIA's name, what to do about it.
 type Known = (u32, &'static str, &'static str);
 
-/// Of the driver (`CUresult`).
+/// Statuses of the driver (`CUresult`).
 const OUT_OF_MEMORY: u32 = 2;
 const DRIVER: &[Known] = &[
     (1, "CUDA_ERROR_INVALID_VALUE", "a bug in this program"),
@@ -81,13 +81,14 @@ const DRIVER: &[Known] = &[
     (999, "CUDA_ERROR_UNKNOWN", "the driver gives no reason"),
 ];
 
-/// Of a status, whether trying again on the same device can help: it cannot for what is missing.
+/// Statuses for which a retry on the same device cannot help, because something is missing.
 const MISSING: &[u32] = &[34, 35, 46, 100, 101, 200, 209, 218, 222, 500, 802, 803];
 
-/// What can go wrong while a graph is captured.
+/// Statuses of a failed graph capture.
 const CAPTURE: std::ops::RangeInclusive<u32> = 900..=908;
 
-/// Turns a `CUresult` other than success into an error; `what` was being done, `bytes` were wanted.
+/// Turns a `CUresult` other than success into an error. `what` names the operation; `bytes` is the
+/// size that it requested.
 pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
     if code == OUT_OF_MEMORY {
         return KernelError::OutOfMemory { what, bytes };
@@ -97,7 +98,7 @@ pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
         None => format!("{what}: CUDA error {code}"),
     };
     if CAPTURE.contains(&code) {
-        // What was to be captured did not run, and nothing is broken by that.
+        // Nothing of the capture has run, and nothing is broken.
         KernelError::Again(line)
     } else if MISSING.contains(&code) {
         KernelError::Unsupported(line)
@@ -125,7 +126,7 @@ pub(super) fn cublas(code: u32, what: &'static str) -> KernelError {
 mod tests {
     use super::*;
 
-    /// Every line is one line that names the operation, NVIDIA's name and the meaning.
+    /// Every message is one line that names the operation, NVIDIA's name and the meaning.
     #[test]
     fn one_clear_line_each() {
         for (code, name, meaning) in DRIVER {

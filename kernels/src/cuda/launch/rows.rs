@@ -1,4 +1,4 @@
-//! PURE: rows of activations, and blocks of the cache.
+//! PURE: calls of the kernels on rows of activations and on blocks of the cache.
 use super::entries::*;
 use super::products::gelu;
 use super::{Call, Rows, call, wide, word, words};
@@ -6,7 +6,7 @@ use crate::backend::Activation;
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
 
-/// `tutti_embed`; `rows` items are launched.
+/// `tutti_embed`, launched for `rows` rows.
 #[must_use]
 pub fn embed(
     ids: DevicePtr,
@@ -39,7 +39,7 @@ pub fn add_rmsnorm(
     call(ADD_RMSNORM, (rows, 1, 1), 512, args)
 }
 
-/// `tutti_add_normed_rmsnorm`: of (what is added, its weight).
+/// `tutti_add_normed_rmsnorm`, with (addend, its weight).
 #[must_use]
 pub fn add_normed_rmsnorm(
     residual: DevicePtr,
@@ -145,7 +145,7 @@ pub fn interleave_ranks(
     call(INTERLEAVE, (rows, width.div_ceil(1024), ranks), 256, args)
 }
 
-/// `tutti_blocks_out`: of (blocks, planes, elements of a block, elements from plane to plane).
+/// `tutti_blocks_out`, with (blocks, planes, elements per block, elements from plane to plane).
 #[must_use]
 pub fn blocks_out(
     cache: DevicePtr,
@@ -156,7 +156,7 @@ pub fn blocks_out(
     blocks(BLOCKS_OUT, cache, names, staging, sizes)
 }
 
-/// `tutti_blocks_in`: likewise.
+/// `tutti_blocks_in`, with the same arguments.
 #[must_use]
 pub fn blocks_in(
     cache: DevicePtr,
@@ -179,12 +179,12 @@ fn blocks(
     call(entry, (count, planes, 1), 256, args)
 }
 
-/// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`].
+/// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`] bytes.
 pub const READ_BLOCK: usize = 32 << 10;
 /// See [`READ_BLOCK`].
 pub const READ_RESULT: usize = 32;
 
-/// `tutti_read`: of `bytes` the whole 16s.
+/// `tutti_read`: the whole 16-byte words among `bytes`.
 #[must_use]
 pub fn read(from: DevicePtr, to: DevicePtr, bytes: usize) -> Call {
     let args = word(Args::new().ptr(from).ptr(to), bytes / 16);
