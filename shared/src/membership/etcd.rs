@@ -86,7 +86,7 @@ impl EtcdMembership {
     }
 }
 
-/// State of an outage of etcd, and what of it was logged.
+/// State of an outage of etcd, and what was logged about it.
 struct Outage {
     /// Upper bound of the next wait.
     wait: Duration,
