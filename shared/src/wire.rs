@@ -1,9 +1,9 @@
-//! The wire form of messages between processes.
+//! The wire format of messages between processes.
 //!
-//! - [`codec`]: values to bytes and back, bounded; the only place that names bincode
+//! - [`codec`]: encodes and decodes values, with bounds; the only place that names bincode
 //! - [`bytes`]: PURE: byte fields, encoded in one piece
 //! - [`auth`]: PURE: proof of the cluster secret, MACs of frames
-//! - [`frame`]: PURE: the byte stream to checked frames and back
+//! - [`frame`]: PURE: frames with checksums on a byte stream
 //!
 //! `docs/protocol.md` is the specification.
 pub mod auth;

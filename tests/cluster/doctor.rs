@@ -1,4 +1,4 @@
-//! `tutti doctor`: its findings, its remedies, and that it changes nothing.
+//! `tutti doctor`: its findings and remedies, and that it changes nothing.
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;

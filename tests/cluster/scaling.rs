@@ -84,7 +84,7 @@ async fn no_request_fails_by_scaling_or_draining() {
         .filter(|n| n["state"] == "spare")
         .count();
     assert_eq!(spare, 2);
-    // The serving worker leaves: a spare takes its place.
+    // The serving worker leaves, and a spare takes its place.
     let serves = |status: &Value| {
         let all = status["nodes"].as_array().unwrap().clone();
         let alive = all.iter().find(|node| node["state"] == "alive");

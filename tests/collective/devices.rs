@@ -52,7 +52,8 @@ impl Ranks {
         for (rank, collective) in (0..count).zip(group) {
             let (sender, receiver): (Sender<Work>, Receiver<Work>) = channel();
             work.push(sender);
-            // Here, since it may have to compile the stand-in, and no rank is waited for meanwhile.
+            // Outside the thread: it may have to compile the stand-in, and no rank waits for
+            // another meanwhile.
             let options = options(rank);
             threads.push(std::thread::spawn(move || {
                 let mut backend = CudaBackend::new(options, collective).unwrap();
@@ -172,7 +173,7 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
-/// For few rows, which steps of other sizes sum, too, the sum has the order of the ranks.
+/// Few rows are summed as a tree over the ranks in order: steps of other sizes sum them, too.
 #[test]
 fn four_ranks_are_added_as_a_tree() {
     let ranks = Ranks::new(4);

@@ -102,7 +102,7 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
         let error = shared_memory(&SharedMemoryOptions { rank, ..patient.clone() }, &|| true);
         assert!(matches!(error, Err(CollectiveError::Aborted)));
     }
-    // While a rank waits, its object has its memory: it is not promised to others, too.
+    // While a rank waits, its object's memory is allocated, so nobody else is promised it.
     let waiting = SharedMemoryOptions { name: unique_name(), ..patient };
     let is_over = AtomicBool::new(false);
     let held = std::thread::scope(|scope| {
@@ -216,7 +216,7 @@ fn tcp_ranks_meet_however_many_strangers_say_nothing() {
     let listeners: Vec<TcpListener> =
         (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
-    // They are there before the ranks are, and others come meanwhile.
+    // They connect before the ranks do, and others follow meanwhile.
     let mut strangers: Vec<TcpStream> =
         (0..40).map(|_| TcpStream::connect(ranks[0]).unwrap()).collect();
     let is_over = AtomicBool::new(false);

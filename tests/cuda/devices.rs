@@ -1,4 +1,4 @@
-//! What is found, with and without a driver.
+//! Which devices are found, with and without a driver.
 use serde_json::Value;
 use testkit::fake_cuda::fake_cuda;
 
@@ -38,7 +38,7 @@ fn json_says_the_same() {
     assert!(found["cpu"]["cores"].as_u64().unwrap() >= 1);
 }
 
-/// This holds where there is a driver, too: then the line about kernels is the last.
+/// This holds with a driver, too: the last line is about kernels then.
 #[test]
 fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
     let (code, stdout, stderr) = described(&tutti(&["devices"], &[]));
@@ -97,7 +97,7 @@ fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
         assert_eq!((code, stderr.as_str()), (0, ""));
         assert!(last_line(&stdout).starts_with("CUDA is usable: 1 GPU(s)"), "{stdout}");
     }
-    // By itself it says why; where there is a working driver there is nothing to report.
+    // Alone it is reported, with the reason; beside a working driver there is nothing to report.
     let (_, stdout, _) = described(&tutti(&["devices", "--cuda-lib-dir", broken], &[]));
     let line = last_line(&stdout);
     assert!(line.contains("libcuda.so.1: file too short") || line.contains("usable"), "{stdout}");

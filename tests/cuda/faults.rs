@@ -69,7 +69,7 @@ fn without_graphs_every_step_is_called() {
     assert!(!log.contains("capture") && !log.contains("\ngraph"));
 }
 
-/// However many parts of a prompt gate and up are computed in.
+/// Once, however many parts of a prompt gate and up are computed in.
 #[test]
 fn int8_weights_are_widened_once_a_layer() {
     let model = tempfile::tempdir().unwrap();
@@ -234,7 +234,7 @@ fn an_algorithm_that_fails_is_passed_over() {
     let mut args = BENCH.to_vec();
     args[8] = "100";
     args.extend(["--batches", "1"]);
-    // The first call of the first product; a measured run of it; its last call.
+    // The first call of the first product; a measured call of it; its last call.
     for call in [1, 3, 7] {
         let fault = format!("cublasLtMatmul:{call}=14");
         let environment = [
@@ -247,7 +247,7 @@ fn an_algorithm_that_fails_is_passed_over() {
         let log = std::fs::read_to_string(log.path()).unwrap();
         assert!(log.lines().any(|line| line.starts_with("product ")), "{log}");
     }
-    // But not where a GPU has failed.
+    // But not after a GPU has failed.
     let (code, _, stderr) = with_fake(
         &args,
         &[("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_FAIL", "cublasLtMatmul:3=719")],

@@ -195,7 +195,7 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
         if variable == "FAKE_NCCL_LATE" {
             assert_eq!(nccl.matches("late rank 1").count(), 1, "{nccl}");
         }
-        // Graphs are made in the epoch that ends it, too.
+        // Graphs are recorded all the same.
         assert!(pair.nccl_log().contains("recorded"), "{variable}\n{}", pair.nccl_log());
         let epochs = if variable == "FAKE_NCCL_LATE" { 1 } else { 2 };
         assert_eq!(pair.nccl_log().matches(" id").count(), epochs, "{variable}\n{log}");
@@ -302,7 +302,7 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
     }
 }
 
-/// What NCCL does with the GPU then is unknown.
+/// Nothing is known of what NCCL does with the GPU after that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_that_hangs_costs_its_process() {
     let faults = [("FAKE_NCCL_CALL_FAIL", "0:8"), ("FAKE_NCCL_ABORT_HANG", "1:1")];

@@ -48,8 +48,7 @@ async fn two_gpus_make_one_replica() {
 /// Its process ends with code 71, another takes its place, the request goes on.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
-    // Some steps after the profiling passes and those that are captured first, in every process
-    // anew.
+    // In every process, a few steps after the profiling passes and the first captures.
     let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")];
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
     let client = cluster.client().unwrap();
@@ -98,7 +97,7 @@ async fn graphs_are_captured_before_the_first_request() {
             assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
         }
         if args[1] == "1" {
-            // By itself, so that its prompt is always cut alike; it has more parts than one
+            // Alone, so that its prompt is always cut alike; it has more parts than one
             // multiprocessor has blocks.
             let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
             let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
@@ -106,7 +105,7 @@ async fn graphs_are_captured_before_the_first_request() {
                 client.post("/v1/completions", &request).await.unwrap().body["choices"].clone(),
             );
         }
-        // Without it, steps of some size have occurred twice.
+        // Without warm-up, steps of some size have occurred twice.
         let after = captured();
         assert!(if captures > 0 { after == captures } else { after > 0 }, "{args:?}: {after}");
     }

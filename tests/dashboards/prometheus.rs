@@ -17,9 +17,9 @@ pub(crate) struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts a server with the configuration `shipped`, but that it scrapes `target`, every
-    /// second, and evaluates the rules as often.
-    /// `None` when there is no such program here, which continuous integration does not accept.
+    /// Starts a server with the configuration `shipped`, except that it scrapes `target` and
+    /// evaluates the rules every second. `None` if the program is not installed, which continuous
+    /// integration does not accept.
     pub(crate) async fn start(target: &str, shipped: &Path) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let rules = format!("- {}/rules/", shipped.parent().unwrap().display());
@@ -32,7 +32,7 @@ impl Prometheus {
         assert!(config.contains(target) && config.contains(&rules), "{config}");
         let file = folder.path().join("prometheus.yml");
         std::fs::write(&file, config).unwrap();
-        // The server takes no port 0, so a port that was free a moment ago has to do.
+        // The server does not accept port 0, so use a port that was free a moment ago.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let Some(program) = tools::find("prometheus") else {
             assert!(std::env::var_os("CI").is_none(), "prometheus is needed in CI");
@@ -67,7 +67,7 @@ impl Prometheus {
         panic!("prometheus is not ready in 30 s");
     }
 
-    /// What the API holds under `data`, or what it says is wrong.
+    /// The API's `data`, or its error.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, String> {
         let reply = self.client.get(path).await.map_err(|error| error.to_string())?;
         if reply.status == 200 && reply.body["status"] == "success" {

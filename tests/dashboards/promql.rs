@@ -1,8 +1,9 @@
-//! As much of a query's text as the checks need: which series it selects, and Grafana's variables.
+//! Parses as much of a query's text as the checks need: which series it selects, and Grafana's
+//! variables.
 use shared::metrics::Definition;
 use shared::metrics::catalogue::CATALOGUE;
 
-/// What a histogram's series end with.
+/// Suffixes of a histogram's series.
 const PARTS: [&str; 3] = ["_bucket", "_sum", "_count"];
 
 /// What Grafana puts in place of its variables, longest name first.

@@ -12,7 +12,7 @@ use crate::files;
 
 /// What makes each alert fire: series, and how they begin and grow each minute of half an hour.
 const FIRING: &[(&str, &[(&str, &str)])] = &[
-    // Another cluster's coordinators are another's.
+    // Coordinators of another cluster do not count.
     (
         "TuttiCoordinatorDown",
         &[
@@ -128,7 +128,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
 ];
 
-/// Runs `promtool`: whether it was content, and what it said. `None` when it is not here.
+/// Runs `promtool`: whether it found no error, and its output. `None` if it is not installed.
 fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
     let Some(program) = tools::find("promtool") else {
         assert!(std::env::var_os("CI").is_none(), "promtool is needed in CI");

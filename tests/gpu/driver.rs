@@ -105,7 +105,7 @@ impl Driver<'_> {
         Ok(seqs)
     }
 
-    /// Decode steps whose plans are all known, as a coordinator would have the next one ready.
+    /// Decode steps whose plans are all known, as if a coordinator always had the next one ready.
     pub(crate) fn decode(&mut self, seqs: &[SeqId], positions: Range<u32>) -> Result<(), String> {
         let plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
         self.run_all(plans)
@@ -116,7 +116,7 @@ impl Driver<'_> {
         self.run_each(plans, |_| ())
     }
 
-    /// The same; `seen` is shown each step's output.
+    /// Same; `seen` gets each step's output.
     pub(crate) fn run_each(
         &mut self,
         mut plans: Plans,

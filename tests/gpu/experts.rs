@@ -57,16 +57,16 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     cases
 }
 
-/// Distance between one expert's first weight and the next one's in the run of random numbers that
-/// all are cut from. To make as many numbers as a real model has would take longer than the case.
+/// Distance between the first weights of successive experts in the run of random numbers that all
+/// are cut from. Making as many numbers as a real model has would take longer than the case.
 const SHIFT: usize = 1016;
 
-/// The least difference between one logit and the next in order, as far as that order matters. It
-/// is more than f32 sums of the largest cases differ by when they are made in another order.
+/// The smallest gap between successive logits whose order matters: more than what another order of
+/// summation changes in f32, in the largest cases.
 const CLEAR: f64 = 1e-3;
 
-/// Rows whose choice is clear: for others the order of sums decides, and the reference has another
-/// order.
+/// Rows whose choice is clear: for others the order of summation decides, and the reference's is
+/// different.
 fn clear_rows(random: &mut Random, rows: usize, router: &[f32], routing: &Routing) -> Vec<f32> {
     let hidden = router.len() / routing.num_experts;
     let is_clear = |x: &[f32]| {

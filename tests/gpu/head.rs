@@ -57,7 +57,7 @@ fn loaded() -> Vec<String> {
     files
 }
 
-/// What this program was built of, where `tests/gpu/run --build` built it.
+/// The commit that this program was built from, if `tests/gpu/run --build` built it.
 fn commit() -> &'static str {
     option_env!("TUTTI_COMMIT").unwrap_or("an unnamed commit")
 }

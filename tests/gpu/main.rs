@@ -203,7 +203,7 @@ impl Options {
     }
 
     fn cuda(&self, ordinal: u32) -> CudaOptions {
-        // Less than the supervisor gives a step, so that a kernel that hangs is told as that.
+        // Less than the supervisor gives a step, so that a kernel that hangs is reported as such.
         let patience = Duration::from_secs(if self.quick { 60 } else { 15 });
         CudaOptions {
             patience,
@@ -238,7 +238,7 @@ fn graphs_made(backend: &CudaBackend) -> Result<String, String> {
     }
 }
 
-/// The lines of a part so far: told to the supervisor as soon as each is known.
+/// The lines of a part so far: each goes to the supervisor as soon as it is known.
 #[derive(Debug, Default)]
 struct Table {
     faults: usize,

@@ -220,7 +220,7 @@ fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table)
         let first = checked.get().and_then(|cuda| case.run(cuda)).map_err(words).and_then(judge);
         let Err(fault) = first else { return first };
         if fault.contains(HANGS) {
-            // Whatever else is asked of this GPU waits behind that kernel.
+            // All other work on this GPU waits for that kernel.
             let name = case.name();
             return Err(format!("{fault}; alone, without overlap: --no-overlap --step '{name}'"));
         }

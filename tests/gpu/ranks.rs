@@ -150,7 +150,7 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     Ok(format!("{} graphs", backend.num_graphs()))
 }
 
-/// That no step failed to be captured: without graphs results are right too.
+/// Checks that neither graphs nor overlap was given up: without them results are right, too.
 fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
     backend.given_up().map_or(Ok(()), |reason| Err(format!("given up: {reason}")))
 }

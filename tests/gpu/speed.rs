@@ -89,8 +89,7 @@ fn cases(
     let mut driver = Driver::new(engine, vocab);
     let together = (sizes.prefill / sizes.context).max(1);
     let greedy = SamplingParams::greedy();
-    // Logits of random weights are a bell without a peak, so a draw is made from as many tokens as
-    // possible.
+    // Logits of random weights have no peak, so a draw chooses among as many tokens as possible.
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy);

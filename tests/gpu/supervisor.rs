@@ -72,7 +72,7 @@ struct Part {
     lines: Receiver<String>,
 }
 
-/// What became of a part's process.
+/// How a part's process ended.
 #[derive(Debug)]
 enum End {
     Exit(ExitStatus),

@@ -15,7 +15,7 @@ use crate::rig::Rig;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-/// The size of what is made from a body may be many times the body's, in any field.
+/// What is made from a body may be many times its size, whatever the field.
 #[tokio::test]
 async fn a_body_has_so_many_values() {
     let rig = Rig::saying("x");

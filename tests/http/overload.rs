@@ -13,7 +13,7 @@ use testkit::scrape::Scrape;
 
 use crate::rig::{Rig, Script};
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 async fn complete(rig: &Rig, headers: &[(&str, &str)], body: Value) -> Response {
@@ -67,7 +67,7 @@ async fn a_key_has_so_many_requests_under_way_and_others_are_not_concerned() {
     assert_eq!(counted(&rig, "tutti_requests_rejected_total", &refused).await, 1.0);
     let invalid = [("reason", "invalid")];
     assert_eq!(counted(&rig, "tutti_requests_rejected_total", &invalid).await, 0.0);
-    // Its client leaves.
+    // The client leaves.
     drop(first);
     let began = Instant::now();
     while complete(&rig, &[TIGHT], streamed.clone()).await.status() != 200 {

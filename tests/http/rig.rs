@@ -90,7 +90,7 @@ impl Rig {
         Self::built(script, text, &api, false, adapters)
     }
 
-    /// A rig of this model.
+    /// A rig that serves this model.
     pub(crate) fn of(script: Script, text: TextModel) -> Self {
         Self::chosen(script, text, &ApiOptions::default())
     }

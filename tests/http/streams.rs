@@ -95,7 +95,7 @@ async fn the_end_comes_with_the_last_token() {
     }
 }
 
-/// guidellm always asks for it.
+/// guidellm always requests this.
 #[tokio::test]
 async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
     let rig = Rig::saying(TEXT);
@@ -217,7 +217,7 @@ async fn what_a_request_named_and_ended_a_choice_is_said() {
     let (dot, end) = (token("Bye."), token("<|end|>"));
     assert!(rig.text.end_tokens.contains(&end));
     let cases = [
-        // The model's own end token, also where the request names it, too; a bound.
+        // The model's own end token, also if the request names it; a bound.
         (json!({}), Value::Null),
         (json!({"stop": "absent", "stop_token_ids": [end]}), Value::Null),
         (json!({"max_tokens": 1}), Value::Null),
@@ -418,7 +418,7 @@ fn long_text() -> String {
     "good night and left. ".repeat(200)
 }
 
-/// This is how the engine tells a client that has stopped reading from one that reads slowly.
+/// The engine needs this to tell a client that has stopped reading from one that reads slowly.
 #[tokio::test]
 async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is_taken() {
     let rig = Rig::saying(&long_text());

@@ -13,7 +13,7 @@ use testkit::certificates::{Certificates, openssl};
 
 use crate::rig::Rig;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A folder with an authority and the certificates it signed; `None` without `openssl`.
@@ -183,7 +183,7 @@ fn strangers_do_no_harm() {
     let _ = plain.read_to_end(&mut answer);
     assert!(!answer.starts_with(b"HTTP"), "{}", String::from_utf8_lossy(&answer));
     // More stalled handshakes than actix allows at a time by default (256): later clients are still
-    // answered meanwhile. On a busy machine the deadline of the handshakes may pass before.
+    // answered meanwhile. On a busy machine the handshakes' deadline may pass first.
     let in_time = (0..5).any(|_| {
         let mut silent: Vec<_> = (0..300).map(|index| open_handshake(&rig, index)).collect();
         assert_eq!(curl(&rig, &ca, "/health", &[]).0, OK);

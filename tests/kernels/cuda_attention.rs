@@ -414,7 +414,7 @@ fn a_prompt_gives_the_same_bits_however_it_is_cut() {
         for rows in [1, 63, 30, 7, 49] {
             done += rows;
             let chunk = whole.chunk(&shape, rows, done);
-            // Among others.
+            // Between others.
             let other = Seq::random(&mut random, &shape, 5, 9);
             let batch = [other.clone(), chunk, other];
             let device = Device::new(&mut random, shape, &batch);

@@ -74,7 +74,7 @@ fn check(what: &str, stride: usize, rows: &[(Vec<f32>, Row)]) -> Vec<Sampled> {
     let mut logits = Vec::new();
     for (row, _) in rows {
         logits.extend(row);
-        // Behind the vocabulary is padding that would win.
+        // After the vocabulary there is padding that would win.
         logits.resize(logits.len() + stride - vocab, 1e9);
     }
     let settings: Vec<Row> = rows.iter().map(|(_, row)| row.clone()).collect();

@@ -51,7 +51,7 @@ fn requests_in_flight_end_with_the_coordinator_that_had_them() {
     stats.observe_duration(ttft, Duration::from_millis(30));
     let mut merger = Merger::default();
     merger.apply(OWN.0, OWN.1, 1, stats.snapshot()).unwrap();
-    // However often it is handed on.
+    // However often it is passed on.
     for merger in [next(&merger), next(&next(&merger))] {
         let merged = merger.merged();
         assert_eq!(merged.counter(REQUESTS_ACCEPTED, []), Some(10));

@@ -7,7 +7,7 @@ use shared::metrics::catalogue as series;
 use shared::metrics::{LocalStats, Merged, Merger, Source};
 use testkit::fake_nvml::fake_nvml;
 
-/// What a process's cells are, merged.
+/// A process's cells, merged.
 fn merged(stats: &LocalStats, source: Source) -> Merged {
     let mut merger = Merger::default();
     merger.apply(source, Incarnation(1), 1, stats.snapshot()).unwrap();

@@ -169,15 +169,16 @@ fn identities_hold_in_scrapes_under_load() {
     );
 }
 
-/// Of two scrapes at once the second draws nothing before the first has merged what it drew: parts
-/// of the one could be newer than those of the other, and the totals of the later report lower.
+/// Of two simultaneous scrapes, the second draws nothing before the first has merged what it drew:
+/// otherwise parts of one could be newer than those of the other, and the later totals lower.
 #[test]
 fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
     let hub = hub();
     let (before, _) = hub.observer().report();
     std::thread::scope(|scope| {
         hub.process().with(|_| {
-            // The first stands still here: it has drawn the observer's totals, and these are taken.
+            // The first waits here: it has drawn the observer's totals, and the process's are
+            // locked.
             for _ in 0..2 {
                 scope.spawn(|| hub.merged());
             }

@@ -115,7 +115,7 @@ impl Process {
     }
 }
 
-/// A report on its way.
+/// A report in transit.
 #[derive(Clone)]
 struct Report {
     source: Source,

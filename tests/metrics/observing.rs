@@ -250,7 +250,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     // A rank that does not draft has no such series.
     assert_eq!(live.get(&of("tutti_rank_draft_seconds_count", 0)), 4.0);
     assert_eq!(live.matching("tutti_rank_draft_seconds_count").count(), 1);
-    // By the way that they took; if nothing knows how long that was, nothing is observed.
+    // Exchanges are timed by their way; if the time is unknown, nothing is observed.
     ranks[0].exchanged("host", 100);
     ranks[0].exchanged("nccl", 7);
     ranks[0].exchanged("host", 23);
@@ -379,7 +379,7 @@ fn what_is_swapped_is_shown_where_there_is_host_memory_for_it() {
     let back = scrape(&hub);
     assert_eq!(back.get("tutti_requests_swapped{replica=\"1\"}"), 0.0);
     assert_eq!(back.get("tutti_kv_swapped_blocks_total{direction=\"in\",replica=\"1\"}"), 2.0);
-    // What describes the present vanishes with the epoch, totals stay.
+    // What describes the current state ends with the epoch; totals stay.
     let mut record = hub.observer().record();
     record.failover(with);
     record.interrupted(&mut track, true);

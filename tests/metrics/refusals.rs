@@ -227,7 +227,7 @@ fn more_label_sets_than_allowed() {
     assert_eq!(count(&merger).0, 12);
 }
 
-/// Names come and go: those that are gone take no room from present ones.
+/// Names come and go: those that are gone take no room from current ones.
 #[test]
 fn label_sets_of_gauges_are_those_of_what_is_there() {
     let limits = Limits { label_sets: 2, ..Limits::default() };

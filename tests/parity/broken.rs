@@ -276,8 +276,8 @@ fn experts_of_gpt_oss_need_all_their_parts() {
     names(&error, &["degree 3", "experts of 64", "possible degrees: 1, 2, 4"]);
 }
 
-/// Some symmetric checkpoints store plain zero points in a format that stores them reduced by one;
-/// others have none.
+/// Symmetric checkpoints may store plain zero points in a format that stores them reduced by one,
+/// or none at all.
 #[test]
 fn zeros_of_symmetric_checkpoints_mean_nothing() {
     let tokens = |change: &dyn Fn(&mut Vec<Tensor>)| {
@@ -341,7 +341,7 @@ fn configurations_that_cannot_be_served() {
     names(&config("\"vocab_size\": 384", "\"vocab_size\": 0"), &["vocab_size is 0", "1..="]);
 }
 
-/// An incomplete download: the last layer is missing, which is found before anything is packed.
+/// An incomplete download lacks the last layer, which is noticed before anything is packed.
 #[test]
 fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     let folder = Folder::copy_of("llama-gqa");
@@ -358,7 +358,7 @@ fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     assert_eq!(reports, 0);
 }
 
-/// Bytes as in the files, of any type; replicated KV heads count on every rank.
+/// Counts bytes as in the files, of any type; replicated KV heads count on every rank.
 #[test]
 fn progress_ends_with_all_bytes_of_the_shard() {
     let folder = Folder::copy_of("llama-gqa");

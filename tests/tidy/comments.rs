@@ -5,7 +5,7 @@ use crate::tree::{self, File};
 
 /// With this many children, a module's header must be a map of them.
 const CHILDREN: usize = 4;
-/// As rustfmt's `max_width`, which leaves comments alone.
+/// Same as rustfmt's `max_width`; rustfmt leaves comments alone.
 const COLUMNS: usize = 100;
 
 /// Modules whose header does not name all of their children.

@@ -1,13 +1,13 @@
-//! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
-//! is told to the executor, and sends what the executor says.
+//! The worker actor, one per process. It dials the coordinator for ever, performs the handshake,
+//! passes commands to the executor, and sends the executor's messages.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]),
-//! or refused for a reason that trying again cannot change. At an end it sends the last lines of
-//! its log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it
-//! dials again.
+//! It ends if the coordinator asks it to shut down, if the process tells it to stop
+//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It then
+//! sends the last lines of its log and says goodbye. Losing the link does not end it: the epoch
+//! ends, the weights stay, and it dials again.
 //!
 //! - `dialling`: how it finds its coordinator
-//! - `uplink`: the way to the coordinator, as those who send know it
+//! - `uplink`: the sending side of the link to the coordinator
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -33,16 +33,16 @@ use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 mod dialling;
 mod uplink;
 
-/// New log lines go to the coordinator this often, a bounded number of them at a time.
+/// Interval at which new log lines are sent to the coordinator, a bounded number at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
-/// An executor that has not left an epoch for so long, and does not get on with what it is in,
-/// never will: the process ends, so that another one takes its place. Longer than the largest
-/// matrix takes to load from a slow disk, and than steps of large models on slow CPUs take, which
-/// nothing breaks off.
+/// An executor that has not left an epoch for this long, and makes no progress, never will: the
+/// process ends, so that another one can take its place. Longer than loading the largest matrix
+/// from a slow disk takes, and than steps of large models on slow CPUs, none of which can be
+/// interrupted.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
-/// Told to end, an executor that has not left its epoch for so long is taken for one that hangs.
+/// When told to end, an executor that has not left its epoch for this long counts as hanging.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
-/// How long the last words may take to be delivered.
+/// How long delivering the goodbye may take.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 
 /// Why a worker ended.
@@ -53,31 +53,31 @@ pub enum WorkerEnd {
         /// Why.
         reason: String,
     },
-    /// The coordinator will not have it.
+    /// The coordinator refused it.
     Refused {
         /// Why, in the coordinator's words.
         reason: String,
     },
-    /// Its device computes no more.
+    /// Its device no longer works.
     DeviceLost {
         /// Why, in one line.
         reason: String,
     },
-    /// Its own thread of execution is gone.
+    /// Its executor ended, hangs, or accepts no more commands.
     Failed {
         /// What happened.
         message: String,
     },
 }
 
-/// What the worker actor needs.
+/// Configuration of the worker actor.
 #[derive(Debug)]
 pub struct WorkerConfig {
-    /// Where the coordinator is.
+    /// How to find the coordinator.
     pub coordinator: CoordinatorAddress,
-    /// Who this worker is; what it was before is filled in.
+    /// This worker's hello; the actor fills in `rejoin`.
     pub hello: Hello,
-    /// How the link is watched.
+    /// Intervals of the link's failure detector.
     pub liveness: LivenessConfig,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
@@ -89,34 +89,34 @@ pub struct WorkerConfig {
     pub actors: ActorRuntime,
 }
 
-/// See the module's documentation.
+/// The worker actor; see the module's documentation.
 #[derive(Debug)]
 pub struct WorkerActor {
     config: Arc<WorkerConfig>,
     executor: Executor,
     uplink: Uplink,
     link: Option<LinkHandle>,
-    /// The link, as named actors know it.
+    /// The link's id in the actor runtime.
     peer: Option<PeerId>,
-    /// The coordinator dialled last.
+    /// The coordinator that was dialled last.
     dialled: Option<Destination>,
     /// The slot at the last coordinator.
     slot: Option<WorkerId>,
-    /// Counts links, so that events of an older one are told apart.
+    /// Number of the link, to recognise events of an older one.
     generation: u64,
     redial: Duration,
     unreached: Unreached,
-    /// Attempts to dial.
+    /// Number of attempts to dial.
     dials: u64,
-    /// Lines of the log up to here were sent over the present link.
+    /// Number of the first log line not yet sent over the current link.
     logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
-    /// The goodbye is on its way; this is the end when it is delivered.
+    /// Set while the goodbye is being delivered: how the worker will have ended.
     ending: Option<WorkerEnd>,
 }
 
 impl WorkerActor {
-    /// Makes the actor; `end` is told once when it is over.
+    /// Creates the actor; `end` is told once, when it ends.
     #[must_use]
     pub fn new(
         config: WorkerConfig,
@@ -142,7 +142,7 @@ impl WorkerActor {
         }
     }
 
-    /// Has stats reported by a timer, until the link ends.
+    /// Has stats reported on a timer until the link ends.
     fn report_every(&self, ctx: &mut Context<Self>, interval: Duration) {
         let generation = self.generation;
         let addr = ctx.address();
@@ -164,7 +164,7 @@ impl WorkerActor {
         self.dial(ctx, pause);
     }
 
-    /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
+    /// Sends new log lines. Independent of steps, so a busy executor does not delay it.
     fn send_log(&mut self) {
         if self.link.is_none() {
             return;
@@ -173,14 +173,14 @@ impl WorkerActor {
             let log = self.config.log.ring();
             (log.since(self.logged, LogLimits::SENT), log.next())
         };
-        // A link that takes no message is over, and the next one begins with all of them.
+        // A link that accepts no message has ended, and the next one begins with all lines.
         self.logged = next;
         if !lines.lines.is_empty() {
             self.uplink.tell(Epoch(0), &FromWorker::Logs(lines));
         }
     }
 
-    /// Says why it ends, and ends when that is delivered or takes too long.
+    /// Says goodbye, and ends when that is delivered or takes too long.
     fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
         if self.ending.is_some() {
             return;
@@ -210,7 +210,7 @@ impl WorkerActor {
         });
     }
 
-    /// Ends when the executor hangs in an epoch that is over.
+    /// Ends the worker if the executor hangs in an epoch that has ended.
     fn watch_executor(&mut self, ctx: &mut Context<Self>) {
         if self.executor.leaving_for().is_some_and(|lasts| lasts >= RELEASE_PATIENCE) {
             let seconds = RELEASE_PATIENCE.as_secs();
@@ -265,8 +265,8 @@ impl WorkerActor {
                 Ok(())
             }
             ToWorker::Shutdown { reason, again } => {
-                // One that hangs has not done what it was told: it is to be started again, unless
-                // it is not wanted any more.
+                // A worker that hangs has not done what it was told: it must be started again,
+                // unless it is no longer wanted.
                 let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);
                 return self.leave(
                     ctx,
@@ -305,13 +305,13 @@ impl Actor for WorkerActor {
     }
 }
 
-/// The process is told to stop: the worker says goodbye and ends.
+/// Tells the worker to say goodbye and end, because the process stops.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
 pub struct StopWorker {
     /// Why, for the coordinator's records.
     pub reason: String,
-    /// Its device computes no more; otherwise somebody wanted it to stop.
+    /// Whether its device no longer works; otherwise someone wanted it to stop.
     pub device_lost: bool,
 }
 
@@ -328,7 +328,7 @@ impl Handler<StopWorker> for WorkerActor {
     }
 }
 
-/// The executor's thread is gone.
+/// The executor's thread has ended.
 #[derive(Message)]
 #[rtype(result = "()")]
 struct ExecutorEnded;
@@ -350,7 +350,7 @@ struct FromLink {
     event: LinkEvent,
 }
 
-/// Time for a report; answers whether the link it was meant for still lives.
+/// A report is due; answers whether the link it was meant for is still the current one.
 #[derive(Message)]
 #[rtype(result = "bool")]
 struct ReportDue {
@@ -363,8 +363,8 @@ impl Handler<ReportDue> for WorkerActor {
     fn handle(&mut self, due: ReportDue, _ctx: &mut Self::Context) -> bool {
         let current = due.generation == self.generation;
         if current {
-            // A full queue means a busy executor, whose stats ride on its steps; of one that has
-            // ended `ExecutorEnded` tells.
+            // A full queue means a busy executor, whose stats are sent with its steps;
+            // `ExecutorEnded` reports one that has ended.
             let _ = self.executor.report();
         }
         current

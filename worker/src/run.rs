@@ -1,4 +1,4 @@
-//! Puts a worker together: executor, actor, link; used by `tutti worker` and by tests.
+//! Puts a worker together from executor, actor and link; used by `tutti worker` and by tests.
 use std::io;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
@@ -28,48 +28,48 @@ use crate::outbox::LinkOutbox;
 
 /// How long a worker that was told to stop may take.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
-/// Between attempts to find the way to the coordinator.
+/// Bounds of the wait between attempts to find a route to the coordinator.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
-/// How long a name server may take.
+/// Timeout of name resolution.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What `tutti worker` was asked for.
+/// Options of `tutti worker`.
 #[derive(Clone, Debug)]
 pub struct WorkerOptions {
-    /// Where the coordinator is.
+    /// How to find the coordinator.
     pub coordinator: CoordinatorAddress,
     /// This worker's name.
     pub node: String,
     /// Identifies the host; workers with equal values share memory.
     pub host: String,
-    /// What to compute on.
+    /// Device to compute on.
     pub device: DeviceChoice,
-    /// Where the TCP collective listens; by default any port of the address from which this host
-    /// reaches the coordinator.
+    /// Where the TCP collective listens; by default any port of the local address from which this
+    /// host reaches the coordinator.
     pub collective_listen: Option<SocketAddr>,
     /// This process run.
     pub incarnation: u64,
-    /// What the application counts; reported with everything else.
+    /// Metrics of the application; reported with everything else.
     pub application: Metrics,
     /// The cluster's secret.
     pub secret: Option<Secret>,
-    /// NVML's library, when the system's loader does not find it.
+    /// Path of NVML's library, if the system's loader does not find it.
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.
     pub log: SharedLog,
-    /// What its node offers of its operator's own; cores and memory are found out.
+    /// Operator-defined resources and labels of the node; cores and memory are detected.
     pub offer: NodeResources,
-    /// The process's named actors; the program may have some of its own.
+    /// Named actors of the process; the program may have its own.
     pub actors: ActorRuntime,
 }
 
-/// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
-/// that it resolves to.
+/// Runs a worker on the current actix system until it ends; when `stop` resolves, the worker leaves
+/// for that reason.
 ///
 /// # Errors
-/// When the collective's address cannot be bound or the executor has no thread. A coordinator whose
-/// name is not known yet is waited for.
+/// When the collective's address cannot be bound or the executor's thread cannot start. If the
+/// coordinator's name cannot be resolved yet, it waits.
 pub async fn run(
     mut options: WorkerOptions,
     stop: impl Future<Output = String>,
@@ -121,7 +121,7 @@ pub async fn run(
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
     let (reason, lost) = tokio::select! {
-        // A lost device ends the executor, of which the actor tells later.
+        // A lost device ends the executor, which the actor reports later.
         biased;
         Ok(reason) = device_lost => (reason, true),
         end = &mut ended => return Ok(end.unwrap_or(failed)),
@@ -132,12 +132,12 @@ pub async fn run(
     match ended {
         _ if lost => Ok(WorkerEnd::DeviceLost { reason }),
         Ok(end) => Ok(end.unwrap_or(failed)),
-        // Its thread is held up by what ends with the process.
+        // Its thread is stuck in something that will end with the process.
         Err(_) => Ok(WorkerEnd::Shutdown { reason }),
     }
 }
 
-/// Binds the address of the collective, as soon as there is one.
+/// Binds the collective's address, as soon as it is known.
 async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
     let listen = match options.collective_listen {
         Some(address) => address,
@@ -153,14 +153,14 @@ async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
 struct Started {
     executor: Executor,
     device: DeviceKind,
-    /// The GPU's identity; empty on CPUs.
+    /// UUID of the GPU; empty on CPUs.
     gpu: String,
     threads: usize,
-    /// What the node offers, memory and cores included.
+    /// What the node offers, including memory and cores.
     offer: NodeResources,
 }
 
-/// Starts the executor of a rank on `device`, which takes TCP collectives on `listener`.
+/// Starts the executor of a rank on `device`, which accepts TCP collectives on `listener`.
 fn start_executor(
     device: DeviceChoice,
     listener: TcpListener,
@@ -195,8 +195,8 @@ fn start_executor(
     }
 }
 
-/// The address of this host on the way to the coordinator, as soon as there is one: a name may be
-/// known later than the worker starts (a pod's, a container's), as the coordinator may.
+/// Returns this host's address on the route to the coordinator, as soon as there is one: a name (of
+/// a pod or container) may be known later than the worker starts, and so may the coordinator.
 async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
     let mut pause = PAUSE_MIN;
     loop {
@@ -218,10 +218,10 @@ async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
     }
 }
 
-/// The address of this host on the way to `peer`.
+/// Returns this host's address on the route to `peer`.
 ///
 /// # Errors
-/// When `peer` cannot be resolved or there is no way to it.
+/// When `peer` cannot be resolved or there is no route to it.
 pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let unknown = || {
         let message = format!("the address {peer} cannot be resolved");
@@ -230,7 +230,7 @@ pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let peer = peer.to_socket_addrs().ok().and_then(|mut all| all.next()).ok_or_else(unknown)?;
     let any: IpAddr =
         if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Connecting a datagram socket sends nothing; it only chooses the way.
+    // Connecting a datagram socket sends nothing; it only selects the route.
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(peer)?;
     Ok(socket.local_addr()?.ip())

@@ -1,9 +1,9 @@
 //! Every series, declared once. No other place names one: the exposition, the merge, the log line
 //! and `docs/metrics.md` read this table; recording code uses its typed constants.
 //!
-//! Names carry the prefix `tutti_` and base units, and pass `promtool check metrics`. Series that
-//! belong to a replica carry `replica` and are added up by the query. Buckets are fixed, never
-//! derived from a configuration, because histograms merge exactly only over equal bounds.
+//! Names have the prefix `tutti_` and base units, and pass `promtool check metrics`. Series of a
+//! replica have the label `replica`; queries add them up. Buckets are fixed, never derived from the
+//! configuration, because histograms merge exactly only if their bounds are equal.
 use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
@@ -73,8 +73,8 @@ macro_rules! text_or_none {
 
 /// Declares the table and one typed constant per row:
 /// `kind(argument) ID: "name", unit, model [labels], owner, "help", when "condition";`
-/// where `model` stands before the labels of series that also carry the served model's name, and
-/// `when` tells what makes a series appear that is not always there.
+/// where `model` marks series that also carry the served model's name, and `when` is the condition
+/// under which a series appears that does not always exist.
 macro_rules! catalogue {
     ($($kind:ident $(($argument:expr))? $id:ident: $name:literal, $unit:ident,
        $($model:ident)? [$($label:expr),*], $owner:ident, $help:literal
@@ -114,7 +114,7 @@ macro_rules! catalogue {
 use GaugeMerge::{Max, Ratio, Sum};
 
 catalogue! {
-    // Requests. Each is counted once, by the coordinator.
+    // Requests, each counted once, by the coordinator.
     counter REQUESTS_ACCEPTED: "tutti_requests_accepted_total", Requests, model [], Coordinator,
         "Requests taken into the queue; a front end's request that the next leader goes on with, once by each. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
@@ -148,7 +148,7 @@ catalogue! {
         "Requests that a replica holds outside its batch now, waiting or swapped, by LoRA adapter.",
         when "LoRA adapters are served";
 
-    // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there
+    // Tokens, counted when the coordinator accepts them: once, however many ranks or retries there
     // are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
         "Prompt tokens processed for the first time, computed or from a cache; for each choice (n).";
@@ -199,7 +199,7 @@ catalogue! {
         model [SwapDirection::LABEL, REPLICA], Coordinator,
         "KV blocks copied to host memory (out) and back (in).", when "requests are swapped";
 
-    // Speculative decoding: what the coordinator made of each draft when its step was answered.
+    // Speculative decoding: the coordinator's verdict on each draft when its step was answered.
     counter SPEC_DECODE_DRAFTS: "tutti_spec_decode_drafts_total", Events, model [REPLICA],
         Coordinator, "Drafts verified, each of one or more tokens.",
         when "decoding is speculative";
@@ -233,7 +233,7 @@ catalogue! {
         Coordinator, "Tokens emitted of those that could have been, over all time.",
         when "decoding is speculative";
 
-    // Latencies. They start at arrival and survive the loss of a replica.
+    // Latencies, counted from arrival; they survive the loss of a replica.
     histogram(TTFT_SECONDS) TIME_TO_FIRST_TOKEN: "tutti_time_to_first_token_seconds", Seconds,
         model [], Coordinator,
         "Arrival to first token, once per request, by the coordinator that accepted that token.";
@@ -284,7 +284,7 @@ catalogue! {
     histogram(REQUEST_TOKENS) REQUEST_PARAMS_MAX_TOKENS: "tutti_request_params_max_tokens", Tokens,
         model [], Coordinator, "The parameter max_tokens, once when a request ends for any reason.";
 
-    // KV cache, per replica: every rank has the same blocks, so they are counted once.
+    // KV cache, per replica: all ranks have the same blocks, so they are counted once.
     gauge(Sum) KV_CACHE_BLOCKS_USED: "tutti_kv_cache_used_blocks", Blocks, model [REPLICA],
         Coordinator, "KV blocks that requests hold now.";
     gauge(Sum) KV_CACHE_BLOCKS: "tutti_kv_cache_blocks", Blocks, model [REPLICA], Coordinator,
@@ -310,7 +310,7 @@ catalogue! {
          TENSOR_PARALLEL],
         Coordinator, "Sizes and options of a replica's engine, while it serves.";
 
-    // Ranks. Every rank is real: labelled, never deduplicated.
+    // Ranks, labelled and never deduplicated.
     histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Plan received to result handed back, per step.";
     histogram(STEP_SECONDS) RANK_FORWARD: "tutti_rank_forward_seconds", Seconds,
@@ -383,7 +383,7 @@ catalogue! {
         [MessageRefusal::LABEL], Process,
         "Messages to named actors without effect, by reason; who asked was told.";
 
-    // Membership by etcd, as the coordinator sees it.
+    // Membership through etcd, as the coordinator sees it.
     gauge(Max) MEMBERSHIP_CONNECTED: "tutti_membership_connected", Items, [], Coordinator,
         "1 while etcd answers the coordinator, 0 while it goes on with what it knew last.",
         when "the cluster meets through etcd";
@@ -420,7 +420,7 @@ catalogue! {
         [SecretFile::LABEL, ReloadOutcome::LABEL], Frontend,
         "Files of API keys and of TLS that were read again because they changed, by outcome.";
 
-    // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
+    // Processes, hosts and devices. Processes on one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,
         "Time that a process's threads have computed, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
@@ -464,11 +464,11 @@ catalogue! {
         "When the coordinator started, in seconds since 1970.";
 }
 
-/// Every series, in the order of the documentation.
+/// All series, in the order of the documentation.
 pub static CATALOGUE: &[Definition] = DEFINITIONS;
 
-/// By position: differs between two programs when labels, kind or bucket bounds of a series differ,
-/// so that its totals may not be added up.
+/// Hashes by catalogue position. The hash of a series differs between two programs if its labels,
+/// kind or bucket bounds do, so that its totals must not be added up.
 pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
     let mut forms = [0; DEFINITIONS.len()];
     let mut row = 0;
@@ -479,7 +479,7 @@ pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
     forms
 };
 
-/// FNV-1a over everything that decides whether two totals may be added.
+/// FNV-1a hash of everything that decides whether two totals may be added.
 const fn form(definition: &Definition) -> u64 {
     let mut state = 0xcbf2_9ce4_8422_2325;
     state = hash_bytes(state, definition.name.as_bytes());
@@ -508,6 +508,6 @@ const fn hash_bytes(mut state: u64, bytes: &[u8]) -> u64 {
         state = (state ^ bytes[index] as u64).wrapping_mul(0x0100_0000_01b3);
         index += 1;
     }
-    // Ends the field, so that "ab","c" and "a","bc" differ.
+    // Terminates the field, so that "ab","c" and "a","bc" differ.
     (state ^ 0xff).wrapping_mul(0x0100_0000_01b3)
 }

@@ -2,15 +2,15 @@
 //! coordinator compiles to a grammar. Workers only get masks over tokens.
 use serde::{Deserialize, Serialize};
 
-/// Most bytes of a JSON schema.
+/// Maximum length of a JSON schema, in bytes.
 pub const SCHEMA_BYTES_MAX: usize = 256 << 10;
-/// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`] together.
+/// Maximum length of a grammar, and of all strings of [`GuideSpec::Choice`] together, in bytes.
 pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
-/// Most bytes of [`GuideSpec::Made`]: the client's schema and tools, and the grammar around them.
+/// Maximum length of [`GuideSpec::Made`], in bytes: schema, tools and the grammar around them.
 pub const MADE_BYTES_MAX: usize = 2 * SCHEMA_BYTES_MAX;
-/// Most bytes of a regular expression.
+/// Maximum length of a regular expression, in bytes.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
-/// Most alternatives of [`GuideSpec::Choice`], and tokens of [`GuideSpec::Tokens`].
+/// Maximum number of alternatives of [`GuideSpec::Choice`], and of tokens of [`GuideSpec::Tokens`].
 pub const GUIDE_ITEMS_MAX: usize = 4096;
 
 /// What the whole output must match.
@@ -29,7 +29,7 @@ pub enum GuideSpec {
     Choice(Vec<String>),
     /// Text derived by this grammar, in Lark's notation.
     Lark(String),
-    /// As `Lark`, for a grammar that a front end wrote around what its client asked for.
+    /// Same as `Lark`, for a grammar that a front end built around the client's request.
     Made(String),
     /// Any sequence of these tokens.
     Tokens(Vec<u32>),
@@ -38,18 +38,18 @@ pub enum GuideSpec {
 /// Whitespace allowed between the parts of JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Whitespace {
-    /// A space, or a line break with its indentation: once in each place, so that no model writes
-    /// whitespace for ever.
+    /// A space, or a line break with its indentation: at most once in each place, so that no model
+    /// writes whitespace for ever.
     #[default]
     Usual,
     /// Nothing.
     None,
-    /// What this regular expression matches, once in each place.
+    /// Text matched by this regular expression, once in each place.
     Pattern(String),
 }
 
 impl GuideSpec {
-    /// Length of its text, in bytes.
+    /// Returns the length of its text, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {

@@ -3,15 +3,15 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// Most adapters of a model: the messages that name them all must fit their bounds.
+/// Maximum number of adapters of a model: the messages that list them all must fit their bounds.
 pub const ADAPTERS_MAX: usize = 64;
-/// Longest name of an adapter, in bytes.
+/// Maximum length of an adapter's name, in bytes.
 pub const ADAPTER_NAME_MAX: usize = 128;
-/// Longest path of an adapter's folder, in bytes.
+/// Maximum length of the path of an adapter's folder, in bytes.
 pub const ADAPTER_PATH_MAX: usize = 1024;
 
-/// One LoRA adapter. Requests name it as they name the model; below HTTP it is its index in the
-/// list, from 1, and 0 is the base model alone.
+/// One LoRA adapter. Requests select it by name, in place of the model's; below HTTP it is
+/// identified by its index in the list, from 1, and 0 is the base model alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Adapter {
     /// Its name in the API.
@@ -30,7 +30,7 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Checks the bounds, and that each name is unique, also beside the model's own names.
+    /// Checks the bounds, and that each name is unique, also among the model's own names.
     ///
     /// # Errors
     /// One sentence naming the bound that is broken.

@@ -12,7 +12,7 @@ use crate::model::modules::{Module, Place};
 use crate::model::rope::RopeConfig;
 use crate::model::safetensors::{TensorView, WeightFiles};
 
-/// An adapter whose matrices are checked but not read yet.
+/// An adapter whose matrices are checked, but not read yet.
 #[derive(Debug)]
 pub(super) struct AdapterFiles {
     config: LoraConfig,
@@ -23,11 +23,11 @@ pub(super) struct AdapterFiles {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Factors<'a> {
     a: TensorView<'a>,
-    /// B of all modules that the adapter treats as one.
+    /// B of all modules that the adapter stores as one.
     b: TensorView<'a>,
-    /// The first row of B that belongs to the module.
+    /// First row of B that belongs to the module.
     first: usize,
-    /// The head size and rotary embedding, if the module's outputs are rotated heads.
+    /// Head size and rotary embedding, if the module's outputs are rotated heads.
     heads: Option<(usize, &'a RopeConfig)>,
     pub(super) rank: usize,
     pub(super) scale: f32,
@@ -37,7 +37,7 @@ impl AdapterFiles {
     /// Opens an adapter's folder and checks everything in it.
     ///
     /// # Errors
-    /// [`ModelError`] naming the adapter's file and what is not supported in it.
+    /// [`ModelError`] naming the adapter's file and what is wrong with it.
     pub(super) fn open(
         adapter: &Adapter,
         config: &ModelConfig,
@@ -86,10 +86,10 @@ impl AdapterFiles {
         Ok(())
     }
 
-    /// The matrices of a module; `None` if the adapter does not change it.
+    /// Returns the matrices of a module; `None` if the adapter does not change it.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when one of the two is missing, or does not match the model or the
+    /// [`ModelError::Tensor`] if one of the two is missing, or does not match the model or the
     /// configuration.
     pub(super) fn factors<'a>(
         &'a self,
@@ -136,7 +136,7 @@ impl AdapterFiles {
     }
 }
 
-/// The layer and the modules that a tensor belongs to; several where the model has them as one.
+/// Returns the layer and modules that a tensor belongs to; several if the model stores them as one.
 fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, String> {
     if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
         return Err("adapters of embeddings and output heads are not supported".to_owned());
@@ -172,7 +172,7 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
 }
 
 impl Factors<'_> {
-    /// Writes the `cols` columns of A from `first` on to the rows of `out`, `[rank, cols]`.
+    /// Writes `cols` columns of A, from `first` on, to the rows of `out`, `[rank, cols]`.
     pub(super) fn write_a(&self, first: usize, cols: usize, out: &mut [f32]) {
         for (row, out) in out.chunks_exact_mut(cols.max(1)).take(self.rank).enumerate() {
             widen(&self.a, row, first, out);
@@ -192,7 +192,7 @@ impl Factors<'_> {
     }
 }
 
-/// Converts the columns of a row from `first` on to f32.
+/// Converts a row's columns, from `first` on, to f32.
 fn widen(tensor: &TensorView<'_>, row: usize, first: usize, out: &mut [f32]) {
     let size = tensor.dtype.bytes();
     let start = (row * tensor.shape[1] + first) * size;
