@@ -1,4 +1,4 @@
-//! `docs/options.md` is what the program says of its options.
+//! `docs/options.md` equals the program's own description of its options.
 use crate::{program, tree};
 
 const PAGE: &str = "docs/options.md";
