@@ -216,8 +216,8 @@ async fn load_is_known_where_no_replica_serves() {
     }
 }
 
-/// Checks that the cluster's series have no `instance`, so that they continue under the next leader,
-/// and that a process's series have one.
+/// Checks that the cluster's series have no `instance`, so that they continue under the next
+/// leader, and that a process's series have one.
 async fn identity_problems(server: &Prometheus) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, of_process) in [
