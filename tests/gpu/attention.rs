@@ -118,7 +118,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
             cases.push(Attention { shape, extras, sinks: false });
         }
     }
-    // As in gpt-oss, and with a head size whose K and V are prefetched.
+    // As in gpt-oss, and with a head size whose K and V are copied asynchronously.
     let with_sinks: &[(usize, usize, usize)] = match quick {
         true => &[(8, 1, 64)],
         false => &[(64, 8, 64), (8, 2, 128)],

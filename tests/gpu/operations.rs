@@ -159,7 +159,7 @@ pub(crate) trait Case {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
 }
 
-/// Describes wrong values, if there are any: how many, where, the first ones.
+/// Describes wrong values, if any: how many, where, the first ones.
 fn difference(
     got: &[f32],
     expected: &[f32],

@@ -474,7 +474,7 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     if let Some(other) = other {
         steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
     }
-    // Ranks that share a GPU do not measure unless they are told to.
+    // Ranks that share a GPU do not measure unless requested.
     let name = "peers: ways of exchanging measured, two processes on one GPU";
     steps.push(Step::new(name, move |table| {
         let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
