@@ -21,7 +21,7 @@ fn request(tokens: u32) -> serde_json::Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_gpu_serves_and_says_what_it_is() {
-    // As many workers as there are GPUs, by default.
+    // By default, one worker per GPU.
     let cluster = up(&[], &[]).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(24)).await.unwrap();
