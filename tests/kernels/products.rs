@@ -216,6 +216,6 @@ fn shapes_that_do_not_fit_are_errors() {
     for (i, error) in errors.into_iter().enumerate() {
         assert!(matches!(error, Err(KernelError::Shape { .. })), "case {i}: {error:?}");
     }
-    // Nothing was written by any of them.
+    // None of them wrote anything.
     assert!(out.values().iter().chain(half.values()).all(|x| x.is_nan()));
 }
