@@ -63,7 +63,7 @@ fn is_average(query: &str) -> bool {
         && count.is_some_and(|count| above.replace(name, &count) == below)
 }
 
-/// Whether a selector uses exactly those of the dashboard's variables whose labels its series have.
+/// Whether a selector uses exactly the dashboard variables whose labels its series have.
 fn is_narrowed(selector: &Selector<'_>, definition: &Definition) -> bool {
     let has_replica = definition.labels.contains(&REPLICA);
     let narrowed = |by: &str| selector.matchers.split(", ").any(|matcher| matcher == by);
