@@ -1,5 +1,5 @@
 // A stand-in for NVIDIA's driver and cuBLASLt: one or more GPUs, whose memory is host memory and
-// whose kernels are this project's own, emulated. It has only what Tutti calls.
+// whose kernels are this project's own, emulated. It implements only what Tutti calls.
 //
 // It is as strict as the real ones can be: work on a stream runs as late as possible, new memory is
 // NaN, every allocation ends at a page that faults, and during the capture of a stream no call that
@@ -330,7 +330,7 @@ bool is_pinned(const void* at) {
     return found != pinned.begin() && address < (--found)->first + found->second;
 }
 
-// Whether the device may touch these bytes.
+// Whether the device can access these bytes.
 bool is_device(uint64_t at, size_t bytes) {
     auto found = allocations.upper_bound(at);
     return found != allocations.begin() && at + bytes <= (--found)->first + found->second.bytes;
