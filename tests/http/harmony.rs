@@ -329,7 +329,7 @@ async fn what_the_output_must_be_is_of_its_last_message() {
     }
 }
 
-/// Without special tokens the marks are text; an operator may select or disable the format for any
+/// Without special tokens the marks are text; an operator can select or disable the format for any
 /// model.
 #[tokio::test]
 async fn the_form_is_told_by_the_template_or_an_operator() {

@@ -261,7 +261,7 @@ fn clients_show_certificates_where_they_have_to() {
         assert_ne!(ask(&[]), OK, "{version:?}");
         assert_ne!(ask(&foreign), OK, "{version:?}");
     }
-    // The trusted authorities may change, too.
+    // The trusted authorities can change, too.
     std::fs::copy(other.made.authority(), &trusted).unwrap();
     until(&rig, &ca, &foreign, OK);
     assert_ne!(curl(&rig, &ca, "/health", &own).0, OK);
