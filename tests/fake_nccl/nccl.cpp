@@ -419,7 +419,7 @@ int ncclCommAbort(void* handle) {
     if (!fake_cuda::is_ready()) {
         die("an abort on a thread without a context");
     }
-    // An abort may come after a call has been in progress for a second.
+    // An abort is allowed once a call has been in progress for a second.
     if (comm->inside.load() > 0 || (comm->pending && std::chrono::steady_clock::now() - comm->called <
                                                          std::chrono::seconds(1))) {
         die("an abort while a call is in progress");
