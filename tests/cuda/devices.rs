@@ -62,8 +62,7 @@ fn what_is_wrong_is_said_in_the_last_line() {
         let line = last_line(&stdout);
         assert_eq!(code, 0, "{stdout}");
         assert!(line.starts_with("CUDA is not usable here: ") && line.contains(words), "{line}");
-        // A device that is requested and not available ends the program at once, with the same
-        // words.
+        // Requesting an unavailable device ends the program at once, with the same message.
         let bench = ["bench", "--device", "cuda", "--model", "tests/models/llama-gqa"];
         let (code, _, stderr) = with_fake(&bench, &[(name, value)]);
         assert_eq!(code, 69, "{stderr}");
@@ -83,8 +82,7 @@ fn a_driver_without_a_symbol_is_no_panic() {
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
 }
 
-/// Containers may have a driver library of their own beside the host's, and the wrong one of the
-/// two does not load.
+/// A container may have its own driver library beside the host's, and one of the two does not load.
 #[test]
 fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
     let broken = tempfile::tempdir().unwrap();
@@ -104,7 +102,7 @@ fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
     assert!(line.contains(broken) || !line.contains("not usable"), "{stdout}");
 }
 
-/// The folders that pip uses, for CUDA 12 and 13.
+/// The folders of pip's packages, for CUDA 12 and 13.
 #[test]
 fn cublaslt_is_found_among_pythons_packages() {
     let driver = tempfile::tempdir().unwrap();
@@ -132,7 +130,7 @@ fn cublaslt_is_found_among_pythons_packages() {
     }
 }
 
-/// Every worker of a host looks for its own GPU.
+/// Every worker of a host opens its own GPU only.
 #[test]
 fn a_gpu_that_is_named_is_the_only_one_with_a_context() {
     let log = tempfile::NamedTempFile::new().unwrap();

@@ -21,7 +21,7 @@ fn request(tokens: u32) -> serde_json::Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_gpu_serves_and_says_what_it_is() {
-    // As many workers as there are GPUs, by default.
+    // By default, one worker per GPU.
     let cluster = up(&[], &[]).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(24)).await.unwrap();
@@ -45,7 +45,7 @@ async fn two_gpus_make_one_replica() {
     assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
 }
 
-/// Its process ends with code 71, another takes its place, the request goes on.
+/// Its process exits with code 71, another one replaces it, and the request continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     // In every process, a few steps after the profiling passes and the first captures.
@@ -60,8 +60,8 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert!(log.contains("exit status: 71"), "{log}");
 }
 
-/// Nothing is captured after the start, whatever comes and however much at once. The text is the
-/// same where a GPU has room for so few blocks that each takes several parts of sequences.
+/// Nothing is captured after startup, whatever the load. The text stays the same if a GPU runs so
+/// few blocks at a time that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
     // Steps of 1, 2, 4 and 8 rows; with two ranks also steps whose rows are all greedy.
@@ -74,7 +74,7 @@ async fn graphs_are_captured_before_the_first_request() {
         let path = log.path().to_str().unwrap();
         let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
         variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
-        // As little as any supported GPU has: kernels that need more are not launched.
+        // The least of any supported GPU: kernels that need more are not launched.
         variables.push(("FAKE_CUDA_SHARED_MEMORY", "101376"));
         let cluster = up(args, &variables).await;
         let captured = || {

@@ -77,7 +77,7 @@ impl Prometheus {
         }
     }
 
-    /// The values of an instant query, NaN left out: 0 / 0 is no answer.
+    /// Returns the values of an instant query without NaN: 0 / 0 is no result.
     pub(crate) async fn query(&self, query: &str) -> Result<Vec<f64>, String> {
         let data = self.get(&format!("/api/v1/query?query={}", encoded(query))).await?;
         let samples = data["result"].as_array().ok_or("no result")?;
@@ -85,7 +85,7 @@ impl Prometheus {
         Ok(values.filter(|value: &f64| !value.is_nan()).collect())
     }
 
-    /// The values of `label` among `series`.
+    /// Returns the number of values of `label` among `series`.
     pub(crate) async fn label_values(&self, series: &str, label: &str) -> Result<usize, String> {
         let path = format!("/api/v1/label/{label}/values?match[]={}", encoded(series));
         Ok(self.get(&path).await?.as_array().map_or(0, Vec::len))
@@ -99,7 +99,7 @@ impl Drop for Prometheus {
     }
 }
 
-/// Percent-encoded for a URL's query.
+/// Percent-encodes `text` for a URL's query.
 fn encoded(text: &str) -> String {
     let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(byte);
     text.bytes()

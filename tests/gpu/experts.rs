@@ -10,7 +10,7 @@ pub(crate) struct Experts {
     hidden: usize,
     inner: usize,
     routing: Routing,
-    /// The first of the columns that the second product takes.
+    /// First column that the second product takes.
     first: usize,
     /// As in gpt-oss: biases everywhere, gate and up clamped.
     is_clamped: bool,
@@ -35,7 +35,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     let clamped = Routing { num_experts: 32, top_k: 4, normalise: true };
     let plain = Experts::PLAIN;
     let mut cases = vec![
-        // More rows than are grouped at a time: 8192 / 32 = 256.
+        // More rows than fit in a chunk: 8192 / 32 = 256.
         Experts { rows: 300, hidden: 32, inner: 16, routing: most, ..plain },
         Experts { routing: few, ..plain },
         Experts { rows: 70, routing: few, first: 3, ..plain },
@@ -45,7 +45,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
         cases.extend([
             Experts { hidden: 2048, inner: 768, routing: many, ..plain },
             Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8, ..plain },
-            // More rows than are grouped at a time: 8192 / 8 = 1024.
+            // More rows than fit in a chunk: 8192 / 8 = 1024.
             Experts { rows: 1500, hidden: 256, inner: 96, routing: many, ..plain },
             Experts { rows: 400, hidden: 512, inner: 300, routing: few, ..plain },
         ]);

@@ -1,5 +1,5 @@
-//! Every model folder's golden log-probabilities and greedy tokens, with and without graphs, and
-//! with drafts that are verified.
+//! Checks every model folder's golden log-probabilities and greedy tokens, with and without graphs,
+//! and with verified drafts.
 use std::path::{Path, PathBuf};
 
 use kernels::backend::prelude::*;
@@ -22,8 +22,7 @@ use worker::rank::NoSteps;
 use crate::{Options, Step, graphs_made};
 
 const BLOCK_SIZE: u32 = 16;
-/// The error that bf16 inputs of products cause in small random models; 0.065 when measured in
-/// emulation.
+/// Error caused by bf16 inputs of products in small random models; measured in emulation: 0.065.
 const TOLERANCE: f64 = 0.15;
 
 pub(crate) const VARIANTS: [&str; 24] = [
@@ -62,7 +61,7 @@ fn engine(
     engine_over(options.backend(ordinal, graphs)?, model, (0, 1), true)
 }
 
-/// The engine of one of `degree` ranks; `profiled` says that it runs its largest steps first.
+/// The engine of one of `degree` ranks; with `profiled`, it runs its largest steps first.
 pub(crate) fn engine_over(
     mut backend: CudaBackend,
     model: &Path,
@@ -142,7 +141,7 @@ pub(crate) fn follow(
         let mut outputs = Vec::new();
         engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
         (start, count) = (start + count, 1);
-        // The other ranks go on, whatever the first finds.
+        // The other ranks continue, whatever the first one finds.
         if parted || engine.backend().rank() > 0 {
             continue;
         }
@@ -160,7 +159,7 @@ pub(crate) fn follow(
     Ok((worst, compared))
 }
 
-/// Compares a greedy token; false when it differs and nothing tells which of the two is right.
+/// Compares a greedy token; false if it differs and either of the two could be right.
 fn agrees(
     golden: &Golden,
     at: usize,
@@ -201,8 +200,8 @@ fn forget(
     Ok(())
 }
 
-/// One prompt and its greedy tokens as drafts: the first and the second of each three are right, so
-/// that a step has four rows and yields three tokens. Returns what `follow` returns.
+/// Follows one prompt, with its greedy tokens as drafts: the first and the second of each three are
+/// right, so that a step has four rows and yields three tokens. Returns the same as `follow`.
 fn verify(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,
@@ -262,7 +261,7 @@ fn verify(
     Ok((worst, compared))
 }
 
-/// One model, with graphs or without, with drafts or without.
+/// Checks one model, with or without graphs and drafts.
 fn whole(
     options: &Options,
     ordinal: u32,
@@ -270,7 +269,7 @@ fn whole(
     model: &Path,
 ) -> Result<String, String> {
     let follow = if drafts { verify } else { follow };
-    // A step is captured when it comes for the second time; one with drafts yields three tokens.
+    // A step is captured the second time it occurs; one with drafts yields three tokens.
     let quick = if drafts { 14 } else { 5 };
     let (prompts, output) = if options.quick { (1, quick) } else { (usize::MAX, usize::MAX) };
     let mut engine = engine(options, ordinal, graphs, model).map_err(|error| error.to_string())?;
@@ -289,7 +288,7 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let models = variants.into_iter().chain([options.root.join("models/demo")]);
     let ways = [("calls", (false, false)), ("graphs", (true, false))];
     let all = models.flat_map(|model| ways.map(|way| (model.clone(), way)));
-    // Rows of drafts are computed as decode rows are: one model is enough to show that.
+    // Draft rows are computed like decode rows: one model is enough to show that.
     let demo = options.root.join("models/demo");
     let all = all.chain([(demo, ("drafts", (true, true)))]);
     let step = |(model, (how, way)): (PathBuf, (&str, (bool, bool)))| {

@@ -29,7 +29,7 @@ async fn a_body_has_so_many_values() {
     assert!(message.contains(&format!("values, the bound is {most}")), "{message}");
 }
 
-/// Each bound counts under its own reason, once, wherever it is.
+/// A refusal counts once, under the reason of the bound that was hit, wherever it is checked.
 #[tokio::test]
 async fn refusals_count_by_the_bound_that_was_hit() {
     let rig = Rig::saying("x");
@@ -134,7 +134,7 @@ async fn prompts_and_messages_are_checked() {
         assert_eq!(reply.status, 400, "{prompt}: {}", reply.body);
         assert_eq!(reply.body["error"]["param"], "prompt", "{prompt}");
     }
-    // An empty text is the token that the tokenizer begins texts with, and nothing without it.
+    // An empty text is only the beginning-of-text token; without special tokens, it is nothing.
     for prompt in [json!(""), json!([""])] {
         let mut body = json!({"prompt": prompt, "max_tokens": 1});
         let reply = rig.client.post(COMPLETIONS, &body).await.unwrap();
@@ -234,7 +234,7 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
-    // Many prompts, none of them too long: together more bytes than a single prompt may have.
+    // Many prompts, none too long; together they have more bytes than a single prompt may have.
     let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
     assert!(many.len() > 1 << 20);
     let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", many.as_bytes()));

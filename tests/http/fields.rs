@@ -18,7 +18,7 @@ fn body(path: &str) -> Value {
     }
 }
 
-/// (field, a value that asks for something, a value that asks for nothing)
+/// (field, a value that requests something, a neutral value)
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
         ("bad_words", json!(["a"]), json!([])),
@@ -235,7 +235,7 @@ fn the_documentation_lists_what_is_refused() {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();
         let missing: Vec<_> = refused.iter().filter(|it| !all.contains(*it)).collect();
-        // The Responses API refuses some chat fields under their old names, as that row says.
+        // The Responses API refuses some chat fields under their old names, as that row lists.
         let others = listed("chat");
         for name in missing {
             let known = own.contains(name) || (of == "responses" && others.contains(name));

@@ -1,16 +1,16 @@
-//! The API with a scripted engine: shapes, bounds, streams, disconnects. No model is computed: the
-//! engine returns the tokens it is told to.
+//! The API with a scripted engine: shapes, bounds, streams, disconnects. No model runs: the engine
+//! returns scripted tokens.
 //!
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
 //! - [`bounds`]: every bad request gets a 4xx that names the field
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field that would change the answer is ignored
-//! - [`conversations`]: the input that templates get from a chat request
-//! - [`harmony`]: gpt-oss' format, in which replies are messages
+//! - [`conversations`]: the input that chat templates get from a request
+//! - [`harmony`]: the format of gpt-oss, in which replies are messages
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, operators' limits
-//! - [`overload`]: limits of keys and addresses, the time that requests are given
+//! - [`overload`]: limits per key and address, time limits of requests
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`

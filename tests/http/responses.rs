@@ -1,4 +1,4 @@
-//! `/v1/responses`: its items, its events, what it refuses.
+//! `/v1/responses`: its items, its events, its refusals.
 use coordinator::engine::EngineError;
 use coordinator::http::options::ApiOptions;
 use coordinator::text::reply::{CallFormat, Reasoning};
@@ -155,7 +155,7 @@ async fn the_bound_of_the_output_is_a_bound() {
     let told = events(&rig, &json!({"input": "Hello", "max_output_tokens": 3})).await;
     assert_eq!(told.last().unwrap()["type"], "response.incomplete");
     assert_eq!(comparable(&told.last().unwrap()["response"]), comparable(&answer));
-    // Limited to what the model's length leaves.
+    // Limited to the rest of the model's length.
     let answer = ask(&rig, &json!({"input": "Hello", "max_output_tokens": 1_000_000})).await;
     assert_eq!(answer["max_output_tokens"], 1_000_000);
     let seen = rig.seen.lock().unwrap();

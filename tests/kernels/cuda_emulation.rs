@@ -1,10 +1,10 @@
 //! The sources of the CUDA kernels, compiled for the host and launched there.
 //!
-//! `kernels/cuda/emulate` runs a block's threads as fibers and computes what tensor cores and warps
-//! do; no GPU is involved, and none has checked it. Every launch runs several times, with different
-//! orders of threads and blocks, with background copies early and late, and with buffers right
-//! before or right after memory that faults: the results must be the same bits. Shared memory and
-//! outputs are initially NaN. UBSan checks alignment.
+//! `kernels/cuda/emulate` runs a block's threads as fibers and emulates tensor cores and warp
+//! instructions; no GPU is involved. Every launch runs several times, with different orders of
+//! threads and blocks, with asynchronous copies early and late, and with buffers right before or
+//! right after memory that faults: the results must be the same bits. Shared memory and outputs are
+//! initially NaN. UBSan checks alignment.
 use std::fmt::Write as _;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{Read as _, Write as _};
@@ -44,7 +44,7 @@ pub(crate) fn some_f32s(values: Option<&[f32]>) -> Arg {
     values.map_or(Arg::Null, f32s)
 }
 
-/// `len` NaN values, each of which must be overwritten.
+/// `len` NaN values, to detect those that are not written.
 pub(crate) fn poison_f32(len: usize) -> Arg {
     Arg::Buffer(vec![0xff; 4 * len])
 }
@@ -148,8 +148,8 @@ impl Launch<'_> {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It reads all input before it writes. If it rejects the request it may exit earlier; then
-        // it says why.
+        // It reads all input before it writes. If it rejects the request, it may exit earlier and
+        // print why.
         let _ = child.stdin.take().unwrap().write_all(&request);
         child
     }
@@ -225,8 +225,8 @@ pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     program
 }
 
-/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are computed as
-/// written; every access is checked for alignment.
+/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are rounded as
+/// written; with alignment checks of every access.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
@@ -320,8 +320,8 @@ fn the_emulation_notices_what_it_should() {
     assert!(wrong.failure(&args).contains("multiple of 32"));
 }
 
-/// A grid may not be complete before those before it, and what these read or write is left alone
-/// until then: see `end_without_waiting` in `device.cuh`.
+/// A grid must not complete before the preceding ones, nor touch before then what they read or
+/// write: see `end_without_waiting` in `device.cuh`.
 #[test]
 fn the_emulation_notices_who_does_not_wait() {
     let word = [u32s(&[7])];

@@ -1,4 +1,4 @@
-//! The text as a Prometheus server and its own linter see it.
+//! The exposition text as a Prometheus server and its linter see it.
 
 use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
@@ -169,7 +169,7 @@ fn the_format_is_the_one_that_the_scraper_prefers() {
         ("*/*", Format::Text),
         ("application/openmetrics-text", Format::OpenMetrics),
         ("text/plain;version=0.0.4;q=1,*/*;q=0.1", Format::Text),
-        // The header that Prometheus 2 sends, and that of 3.
+        // The headers of Prometheus 2 and 3.
         (
             "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;\
              q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -191,7 +191,7 @@ fn the_format_is_the_one_that_the_scraper_prefers() {
     }
 }
 
-/// The names of other servers: same data, their labels.
+/// The metric names of other servers: the same data, their labels.
 #[test]
 fn other_servers_names_come_from_the_same_totals() {
     let hub = full();
@@ -235,7 +235,7 @@ fn other_servers_names_come_from_the_same_totals() {
     ] {
         assert_eq!(scrape.get(series), value, "{series}");
     }
-    // What does not exist is not published under another name either.
+    // A series that does not exist is not published under another name either.
     let absent: Vec<_> = [Compat::Vllm, Compat::Aphrodite]
         .iter()
         .flat_map(|compat| compat.aliases())
@@ -254,7 +254,7 @@ fn other_servers_names_come_from_the_same_totals() {
     }
 }
 
-/// A reader that takes one series of a name for the server's gets the cluster's.
+/// A reader that expects one series per name, of a single server, gets the cluster's.
 #[test]
 fn a_cluster_is_one_server_to_those_who_look_for_one() {
     let hub = full();
@@ -305,8 +305,8 @@ fn the_prometheus_logger_holds_the_last_text() {
     assert!(logger.text().contains("tutti_fenced_frames_total 41\n"));
 }
 
-/// `promtool check metrics` finds nothing. The tool comes with the Prometheus server; without it
-/// this checks nothing on a developer's machine and fails in continuous integration.
+/// `promtool check metrics` reports nothing. The tool comes with the Prometheus server; without it,
+/// this test passes on a developer's machine and fails in continuous integration.
 #[test]
 fn promtool_finds_nothing_to_complain_about() {
     let text = text(&full(), Format::Text);

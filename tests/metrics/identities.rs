@@ -10,7 +10,7 @@ use shared::metrics::labels::FinishedReason;
 
 use crate::rig::{SUMMARY, config, hub, id, ms, scrape};
 
-/// What may happen to a request, chosen blindly.
+/// What can happen to a request, chosen at random.
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Accept,
@@ -49,7 +49,7 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// In whatever order events come, the identities hold after each and no total falls.
+    /// Whatever the order of events, the identities hold after each and no total decreases.
     #[test]
     fn identities_hold_after_every_event(events in prop::collection::vec(event(), 1..60)) {
         let hub = hub();
