@@ -14,14 +14,14 @@ use super::CliError;
 /// Options of who asks an `https://` server.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrustArgs {
-    /// PEM file of the authorities that may have signed an https:// server's certificate
-    /// [default: those of this host]
+    /// PEM file of the authorities to trust for the certificate of an https:// server [default:
+    /// those of this host]
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_ca: Option<PathBuf>,
-    /// PEM file of a certificate to show, to a server with --tls-client-ca
+    /// PEM file of the client certificate to present to a server with --tls-client-ca
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_certificate: Option<PathBuf>,
-    /// PEM file of its key, which only its owner may read
+    /// PEM file with the key of --tls-client-certificate, readable only by its owner
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_key: Option<PathBuf>,
 }

@@ -36,35 +36,36 @@ use super::{CliError, api, secret};
 /// can be given.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {
-    /// TOML file of the node to be: its keys are these options' names where there are such
+    /// TOML file of the node to check, with the names of its options as keys; those that doctor
+    /// does not have are ignored
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Check for a worker or front end of this coordinator (cluster address); without it, for a
-    /// coordinator or `tutti up` on this host
+    /// Check this host as a worker or front end of the coordinator at this cluster address; without
+    /// it, as a coordinator or for `tutti up`
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     /// The coordinator's HTTP address, to compare clocks and versions with [default: port 8000 of
-    /// --coordinator's host, by https:// with --tls-ca]
+    /// --coordinator's host, https:// with --tls-ca]
     #[arg(long, value_name = "URL")]
     pub(crate) server: Option<String>,
     #[command(flatten)]
     pub(crate) trust: TrustArgs,
-    /// Certificate of the server to be (PEM)
+    /// PEM file with the server's certificate
     #[arg(long, alias = "ssl-certfile", value_name = "FILE")]
     pub(crate) tls_certificate: Option<PathBuf>,
-    /// Its key (PEM)
+    /// PEM file with the key of the server's certificate
     #[arg(long, alias = "ssl-keyfile", value_name = "FILE")]
     pub(crate) tls_key: Option<PathBuf>,
-    /// Authorities of its clients (PEM)
+    /// PEM file of the authorities for client certificates
     #[arg(long, alias = "ssl-ca-certs", value_name = "FILE")]
     pub(crate) tls_client_ca: Option<PathBuf>,
-    /// Where HTTP shall be served
+    /// Address that HTTP will be served on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
-    /// Where workers shall dial in
+    /// Address that workers and front ends will connect to
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8001")]
     pub(crate) cluster_listen: SocketAddr,
     #[command(flatten)]
@@ -72,7 +73,7 @@ pub(crate) struct DoctorArgs {
     /// File with the cluster's secret
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
-    /// The node would run without a secret on purpose
+    /// Accept that the node runs without a secret
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
     /// Model folder [default: models/demo, for a coordinator]
@@ -81,25 +82,25 @@ pub(crate) struct DoctorArgs {
     /// Workers per replica
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
-    /// Quantise weights while they are loaded: int8 or none, as when serving
+    /// Quantise weights while loading: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
     #[command(flatten)]
     pub(crate) lora: LoraArgs,
-    /// What drafts, as when serving: a draft model takes memory, too
+    /// Speculative decoding, as when serving; a draft model takes memory too
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
     pub(crate) speculative_config: Option<Speculative>,
-    /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
+    /// Workers on this host [default: 1 with --coordinator, otherwise --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
-    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
+    /// KV cache memory per worker, in bytes or with a suffix KiB, MiB or GiB
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
-    /// Host memory per worker for requests that are put back when the KV cache is full: in GiB, or
-    /// bytes with a suffix KiB, MiB, GiB
+    /// Host memory per worker for requests that are preempted when the KV cache is full: in GiB, or
+    /// bytes with a suffix KiB, MiB or GiB
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
     pub(crate) swap_space: u64,
-    /// NVIDIA's management library, when the system's loader does not find it
+    /// NVIDIA's management library (NVML), if the system's loader does not find it
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
 }

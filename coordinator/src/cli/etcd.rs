@@ -23,27 +23,27 @@ const CLUSTER_NAME_MAX: usize = 64;
 /// Options of the roles that meet through etcd.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct EtcdArgs {
-    /// etcd's members, comma separated (http://HOST:PORT or https://HOST:PORT): there coordinators,
-    /// workers and front ends find each other, and one of the coordinators leads
+    /// etcd's members (http://HOST:PORT or https://HOST:PORT), comma separated: coordinators,
+    /// workers and front ends find each other through etcd, and one of the coordinators leads
     #[arg(long, value_name = "URLS", value_delimiter = ',', value_parser = parse_endpoint)]
     pub(crate) etcd: Vec<String>,
-    /// Tells clusters of one etcd apart
+    /// Name of this cluster: tells apart clusters that share an etcd
     #[arg(long, value_name = "NAME", default_value = "tutti", value_parser = parse_cluster_name)]
     pub(crate) cluster_name: String,
-    /// etcd's user, where it has users
+    /// User to authenticate to etcd as, if it has users
     #[arg(long, value_name = "NAME")]
     pub(crate) etcd_user: Option<String>,
-    /// File with that user's password that only its owner may read. TUTTI_ETCD_PASSWORD in the
-    /// environment does the same without a file
+    /// File with the password of --etcd-user, readable only by its owner. The environment variable
+    /// TUTTI_ETCD_PASSWORD can hold the password instead
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_password_file: Option<PathBuf>,
-    /// Authority that signed etcd's certificates (PEM), for https
+    /// PEM file of the authority that signed etcd's certificates, for https
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_ca: Option<PathBuf>,
-    /// This process's certificate (PEM), where etcd wants one
+    /// PEM file of this process's certificate, if etcd requires one
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_cert: Option<PathBuf>,
-    /// The key of --etcd-cert (PEM)
+    /// PEM file with the key of --etcd-cert
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_key: Option<PathBuf>,
 }

@@ -17,7 +17,7 @@ names (`--config FILE`); the command line wins.
 /// Options of `tutti options`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OptionsArgs {
-    /// As Markdown: what docs/options.md is made of
+    /// Print Markdown, as in docs/options.md
     #[arg(long)]
     pub(crate) markdown: bool,
 }
