@@ -120,8 +120,8 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     if is_open(listen, &keys, args) {
         tracing::warn!(
             %listen,
-            "whoever reaches this address may use the API: there are no keys (--api-key-file), and \
-             no certificates of clients are asked for (--tls-client-ca)"
+            "anyone who can reach this address can use the API: there are no API keys \
+             (--api-key-file), and no client certificates are required (--tls-client-ca)"
         );
     }
     let reasoning = args.reasoning_parser.as_deref().map(|parser| match parser {
@@ -133,7 +133,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         && (calls == CallFormat::Harmony) != (reasoning == Reasoning::Harmony)
     {
         return Err(CliError::Usage(format!(
-            "--tool-call-parser {} and --reasoning-parser {} exclude each other: openai and \
+            "--tool-call-parser {} and --reasoning-parser {} cannot be combined: openai and \
              openai_gptoss are one format",
             calls.name(),
             args.reasoning_parser.as_deref().unwrap_or_default()
@@ -280,7 +280,7 @@ mod tests {
         for wrong in [["openai", "qwen3"], ["hermes", "openai_gptoss"]] {
             let words = ["--tool-call-parser", wrong[0], "--reasoning-parser", wrong[1]];
             let error = parse(&words).unwrap_err();
-            assert!(error.contains(wrong[0]) && error.contains("exclude each other"), "{error}");
+            assert!(error.contains(wrong[0]) && error.contains("cannot be combined"), "{error}");
         }
     }
 

@@ -55,7 +55,7 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
     if !url.starts_with("https://") {
         if trust.given() {
             return Err(CliError::Usage(format!(
-                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is none"
+                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is not one"
             )));
         }
         return Ok(config.build().into());
@@ -91,9 +91,9 @@ pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
 }
 
 /// What a certificate is that has the mark of an authority, and how to make another.
-pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is marked as an authority's \
-     (CA:TRUE), which TLS libraries like this one refuse for a server: make one with `openssl req \
-     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or one that an authority of your own signs";
+pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is a CA certificate \
+     (CA:TRUE), which TLS libraries like this one reject for a server: make one with `openssl req \
+     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or have one signed by your own authority";
 
 /// Whether the answer was no HTTP at all, as that of an HTTPS server to a plain request.
 fn is_no_http(error: &ureq::Error) -> bool {
@@ -121,7 +121,7 @@ fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliErro
             if found.certs.is_empty() {
                 let why = found.errors.first().map(|error| format!(" ({error})"));
                 return Err(CliError::Usage(format!(
-                    "this host knows of no authorities{}: name the server's by --tls-ca FILE",
+                    "this host trusts no authorities{}: name the server's with --tls-ca FILE",
                     why.unwrap_or_default()
                 )));
             }

@@ -192,7 +192,7 @@ impl Finding {
             Level::Warn => "warn",
             Level::Fail => "fail",
         };
-        let fix = self.fix.as_ref().map(|fix| format!("; to mend it: {fix}")).unwrap_or_default();
+        let fix = self.fix.as_ref().map(|fix| format!("; to fix it: {fix}")).unwrap_or_default();
         format!("{level:<5} {:<14} {}{fix}", self.check, self.found)
     }
 }
@@ -242,7 +242,7 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Findin
         }
     };
     let source = match &args.cluster_secret_file {
-        Some(file) => format!("{} is readable by its owner alone", file.display()),
+        Some(file) => format!("{} is readable only by its owner", file.display()),
         None => "TUTTI_CLUSTER_SECRET is set".to_owned(),
     };
     let listens = args.coordinator.is_none() && !args.cluster_listen.ip().is_loopback();
@@ -250,10 +250,13 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::auth::Secret>, Findin
         Some(_) => Finding::ok(CHECK, source),
         None if listens && !args.insecure_no_auth => Finding::fail(
             CHECK,
-            format!("none, and other hosts reach --cluster-listen {}", args.cluster_listen),
+            format!(
+                "none is given, but other hosts can reach --cluster-listen {}",
+                args.cluster_listen
+            ),
             "--cluster-secret-file FILE, the same on every node",
         ),
-        None => Finding::ok(CHECK, "none is given: only for clusters on one host"),
+        None => Finding::ok(CHECK, "none is given, which suits only a cluster on one host"),
     };
     (secret, finding)
 }
@@ -272,8 +275,8 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
     Some(match files.check() {
         Ok(()) if is_authority(&files.certificate) => {
             let found = format!(
-                "{} is marked as an authority's (CA:TRUE): curl takes it, `tutti status` and many \
-                 other clients refuse it",
+                "{} is a CA certificate (CA:TRUE): curl accepts it, but `tutti status` and many \
+                 other clients reject it",
                 files.certificate.display()
             );
             Finding::warn(
@@ -287,7 +290,7 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
             Finding::ok(CHECK, found)
         }
         Err(error) => {
-            let fix = "PEM files of the certificate and of its key, which others may not read";
+            let fix = "PEM files of the certificate and of its key, which only its owner may read";
             Finding::fail(CHECK, error.to_string(), fix)
         }
     })
@@ -330,7 +333,7 @@ mod tests {
     #[test]
     fn a_finding_is_one_line_with_its_remedy() {
         let finding = Finding::fail("model", "two\nlines", "do this");
-        assert_eq!(finding.line(), "fail  model          two lines; to mend it: do this");
+        assert_eq!(finding.line(), "fail  model          two lines; to fix it: do this");
         assert_eq!(Finding::ok("model", "fine").line(), "ok    model          fine");
     }
 }

@@ -133,7 +133,7 @@ fn user(args: &EtcdArgs) -> Result<Option<(String, String)>, CliError> {
 fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
     let secure = args.etcd.iter().filter(|endpoint| endpoint.starts_with("https://")).count();
     if secure != 0 && secure != args.etcd.len() {
-        let message = "--etcd: all members must be reached by http, or all by https";
+        let message = "--etcd: either all members must use http, or all https";
         return Err(CliError::Usage(message.to_owned()));
     }
     let identity = match (&args.etcd_cert, &args.etcd_key) {
@@ -184,8 +184,8 @@ pub(crate) fn find(
     };
     if let Some(coordinator) = coordinator {
         return Err(CliError::Usage(format!(
-            "--coordinator {coordinator} and --etcd exclude each other: with --etcd the address \
-             of whoever leads is found there"
+            "--coordinator {coordinator} and --etcd cannot be combined: with --etcd the leader's \
+             address is found there"
         )));
     }
     let record = Record {
@@ -230,8 +230,8 @@ pub(crate) fn advertised(
         None => {
             let towards = outgoing(etcd).filter(|ip| !ip.is_loopback()).ok_or_else(|| {
                 CliError::Usage(format!(
-                    "--cluster-listen {cluster} is every address of this host, and which of them \
-                     others reach is not clear: say --advertise HOST:PORT"
+                    "--cluster-listen {cluster} is a wildcard address, and it is not clear at \
+                     which address other nodes reach this host: set --advertise HOST:PORT"
                 ))
             })?;
             SocketAddr::new(towards, cluster.port()).to_string()
@@ -241,7 +241,7 @@ pub(crate) fn advertised(
     if loopback && outgoing(etcd).is_some_and(|ip| !ip.is_loopback()) {
         tracing::warn!(
             address,
-            "only this host reaches the advertised address: say --cluster-listen or --advertise"
+            "only this host can reach the advertised address: set --cluster-listen or --advertise"
         );
     }
     let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
@@ -317,6 +317,6 @@ mod tests {
         refused(&user, &["--etcd-password-file /no/such"]);
         let named = find(Some("h:1"), &args(&["http://h:1"]), Role::Worker, "n", 1);
         let error = named.unwrap_err().to_string();
-        assert!(error.contains("--coordinator h:1 and --etcd exclude each other"), "{error}");
+        assert!(error.contains("--coordinator h:1 and --etcd cannot be combined"), "{error}");
     }
 }

@@ -31,7 +31,7 @@ impl ResourceArgs {
         let taken = ["cpus", "gpus", "memory"].into_iter().find(|n| offer.custom.contains_key(*n));
         if let Some(name) = taken {
             return Err(CliError::Usage(format!(
-                "--resource {name}: that is found out, not given"
+                "--resource {name}: this resource is detected and cannot be set"
             )));
         }
         let usage = |problem| CliError::Usage(format!("--label, --resource: {problem}"));

@@ -176,8 +176,8 @@ pub(crate) struct ServingArgs {
 pub(super) fn parse_dtype(text: &str) -> Result<Dtype, String> {
     if let "float16" | "half" = text {
         return Err(
-            "float16 is not computed in: choose bfloat16 or float32 (checkpoints in float16 \
-                    are fine)"
+            "computing in float16 is not supported: choose bfloat16 or float32 (checkpoints in \
+             float16 are fine)"
                 .to_owned(),
         );
     }
@@ -209,7 +209,7 @@ pub(crate) fn parse_quantization(text: &str) -> Result<Quantization, String> {
     found.ok_or_else(|| {
         let names = Quantization::ALL.map(Quantization::name).join(", ");
         format!(
-            "it must be one of: {names} (what a checkpoint is quantised with is read from its \
+            "it must be one of: {names} (a checkpoint's own quantisation is read from its \
              config.json)"
         )
     })
