@@ -112,19 +112,19 @@ fn plans_that_do_not_fit() {
             vec![run(2, 0, 5, &[2])],
             "seq-2 has 1 blocks, too few for 5 tokens",
         ),
-        (vec![new(2, &[], 0)], vec![], "seq-2 has 0 tokens, the bound is 12"),
-        (vec![new(2, &[1; 13], 1)], vec![], "seq-2 has 13 tokens, the bound is 12"),
+        (vec![new(2, &[], 0)], vec![], "seq-2 has 0 tokens, the limit is 12"),
+        (vec![new(2, &[1; 13], 1)], vec![], "seq-2 has 13 tokens, the limit is 12"),
         (vec![new(2, &[1], 2)], vec![], "seq-2 has fewer tokens than its prompt"),
         (vec![new(2, &[384], 1)], vec![run(2, 0, 1, &[2])], "seq-2 has token 384 of 384"),
         (
             vec![new(2, &[1], 1), new(3, &[1], 1)],
             vec![run(1, 5, 1, &[]), run(2, 0, 1, &[2]), run(3, 0, 1, &[3])],
-            "3 sequences, the bound is 2",
+            "3 sequences, the limit is 2",
         ),
         (
             vec![new(2, &[1; 8], 1), new(3, &[1; 8], 1)],
             vec![run(2, 0, 8, &[2, 3]), run(3, 0, 8, &[4, 5])],
-            "16 tokens, the bound is 14",
+            "16 tokens, the limit is 14",
         ),
         (
             vec![],
@@ -154,7 +154,7 @@ fn plans_that_do_not_fit() {
         (
             vec![],
             vec![SequenceStep { drafts: Drafts::UpTo(2), ..drafts(&[7, 8]) }],
-            "3 sequences and drafts, the bound is 2",
+            "3 sequences and drafts, the limit is 2",
         ),
         (
             vec![],
@@ -182,11 +182,11 @@ fn plans_that_do_not_fit() {
             "seq-1 has drafts, but is not to be sampled freely",
         ),
         (vec![], vec![drafts(&[7, 384])], "seq-1 has draft 384 of 384"),
-        (vec![], vec![drafts(&[7, 8])], "3 sequences and drafts, the bound is 2"),
+        (vec![], vec![drafts(&[7, 8])], "3 sequences and drafts, the limit is 2"),
         (
             vec![new(2, &TOKENS, 5)],
             vec![drafts(&[7]), SequenceStep { sample: false, ..run(2, 0, 1, &[2]) }],
-            "3 sequences and drafts, the bound is 2",
+            "3 sequences and drafts, the limit is 2",
         ),
         (vec![], vec![drafts(&[7; 7])], "seq-1 is to be sampled at 13, it has 13 tokens"),
         (
@@ -197,7 +197,7 @@ fn plans_that_do_not_fit() {
         (
             (2..10).map(|seq| new(seq, &[1], 1)).collect(),
             vec![],
-            "8 sequences are held, the bound is reached",
+            "8 sequences are held, the limit is reached",
         ),
     ];
     for (admitted, sequences, expected) in cases {

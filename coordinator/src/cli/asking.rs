@@ -93,7 +93,7 @@ pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
 /// What a certificate is that has the mark of an authority, and how to make another.
 pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is a CA certificate \
      (CA:TRUE), which TLS libraries like this one reject for a server: make one with `openssl req \
-     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or have one signed by your own authority";
+     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or have your own authority sign one";
 
 /// Whether the answer was no HTTP at all, as that of an HTTPS server to a plain request.
 fn is_no_http(error: &ureq::Error) -> bool {

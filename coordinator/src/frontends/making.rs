@@ -169,7 +169,7 @@ mod tests {
     fn clients_of_other_processes_get_the_same_status() {
         let status =
             |error| ApiError::from(engine_error(RequestId(1), error)).status_code().as_u16();
-        assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
+        assert_eq!(status(GrammarError::Refused("is not a grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
         assert_eq!(status(GrammarError::Broke), 500);
     }

@@ -45,7 +45,8 @@ impl Readiness {
     /// Of a server that has been told to end.
     #[must_use]
     pub fn ending() -> Self {
-        let message = "the server is ending: it finishes what runs and takes nothing new";
+        let message = "the server is shutting down: it finishes running requests and accepts no \
+                       new ones";
         Self { ready: false, message: message.to_owned() }
     }
 }

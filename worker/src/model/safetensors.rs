@@ -379,7 +379,7 @@ impl WeightFile {
             return Err(ModelError::file(&path, "is shorter than a safetensors header"));
         };
         if length > HEADER_MAX {
-            let message = format!("its header claims {length} bytes, the bound is {HEADER_MAX}");
+            let message = format!("its header claims {length} bytes, the limit is {HEADER_MAX}");
             return Err(ModelError::file(&path, message));
         }
         let data_start = 8 + length as usize;
