@@ -418,5 +418,5 @@ fn an_index_names_files_of_its_folder_that_have_what_it_says() {
     };
     let first = "model-00001-of-00004.safetensors";
     names(&assign(first), &[first, "tensor lm_head.weight", "not in this file"]);
-    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "no plain file name"]);
+    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "not a plain file name"]);
 }

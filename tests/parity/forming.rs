@@ -150,7 +150,7 @@ fn with_drafts<D: Device>(device: D) {
     let error = rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut news).unwrap_err();
     assert!(error.permanent, "{error}");
     let message = error.to_string();
-    assert!(message.contains("demo/config.json: vocab_size is 2048, and the model"), "{message}");
+    assert!(message.contains("demo/config.json: vocab_size is 2048, but the model"), "{message}");
     assert!(!message.contains('\n'));
 }
 
