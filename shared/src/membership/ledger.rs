@@ -30,13 +30,13 @@ pub enum LedgerError {
     #[error("this process does not lead any more")]
     Fenced,
     /// The bytes are too many.
-    #[error("{bytes} bytes are over the bound of {}", PIECE_BYTES * PIECES_MAX)]
+    #[error("{bytes} bytes exceed the limit of {}", PIECE_BYTES * PIECES_MAX)]
     TooLarge {
         /// How many.
         bytes: usize,
     },
     /// What is there does not belong together.
-    #[error("what is there is damaged: {0}")]
+    #[error("the stored record is damaged: {0}")]
     Damaged(String),
 }
 
