@@ -140,7 +140,7 @@ impl Frontends {
             resume(&mut request, guides, max)?;
             Ok(request)
         });
-        let message = "going on from what was accepted broke off";
+        let message = "resuming from the accepted tokens was interrupted";
         let broke = |_| Err(EngineError::Broke { message: message.to_owned() });
         resumed.await.unwrap_or_else(broke)
     }

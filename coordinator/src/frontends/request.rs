@@ -59,7 +59,7 @@ impl Frontends {
             return Err(format!("adapter {} of {adapters}", submit.adapter));
         }
         if let Some(spec) = &submit.guide {
-            spec.check().map_err(|error| format!("what the output must be {error}"))?;
+            spec.check().map_err(|error| format!("the output's constraint {error}"))?;
         }
         submit.sampling.check(vocab)?;
         let (n, max_tokens) = (submit.n, submit.max_tokens);
