@@ -115,7 +115,7 @@ tutti_iteration_tokens_count{model_name=\"demo\",replica=\"0\"} 2
 # HELP tutti_kv_cache_blocks KV blocks there are.
 # TYPE tutti_kv_cache_blocks gauge
 tutti_kv_cache_blocks{model_name=\"demo\",replica=\"0\"} 100
-# HELP tutti_kv_cache_usage_ratio KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.
+# HELP tutti_kv_cache_usage_ratio Fraction of KV blocks in use, 0 to 1. Across replicas, divide the sums; do not average.
 # TYPE tutti_kv_cache_usage_ratio gauge
 tutti_kv_cache_usage_ratio{model_name=\"demo\",replica=\"0\"} 0.03
 # HELP tutti_kv_cache_used_blocks KV blocks that requests hold now.
