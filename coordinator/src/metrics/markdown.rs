@@ -81,7 +81,9 @@ In every single scrape:
 pub fn markdown() -> String {
     let mut page = String::from(HEAD);
     page.push_str("\n## Series\n\n");
-    page.push_str("| name | type | unit | labels | measured by | merged by | meaning | present |\n");
+    page.push_str(
+        "| name | type | unit | labels | measured by | merged by | meaning | present |\n",
+    );
     page.push_str("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for definition in CATALOGUE {
         row(&mut page, definition);
