@@ -36,8 +36,8 @@ use super::{CliError, api, secret};
 /// can be given.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {
-    /// TOML file of the node to check, with the names of its options as keys; those that doctor
-    /// does not have are ignored
+    /// TOML file of the node to check, with the names of these options as keys; keys of other
+    /// options are ignored
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
     /// Print JSON

@@ -118,7 +118,7 @@ pub(crate) struct CoordinatorArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=600))]
     pub(crate) leader_lease: u64,
     /// With --etcd: how often to write the totals of /metrics to etcd, so that the next leader
-    /// continues from them; /metrics then shows the totals as last written. 0 for never
+    /// continues from them; /metrics then shows the totals as last written. 0 turns this off
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) checkpoint_interval: u64,
 }

@@ -4,16 +4,13 @@ use std::fmt::Write as _;
 
 use clap::{Arg, Args, Command};
 
-const HEAD: &str = "# Options
+const HEAD: &str = "\
+# Options
 
-Every command and every option, generated from the program. To \
-                    change it, change the option and run
-`UPDATE_DOCS=1 cargo test -p tests --test \
-                    tidy options`. `tutti COMMAND --help` says the same.
+Every command and every option, generated from the program. To change it, change the option and run
+`UPDATE_DOCS=1 cargo test -p tests --test tidy options`. `tutti COMMAND --help` says the same.
 
-The options of `up`, \
-                    `coordinator`, `worker` and `frontend` can be set in a TOML file under the \
-                    same
+The options of `up`, `coordinator`, `worker` and `frontend` can be set in a TOML file under the same
 names (`--config FILE`); the command line takes precedence.
 ";
 
@@ -117,8 +114,8 @@ fn page(command: &Command, rows: &[Row]) -> String {
             writeln!(page, "| `tutti {}{arguments}` | {} |", subcommand.get_name(), prose(&about));
     }
     page.push_str(
-        "\n## By name\n\n| option | default | commands | description |\n| --- | --- | --- | --- \
-         |\n",
+        "\n## By name\n\n| option | default | commands | description |\n\
+         | --- | --- | --- | --- |\n",
     );
     for row in rows {
         let names: Vec<String> = row.names.iter().map(|name| format!("`{name}`")).collect();

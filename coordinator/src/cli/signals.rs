@@ -53,8 +53,7 @@ impl Signals {
                     tracing::warn!(?patience, "some requests did not finish in time and will fail");
                 }
             }
-            () = self.next() => tracing::warn!(
-                "told to stop at once: requests that still run will fail"),
+            () = self.next() => tracing::warn!("told to stop at once: running requests fail"),
         }
     }
 }

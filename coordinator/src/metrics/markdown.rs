@@ -6,73 +6,42 @@ use shared::metrics::compat::Compat;
 use shared::metrics::labels::MODEL_NAME;
 use shared::metrics::{Definition, Kind};
 
-const HEAD: &str = "# Metrics
+const HEAD: &str = "\
+# Metrics
 
-One endpoint, `/metrics` on the coordinator, holds the whole \
-                    cluster. This page is generated from the
-catalogue \
-                    (`shared/src/metrics/catalogue.rs`); to change it, change the catalogue and \
-                    run
+One endpoint, `/metrics` on the coordinator, holds the whole cluster. This page is generated from the
+catalogue (`shared/src/metrics/catalogue.rs`); to change it, change the catalogue and run
 `UPDATE_DOCS=1 cargo test -p tests --test metrics`.
 
 How to read it:
 
-- \
-                    Series that belong to a replica carry `replica`: `sum without (replica) (...)` \
-                    is the cluster.
-- Ranks of one replica see the same batch, so its tokens are \
-                    counted once, by the coordinator, when it
-  accepts them. Figures per rank \
-                    carry `rank` and `worker` and are never added up.
-- Counters and histograms \
-                    never fall while the coordinator lives, whatever happens to workers. Gauges
-  \
-                    vanish with what they describe.
-- Do not average ratios: divide the sums of \
-                    numerator and denominator.
-- A worker that dies takes at most one report \
-                    interval of its own `rank` series with it. Requests and
-  tokens are counted \
-                    by the coordinator and lose nothing.
-- Front ends of their own processes \
-                    (`tutti frontend`) count their HTTP requests and what they refuse;
-  \
-                    everything the engine does is counted by the coordinator, so no total depends \
-                    on how many front ends
-  there are. A front end that is killed takes at most \
-                    one report interval (0.5 s) of its HTTP series with
-  it, one that stops \
-                    none.
-- Latencies of parts (prefill, decode, inference, end to end, time per \
-                    output token) are those of requests
-  for text that ended by `stop` or \
-                    `length`; queue time and time to first token are those of all that came
-  so \
-                    far, however they end; sizes and parameters are those of all requests that \
-                    ended. A request for embeddings is one accepted request for each input; it has \
-                    a latency of its own.
+- Series that belong to a replica carry `replica`: `sum without (replica) (...)` is the cluster.
+- Ranks of one replica see the same batch, so its tokens are counted once, by the coordinator, when it
+  accepts them. Figures per rank carry `rank` and `worker` and are never added up.
+- Counters and histograms never fall while the coordinator lives, whatever happens to workers. Gauges
+  vanish with what they describe.
+- Do not average ratios: divide the sums of numerator and denominator.
+- A worker that dies takes at most one report interval of its own `rank` series with it. Requests and
+  tokens are counted by the coordinator and lose nothing.
+- Front ends of their own processes (`tutti frontend`) count their HTTP requests and what they refuse;
+  everything the engine does is counted by the coordinator, so no total depends on how many front ends
+  there are. A front end that is killed takes at most one report interval (0.5 s) of its HTTP series with
+  it, one that stops none.
+- Latencies of parts (prefill, decode, inference, end to end, time per output token) are those of requests
+  for text that ended by `stop` or `length`; queue time and time to first token are those of all that came
+  so far, however they end; sizes and parameters are those of all requests that ended. A request for embeddings is one accepted request for each input; it has a latency of its own.
 
-Formats: Prometheus text 0.0.4, and OpenMetrics 1.0 \
-                    when the scraper asks for it, with the id of a
-request beside the buckets of \
-                    latency histograms (exemplars); gzip when asked for. The coordinator's \
-                    own
-`process_*` series come from the `prometheus` crate. Application metrics \
-                    (`shared::metrics::application`)
-appear under the names that the application \
-                    gave them.
+Formats: Prometheus text 0.0.4, and OpenMetrics 1.0 when the scraper asks for it, with the id of a
+request beside the buckets of latency histograms (exemplars); gzip when asked for. The coordinator's own
+`process_*` series come from the `prometheus` crate. Application metrics (`shared::metrics::application`)
+appear under the names that the application gave them.
 
 In every single scrape:
 
-- `tutti_iteration_tokens_sum` = \
-                    `tutti_prompt_tokens_by_source_total{source=\"local_compute\"}` +
-  \
-                    `tutti_generation_tokens_total`, and `tutti_iteration_tokens_count` = \
-                    `tutti_engine_steps_total`
-- running + waiting + swapped = \
-                    `tutti_requests_in_flight`
-- `tutti_request_success_total` over all reasons + \
-                    `tutti_requests_in_flight` =
+- `tutti_iteration_tokens_sum` = `tutti_prompt_tokens_by_source_total{source=\"local_compute\"}` +
+  `tutti_generation_tokens_total`, and `tutti_iteration_tokens_count` = `tutti_engine_steps_total`
+- running + waiting + swapped = `tutti_requests_in_flight`
+- `tutti_request_success_total` over all reasons + `tutti_requests_in_flight` =
   `tutti_requests_accepted_total`
 ";
 

@@ -127,9 +127,9 @@ pub(crate) struct ServingArgs {
     /// are preempted from the other end of that order. Less urgent requests can wait indefinitely
     #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
     pub(crate) scheduling_policy: PolicyArg,
-    /// Maximum number of requests per replica that wait for their first step; beyond it clients get
-    /// 429. Their choices (n) and prompt tokens are limited too, to 2 and 4,096 times this number,
-    /// but no less than 16,384 and 33,554,432
+    /// Maximum number of requests per replica that wait for their first step; more get 429. Their
+    /// choices (n) and prompt tokens are limited too, to 2 and 4,096 times this number, but no less
+    /// than 16,384 and 33,554,432
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
     /// Give up on an engine step after this many seconds and form the replica again
