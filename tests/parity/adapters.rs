@@ -310,7 +310,7 @@ fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
     };
     refused(&|scratch| scratch.lora.max_rank = 4, "r is 8, it must be 1 to 4 (--max-lora-rank)");
     refused(&configure("\"use_dora\":false", "\"use_dora\":true"), "use_dora is true");
-    refused(&configure("\"r\":8", "\"r\":4"), "ask for [4, ");
+    refused(&configure("\"r\":8", "\"r\":4"), "require [4, ");
     refused(&configure("\"LORA\"", "\"IA3\""), "peft_type is \"IA3\"");
     refused(
         &configure("\"target_modules\":[", "\"target_modules\":[\"lm_head\","),

@@ -90,9 +90,9 @@ fn find(argument: &str) -> Option<(&str, Here)> {
 pub(crate) fn hint(key: &str) -> Option<String> {
     let (_, here) = find(&format!("--{key}"))?;
     Some(match here {
-        Anyway => "it is so anyway: leave it out".to_owned(),
+        Anyway => "this is always the case: leave it out".to_owned(),
         Needless(why) => format!("leave it out: {why}"),
-        Instead(what) => format!("it is vLLM's; here: {what}"),
+        Instead(what) => format!("this is a vLLM option; here: {what}"),
     })
 }
 
@@ -106,7 +106,8 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
         let model = args.get(2).and_then(|it| it.to_str()).filter(|it| !it.starts_with('-'));
         let model = model.unwrap_or("DIR");
         return Err(refused(&format!(
-            "`serve` is vLLM's: `tutti up --model {model}`, where the model is a folder"
+            "`serve` is a vLLM command; here: `tutti up --model {model}`, where the model is a \
+             folder"
         )));
     }
     if !matches!(role, Some("up" | "coordinator" | "doctor")) {
@@ -121,7 +122,7 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
                 logging::pass_on(format!("note: `{name}` is left out: {why}\n").as_bytes());
             }
             Some((name, Instead(what))) => {
-                return Err(refused(&format!("`{name}` is vLLM's; here: {what}")));
+                return Err(refused(&format!("`{name}` is a vLLM option; here: {what}")));
             }
         }
     }
@@ -175,7 +176,7 @@ mod tests {
         assert_eq!(understood(&other).unwrap(), other, "another role");
         for (line, told) in [
             ("tutti up --port 8000", "--listen IP:PORT"),
-            ("tutti up --host=0.0.0.0", "`--host` is vLLM's; here: `--listen"),
+            ("tutti up --host=0.0.0.0", "`--host` is a vLLM option; here: `--listen"),
             ("tutti coordinator -tp 2", "--tensor-parallel N"),
             ("tutti serve org/model --port 1", "`tutti up --model org/model`"),
             ("tutti serve", "`tutti up --model DIR`"),
@@ -209,7 +210,7 @@ mod tests {
                 names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
             });
             match here {
-                Anyway => assert!(rows.any(|row| row.contains("so anyway")), "{name}"),
+                Anyway => assert!(rows.any(|row| row.contains("always the case")), "{name}"),
                 Needless(what) | Instead(what) => {
                     assert!(rows.any(|row| row.contains(what)), "{name}: {what}");
                 }

@@ -133,7 +133,7 @@ fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Res
         return Ok(());
     }
     if submit.sampling.pooling.is_some() {
-        return Err("an embedding of which tokens were accepted".to_owned());
+        return Err("an embedding with accepted tokens".to_owned());
     }
     if accepted.len() != *n as usize || submit.choices_left() == 0 {
         let (count, left) = (accepted.len(), submit.choices_left());

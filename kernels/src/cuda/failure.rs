@@ -22,7 +22,7 @@ const DRIVER: &[Known] = &[
         "the GPU is busy: another process has it for itself (compute mode), or it is being reset",
     ),
     (100, "CUDA_ERROR_NO_DEVICE", "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
-    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU of this number"),
+    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU with this number"),
     (200, "CUDA_ERROR_INVALID_IMAGE", "the embedded kernels cannot be read by this driver"),
     (201, "CUDA_ERROR_INVALID_CONTEXT", "the context is not current: a bug in this program"),
     (

@@ -237,8 +237,7 @@ catalogue! {
         denominator: SPEC_DECODE_EMITTABLE_TOKENS.series(),
     }) SPEC_DECODE_EFFICIENCY: "tutti_spec_decode_efficiency_ratio", Ratio, model [REPLICA],
         Coordinator,
-            "Fraction of the tokens that drafts could have emitted that they did emit, over all \
-             time.",
+            "Tokens emitted by drafts as a fraction of those that could have been, over all time.",
         when "decoding is speculative";
 
     // Latencies. They start at arrival and survive the loss of a replica.

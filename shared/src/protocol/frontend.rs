@@ -246,7 +246,7 @@ pub enum EngineError {
     /// The bounded queue is full.
     #[error(
         "the queue is full: {queued} requests, choices or tokens of their prompts are waiting, the \
-         bound is {max}"
+         limit is {max}"
     )]
     QueueFull {
         /// What is waiting now: requests, or the choices or prompt tokens of those requests.

@@ -71,7 +71,7 @@ impl Input {
             }
             Some(other) => {
                 let message = format!(
-                    "has the type {other:?}, which is not supported: supported are message, \
+                    "has the type {other:?}, which is not supported; supported are message, \
                      function_call, function_call_output and reasoning"
                 );
                 Err(wrong(at, &message))
