@@ -93,7 +93,7 @@ impl Checkpoints {
     pub async fn loaded(&mut self) {
         let Some(loaded) = self.loaded.take() else { return };
         if tokio::time::timeout(LOAD_PATIENCE, loaded).await.is_err() {
-            tracing::warn!("the last leader's totals are not there yet: /metrics waits for them");
+            tracing::warn!("the last leader's totals are not loaded yet: /metrics waits for them");
         }
     }
 
@@ -155,7 +155,7 @@ impl Writer {
         if self.failing {
             tracing::debug!(%error, "{what}");
         } else {
-            tracing::warn!(%error, "{what}; going on without");
+            tracing::warn!(%error, "{what}; continuing without");
         }
         self.failing = true;
     }
@@ -180,7 +180,7 @@ impl Writer {
                 tracing::info!(
                     bytes = bytes.len(),
                     unknown,
-                    "goes on from the last leader's totals"
+                    "continuing from the last leader's totals"
                 );
             }
             Err(error) => tracing::error!(%error, "the last leader's totals are lost"),

@@ -408,7 +408,7 @@ fn page(
 fn identity(model: &Path, lora: &Lora) -> Option<ModelIdentity> {
     let read = ModelIdentity::read(model, lora);
     read.inspect_err(|reason| {
-        tracing::warn!(reason, "whether workers have the model that is here cannot be told");
+        tracing::warn!(reason, "cannot tell whether workers have the same model as this host");
     })
     .ok()
 }
@@ -420,7 +420,7 @@ fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
         tracing::info!(
             replicas,
-            "bound of replicas as `tutti scale` said to the last leader (0: none)"
+            "limit on replicas that `tutti scale` set at the last leader (0: none)"
         );
     }
     cluster.expecting(leadership.workers()).desiring(told, leadership.desires.clone())

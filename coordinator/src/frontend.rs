@@ -88,8 +88,8 @@ pub enum FrontendError {
     Model(#[from] TextModelError),
     /// The model folder differs from the coordinator's.
     #[error(
-        "{} turns text into tokens differently from the coordinator's model folder: \
-         the files must be the same, and --chat-template too", folder.display()
+        "{} turns text into tokens differently from the coordinator's model folder: the files and \
+         --chat-template must be the same", folder.display()
     )]
     OtherText {
         /// The folder.

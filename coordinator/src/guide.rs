@@ -70,7 +70,7 @@ impl Guides {
         let env = vocabulary.into_env();
         let capabilities = InferenceCapabilities::default();
         let mut factory = ParserFactory::new(&env, capabilities, &slices)
-            .map_err(|error| format!("the vocabulary is not fit for grammars: {error}"))?;
+            .map_err(|error| format!("the vocabulary cannot be used for grammars: {error}"))?;
         factory.quiet();
         *factory.limits_mut() = limits();
         let masks = Arc::new(Masks::new());
@@ -94,7 +94,7 @@ impl Guides {
             let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
             let thread = thread.spawn_scoped(scope, || self.make_here(spec));
             let thread = thread.map_err(|error| format!("cannot be compiled now: {error}"))?;
-            let broke = || Err("cannot be compiled: the compiler broke off".to_owned());
+            let broke = || Err("cannot be compiled: the compiler was interrupted".to_owned());
             thread.join().unwrap_or_else(|_| broke())
         })
     }

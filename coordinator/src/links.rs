@@ -105,11 +105,14 @@ impl Complaints {
 fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
     let mut complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
     match complaints.may_say(Instant::now()) {
-        Some(0) => tracing::warn!(%peer, reason, "a connection was not taken"),
+        Some(0) => tracing::warn!(%peer, reason, "a connection was not accepted"),
         Some(others) => {
-            tracing::warn!(%peer, reason, others, "a connection was not taken, like others before");
+            tracing::warn!(
+                %peer, reason, others,
+                "a connection was not accepted, like others before"
+            );
         }
-        None => tracing::debug!(%peer, reason, "a connection was not taken"),
+        None => tracing::debug!(%peer, reason, "a connection was not accepted"),
     }
 }
 
@@ -262,7 +265,7 @@ async fn in_time<E: Into<CloseReason>>(
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(error.into().into()),
         Err(_) => {
-            Err(Stranger::new(HandshakeRefusal::Silent, "it did not take the answer to its hello"))
+            Err(Stranger::new(HandshakeRefusal::Silent, "it did not read the answer to its hello"))
         }
     }
 }

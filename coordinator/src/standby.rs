@@ -77,7 +77,7 @@ pub fn reason(view: &View) -> String {
             "this coordinator stands by: {} led when etcd last answered",
             url(&leader.record.http)
         ),
-        None if view.connected => "this coordinator stands by: nobody leads yet".to_owned(),
+        None if view.connected => "this coordinator stands by: no coordinator leads yet".to_owned(),
         None => "this coordinator stands by: etcd does not answer".to_owned(),
     }
 }

@@ -58,7 +58,7 @@ fn taken_out(mut config: Value) -> Result<Value, String> {
     let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };
     let mut text = match config.get_mut("text_config").map(Value::take) {
         Some(text @ Value::Object(_)) => text,
-        _ => return Err(format!("key text_config of {wrapper} is missing, or no table")),
+        _ => return Err(format!("key text_config of {wrapper} is missing, or not a table")),
     };
     let kind = text["model_type"].as_str().unwrap_or(usual);
     let Some((.., own)) = known.iter().find(|(_, known, _)| *known == kind) else {
@@ -117,8 +117,8 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
         && newer != older
     {
         return Err(format!(
-            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": one of them \
-             has to go, or both to say the same"
+            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": remove one \
+             of them, or make them agree"
         ));
     }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);

@@ -116,7 +116,7 @@ impl SamplingParams {
         if let Some((name, value, _)) =
             floats.into_iter().find(|(_, value, fits)| !value.is_finite() || !fits)
         {
-            return Err(format!("{name} is {value}, which nothing can be computed with"));
+            return Err(format!("{name} is {value}, which is not a usable value"));
         }
         let logprobs = [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)];
         if let Some((name, value)) = logprobs.into_iter().find(|it| it.1 > Some(LOGPROBS_MAX)) {
@@ -128,10 +128,10 @@ impl SamplingParams {
             ("suppress_until_min", self.suppress_until_min.len(), SUPPRESSED_MAX),
         ];
         if let Some((name, len, max)) = lists.into_iter().find(|(_, len, max)| len > max) {
-            return Err(format!("{name} has {len} entries, at most {max} are taken"));
+            return Err(format!("{name} has {len} entries, at most {max} are allowed"));
         }
         if let Some((token, bias)) = self.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
-            return Err(format!("the bias of token {token} is {bias}, which is no number"));
+            return Err(format!("the bias of token {token} is {bias}, which is not a number"));
         }
         let biased = self.logit_bias.iter().map(|(token, _)| *token);
         let mut tokens = biased.chain(self.suppress_until_min.iter().copied());

@@ -481,7 +481,7 @@ fn settings_that_contradict_each_other_are_refused() {
     };
     let both = ["--coordinator", "127.0.0.1:1", "--etcd", &etcd];
     for role in ["worker", "frontend"] {
-        refused(&[&[role], &both[..]].concat(), &["--coordinator", "--etcd", "exclude each other"]);
+        refused(&[&[role], &both[..]].concat(), &["--coordinator", "--etcd", "cannot be combined"]);
     }
     refused(&["worker", "--etcd", "127.0.0.1:2379"], &["--etcd", "http://HOST:PORT"]);
     refused(&["coordinator", "--advertise", "h:1"], &["--advertise", "--etcd"]);

@@ -97,7 +97,7 @@ async fn a_worker_that_does_nothing_any_more_is_killed_and_started_again() {
     }
     assert!(back(&status), "{status}: {}", host.log());
     assert_eq!(alive(&status)[0], before[0], "the other one was left alone");
-    assert!(host.log().contains("does not beat any more"), "{}", host.log());
+    assert!(host.log().contains("the worker's heartbeat stopped"), "{}", host.log());
 }
 
 #[test]
@@ -113,5 +113,5 @@ fn workers_of_one_host_cannot_share_an_address() {
     ])
     .unwrap();
     assert_eq!(host.wait_end().unwrap().code(), Some(2));
-    assert!(host.log().contains("give port 0"), "{}", host.log());
+    assert!(host.log().contains("use port 0"), "{}", host.log());
 }

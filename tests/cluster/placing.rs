@@ -90,7 +90,7 @@ async fn ranks_are_of_one_rack_and_have_what_they_need() {
     assert_eq!(w1["offer"]["custom"]["slot"], 1);
     assert!(w1["offer"]["cpus"].as_u64().unwrap() >= 1, "{w1}");
     assert!(w1["offer"]["memory_bytes"].as_u64().unwrap() > 1 << 20, "{w1}");
-    assert!(coordinator.log().contains("too little to be a rank"), "{}", coordinator.log());
+    assert!(coordinator.log().contains("too few resources to be a rank"), "{}", coordinator.log());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -239,7 +239,7 @@ fn a_draft_model_that_cannot_be_used_ends_with_one_clear_error() {
         assert!(words.iter().all(|word| log.contains(word)), "{words:?} in:\n{log}");
     };
     fails_with(Path::new("/no/such/draft"), &["error:", "/no/such/draft"]);
-    let words = ["error:", "llama-gqa/config.json", "vocab_size is 384", "draft for has 2048"];
+    let words = ["error:", "llama-gqa/config.json", "vocab_size is 384", "drafts for has 2048"];
     fails_with(&variant("llama-gqa"), &words);
 }
 

@@ -71,6 +71,6 @@ async fn those_who_say_nothing_keep_nobody_else_out() {
     over.store(true, Ordering::Relaxed);
     strangers.iter().for_each(tokio::task::JoinHandle::abort);
     let said = fleet.coordinator.log();
-    let complaints = said.lines().filter(|line| line.contains("a connection was not taken"));
+    let complaints = said.lines().filter(|line| line.contains("a connection was not accepted"));
     assert!(complaints.count() < 60, "the log is not theirs to fill: {said}");
 }

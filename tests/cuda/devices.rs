@@ -51,7 +51,7 @@ fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
 fn what_is_wrong_is_said_in_the_last_line() {
     let cases: &[(&str, &str, &str)] = &[
         ("FAKE_CUDA_DEVICES", "0", "no GPU is visible"),
-        ("FAKE_CUDA_VERSION", "12040", "is of CUDA 12.4, this program needs CUDA 13.0"),
+        ("FAKE_CUDA_VERSION", "12040", "supports CUDA 12.4, but this program needs CUDA 13.0"),
         ("FAKE_CUDA_CAPABILITY", "75", "compute capability 7.5, this program needs 8.0"),
         ("FAKE_CUDA_FAIL", "cuDevicePrimaryCtxRetain:1=46", "the GPU is busy"),
         ("FAKE_CUDA_FAIL", "cuInit:1=803", "restart the host or its container"),

@@ -26,7 +26,7 @@ async fn a_body_has_so_many_values() {
     let reply = rig.client.post(COMPLETIONS, &values(most + 1)).await.unwrap();
     let message = reply.body["error"]["message"].as_str().unwrap();
     assert_eq!(reply.status, 400);
-    assert!(message.contains(&format!("values, the bound is {most}")), "{message}");
+    assert!(message.contains(&format!("values, the limit is {most}")), "{message}");
 }
 
 /// A refusal counts once, under the reason of the bound that was hit, wherever it is checked.
@@ -164,7 +164,7 @@ async fn prompts_and_messages_are_checked() {
     for (prompt, words) in [
         (json!([1, 2048]), ["vocabulary of 2048", "not 2048"]),
         (json!([[1], [-7]]), ["from 0 to 2047", "not -7"]),
-        (json!(vec!["a"; 513]), ["513 prompts", "the bound is 512"]),
+        (json!(vec!["a"; 513]), ["513 prompts", "the limit is 512"]),
     ] {
         let error = &rig.client.post(COMPLETIONS, &json!({"prompt": prompt})).await.unwrap().body;
         let message = error["error"]["message"].as_str().unwrap();

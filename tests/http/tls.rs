@@ -304,7 +304,7 @@ fn files_that_cannot_be_used_are_refused_by_name() {
     refused(with_certificate(torn), &["torn.pem", "certificate 1", "cannot be used"]);
     let half = authority.path("half.pem");
     std::fs::write(&half, &whole[..whole.len() / 2]).unwrap();
-    refused(with_certificate(half), &["half.pem", "certificate 1", "no whole PEM"]);
+    refused(with_certificate(half), &["half.pem", "certificate 1", "not complete PEM"]);
     let clients = Some(good.key.clone());
     let files = TlsFiles { client_authority: clients, ..good.clone() };
     refused(files, &["--tls-client-ca", "no certificate"]);

@@ -321,5 +321,5 @@ async fn schemas_of_tools_have_bounds_too() {
     let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tool_choice")));
     let message = reply.body["error"]["message"].as_str().unwrap();
-    assert!(message.contains("the bound is 64"), "{message}");
+    assert!(message.contains("the limit is 64"), "{message}");
 }

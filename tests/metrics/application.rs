@@ -40,8 +40,8 @@ fn bad_declarations_say_what_is_wrong() {
         ("2fast_total", "[a-zA-Z_]"),
         ("with space_total", "[a-zA-Z_]"),
         ("vllm:mine_total", "[a-zA-Z_]"),
-        ("tutti_mine_total", "`tutti_` are taken"),
-        ("process_mine_total", "are taken"),
+        ("tutti_mine_total", "`tutti_` are reserved"),
+        ("process_mine_total", "are reserved"),
         ("documents", "counters end with `_total`"),
     ] {
         let error = counter(name).to_string();

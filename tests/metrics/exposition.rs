@@ -112,10 +112,10 @@ tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"65536.0\"} 
 tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"+Inf\"} 2
 tutti_iteration_tokens_sum{model_name=\"demo\",replica=\"0\"} 7
 tutti_iteration_tokens_count{model_name=\"demo\",replica=\"0\"} 2
-# HELP tutti_kv_cache_blocks KV blocks there are.
+# HELP tutti_kv_cache_blocks KV blocks in total.
 # TYPE tutti_kv_cache_blocks gauge
 tutti_kv_cache_blocks{model_name=\"demo\",replica=\"0\"} 100
-# HELP tutti_kv_cache_usage_ratio KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.
+# HELP tutti_kv_cache_usage_ratio Fraction of KV blocks in use, 0 to 1. Across replicas, divide the sums; do not average.
 # TYPE tutti_kv_cache_usage_ratio gauge
 tutti_kv_cache_usage_ratio{model_name=\"demo\",replica=\"0\"} 0.03
 # HELP tutti_kv_cache_used_blocks KV blocks that requests hold now.

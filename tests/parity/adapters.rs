@@ -310,19 +310,19 @@ fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
     };
     refused(&|scratch| scratch.lora.max_rank = 4, "r is 8, it must be 1 to 4 (--max-lora-rank)");
     refused(&configure("\"use_dora\":false", "\"use_dora\":true"), "use_dora is true");
-    refused(&configure("\"r\":8", "\"r\":4"), "ask for [4, ");
+    refused(&configure("\"r\":8", "\"r\":4"), "require [4, ");
     refused(&configure("\"LORA\"", "\"IA3\""), "peft_type is \"IA3\"");
     refused(
         &configure("\"target_modules\":[", "\"target_modules\":[\"lm_head\","),
-        "tensor lm_head: is missing, and target_modules",
+        "tensor lm_head: is missing, but target_modules",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A"),
-        "is of layer 9, the model has 2",
+        "belongs to layer 9, but the model has 2",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "layers.0.self_attn.q_norm.lora_A"),
-        "is of none of the modules that adapters may change",
+        "belongs to none of the modules that adapters can change",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "embed_tokens.aaaaaaaaaaaa.lora_A"),

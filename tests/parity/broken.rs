@@ -64,7 +64,8 @@ fn truncated_and_corrupt_weight_files() {
 fn truncation_is_called_truncation() {
     let cut = |keep| broken("llama-gqa", |dir| edit(&dir.join(WEIGHTS), |b| b.truncate(keep)));
     let whole = std::fs::metadata(variant("llama-gqa").join(WEIGHTS)).unwrap().len() as usize;
-    let described = "is truncated: its header describes 246400 bytes of weights, 246399 are there";
+    let described = "is truncated: its header describes 246400 bytes of weights, but 246399 are \
+                     there";
     names(&cut(whole - 1), &[WEIGHTS, described]);
     names(&cut(100), &[WEIGHTS, "is truncated: its header has 2160 bytes, the file 100"]);
     let error = broken("llama-gqa", |dir| {
@@ -234,7 +235,7 @@ fn packed_tensors_need_all_their_parts() {
     let float = edited("qwen2-gptq-order", "qzeros", &|tensor| tensor.dtype = "F32".to_owned());
     names(&float, &["up_proj.qzeros", "F32", "I32"]);
     let beyond = edited("qwen2-gptq-order", "g_idx", &|tensor| tensor.data[4] = 4);
-    names(&beyond, &["up_proj.g_idx", "has 4, there are 4 groups"]);
+    names(&beyond, &["up_proj.g_idx", "has 4, but there are 4 groups"]);
     let other = edited("llama-w4a16", "weight_shape", &|tensor| tensor.data[0] = 7);
     names(&other, &["up_proj.weight_shape", "is [7, 64]", "[128, 64]"]);
 }
@@ -418,5 +419,5 @@ fn an_index_names_files_of_its_folder_that_have_what_it_says() {
     };
     let first = "model-00001-of-00004.safetensors";
     names(&assign(first), &[first, "tensor lm_head.weight", "not in this file"]);
-    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "no plain file name"]);
+    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "not a plain file name"]);
 }

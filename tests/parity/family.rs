@@ -342,7 +342,7 @@ fn a_text_model_is_served_from_what_holds_it() {
     });
     let error = worker::check::model(four.path(), 1, Quantization::None);
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("model.norm.weight: is there a second time"), "{error}");
+    assert!(error.contains("model.norm.weight: is a duplicate"), "{error}");
 }
 
 #[test]

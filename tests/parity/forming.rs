@@ -150,7 +150,7 @@ fn with_drafts<D: Device>(device: D) {
     let error = rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut news).unwrap_err();
     assert!(error.permanent, "{error}");
     let message = error.to_string();
-    assert!(message.contains("demo/config.json: vocab_size is 2048, and the model"), "{message}");
+    assert!(message.contains("demo/config.json: vocab_size is 2048, but the model"), "{message}");
     assert!(!message.contains('\n'));
 }
 
@@ -191,8 +191,8 @@ fn a_cache_beyond_the_hosts_memory_is_refused() {
     let error = form(u64::MAX).unwrap_err();
     assert!(!error.permanent, "another process may give memory back");
     let message = error.to_string();
-    assert!(message.starts_with("there is to be a KV cache of "), "{message}");
-    assert!(message.contains("(--kv-cache-memory), and this host has "), "{message}");
+    assert!(message.starts_with("a KV cache of "), "{message}");
+    assert!(message.contains("(--kv-cache-memory) is needed, but this host has "), "{message}");
     assert!(form(256 << 20).unwrap().kv_blocks > 0);
 }
 

@@ -184,7 +184,7 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
             operation.step_done(now, WORKERS[rank], result(&wrong, 5), &mut sent);
         }
         let who = WORKERS[rank];
-        assert_eq!(sent.ends, [format!("{who} answers step-{step} behind step-0")]);
+        assert_eq!(sent.ends, [format!("{who} answered step-{step} after step-0")]);
         for who in WORKERS {
             operation.step_done(now, who, result(&sent.plans[0].clone(), 5), &mut sent);
         }

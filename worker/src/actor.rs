@@ -215,8 +215,8 @@ impl WorkerActor {
         if self.executor.leaving_for().is_some_and(|lasts| lasts >= RELEASE_PATIENCE) {
             let seconds = RELEASE_PATIENCE.as_secs();
             let message = format!(
-                "the executor has not left its epoch {seconds} s after it was told to, and does \
-                 not get on"
+                "the executor has not left its epoch {seconds} s after it was told to, and makes \
+                 no progress"
             );
             tracing::error!(message, "the worker cannot go on");
             self.leave(ctx, WorkerEnd::Failed { message });
@@ -241,7 +241,7 @@ impl WorkerActor {
         let message = match codec::decode_message::<ToWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
-                tracing::error!(%error, "the coordinator sent what cannot be read");
+                tracing::error!(%error, "the coordinator sent a message that cannot be read");
                 if let Some(link) = &self.link {
                     link.close();
                 }
@@ -381,7 +381,7 @@ impl Handler<FromLink> for WorkerActor {
         match message.event {
             LinkEvent::Frame(frame) => self.take(ctx, &frame),
             LinkEvent::Suspect => tracing::warn!("the coordinator is silent"),
-            LinkEvent::Alive => tracing::info!("the coordinator is heard again"),
+            LinkEvent::Alive => tracing::info!("the coordinator answers again"),
             LinkEvent::Closed { .. } if self.ending.is_some() => {
                 self.link = None;
                 if let Some(end) = self.ending.take() {

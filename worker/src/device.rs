@@ -261,10 +261,10 @@ impl Device for CudaDevice {
         let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
         tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
         if let Some(missing) = joined.missing {
-            tracing::info!(missing, "GPUs might exchange data faster");
+            tracing::info!(missing, "GPUs could exchange data faster");
         }
         if let Some(unlike) = joined.unlike {
-            tracing::warn!(unlike, "GPUs of one replica are of unlike kinds");
+            tracing::warn!(unlike, "GPUs of one replica are of different kinds");
         }
         Ok(())
     }

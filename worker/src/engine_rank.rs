@@ -128,8 +128,8 @@ impl<D: Device> EngineRank<D> {
         let needed = sizes.max_model_len.div_ceil(sizes.block_size);
         if kv_blocks == 0 {
             return Err(permanent(format!(
-                "{kv_bytes} bytes of KV cache memory hold not a single block; one sequence of {} \
-                 tokens needs {needed}",
+                "{kv_bytes} bytes of KV cache memory do not hold a single block; one sequence of \
+                 {} tokens needs {needed}",
                 sizes.max_model_len
             )));
         }
@@ -199,7 +199,7 @@ impl<D: Device> Rank for EngineRank<D> {
             };
             let (bytes, left) = (bytes_text(*bytes), host::left());
             return Err(format!(
-                "--swap-space: the host gives no {bytes} for it; {left} of its memory are left"
+                "--swap-space: the host cannot provide {bytes} for it; it has {left} of memory left"
             ));
         }
         // After an epoch that failed, requests are waiting, so decode steps are not warmed up

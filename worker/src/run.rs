@@ -115,7 +115,7 @@ pub async fn run(
     let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
     let log = options.log;
     if let Err(error) = options.actors.spawn(spec, move || LogActor(log.clone())) {
-        tracing::warn!(%error, "the log cannot be asked for; it is sent once a second still");
+        tracing::warn!(%error, "the log cannot be requested; it is still sent once a second");
     }
     let (end, mut ended) = oneshot::channel();
     let worker = WorkerActor::new(config, executor, uplink, end).start();
@@ -212,7 +212,7 @@ async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the name server does not answer".to_owned(),
         };
-        tracing::warn!(error, "no way to the coordinator yet; trying again in {pause:?}");
+        tracing::warn!(error, "no route to the coordinator yet; trying again in {pause:?}");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
     }

@@ -15,14 +15,14 @@ use super::CliError;
 /// Options of who asks an `https://` server.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrustArgs {
-    /// PEM file of the authorities that may have signed an https:// server's certificate
-    /// [default: those of this host]
+    /// PEM file of the authorities to trust for the certificate of an https:// server [default:
+    /// those of this host]
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_ca: Option<PathBuf>,
-    /// PEM file of a certificate to show, to a server with --tls-client-ca
+    /// PEM file of the client certificate to present to a server with --tls-client-ca
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_certificate: Option<PathBuf>,
-    /// PEM file of its key, which only its owner may read
+    /// PEM file with the key of --tls-client-certificate, readable only by its owner
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_key: Option<PathBuf>,
 }
@@ -56,7 +56,7 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
     if !url.starts_with("https://") {
         if trust.given() {
             return Err(CliError::Usage(format!(
-                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is none"
+                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is not one"
             )));
         }
         return Ok(config.build().into());
@@ -92,9 +92,9 @@ pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
 }
 
 /// Explains a certificate marked as an authority's, and how to make another.
-pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is marked as an authority's \
-     (CA:TRUE), which TLS libraries like this one refuse for a server: make one with `openssl req \
-     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or one that an authority of your own signs";
+pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is a CA certificate \
+     (CA:TRUE), which TLS libraries like this one reject for a server: make one with `openssl req \
+     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or have your own authority sign one";
 
 /// Whether the answer was not HTTP at all, such as an HTTPS server's to a plain request.
 fn is_no_http(error: &ureq::Error) -> bool {
@@ -122,7 +122,7 @@ fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliErro
             if found.certs.is_empty() {
                 let why = found.errors.first().map(|error| format!(" ({error})"));
                 return Err(CliError::Usage(format!(
-                    "this host knows of no authorities{}: name the server's by --tls-ca FILE",
+                    "this host trusts no authorities{}: name the server's with --tls-ca FILE",
                     why.unwrap_or_default()
                 )));
             }

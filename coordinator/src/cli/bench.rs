@@ -23,7 +23,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     if prompt_tokens > longest {
         return Err(CliError::Usage(format!(
             "--prompt-tokens {prompt_tokens} is too many: the model has {} positions, and \
-             {WARM_UP_STEPS} are for the steps behind the prompt",
+             {WARM_UP_STEPS} are reserved for the steps after the prompt",
             needs.max_positions
         )));
     }

@@ -232,7 +232,7 @@ impl Watcher {
                     }
                 }
                 Decision::GiveUp { reason } => {
-                    let reason = format!("{reason}; last end: {ended}");
+                    let reason = format!("{reason}; last exit: {ended}");
                     return self.tell(ChildEvent::GaveUp { node: self.node.clone(), reason }).await;
                 }
             }
@@ -307,7 +307,7 @@ impl Watcher {
                 }
                 _ = look.tick() => if pulse.is_dead() {
                     let (node, pid) = (&self.node, child.id());
-                    tracing::error!(node, pid, "the worker does not beat any more; it is killed");
+                    tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
                     let _ = child.start_kill();
                 },
                 _ = self.stopped.changed() => {

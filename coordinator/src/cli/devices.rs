@@ -140,7 +140,10 @@ fn free_gpu(found: &Survey) -> Option<u32> {
         found.by_room().map(|ordinal| (ordinal, uuid(found, ordinal))).collect();
     let free = by_room.iter().find(|(_, uuid)| claims::claim(uuid));
     if let (None, Some((gpu, _))) = (free, by_room.first()) {
-        tracing::warn!(gpu, "every usable GPU has a worker of this host already; this one shares");
+        tracing::warn!(
+            gpu,
+            "every usable GPU already has a worker on this host; this one shares a GPU"
+        );
     }
     free.or(by_room.first()).map(|(ordinal, _)| *ordinal)
 }
@@ -213,7 +216,7 @@ pub(crate) fn share_out(
     let short = match found.unusable() {
         Some(reason) => Some(reason),
         None if (usable.len() as u64) < u64::from(count) => Some(format!(
-            "{} usable GPU(s) for {count} workers: for the GPU say --workers {} (and a \
+            "{} usable GPU(s) for {count} workers: to use the GPU, set --workers {} (and a \
              --tensor-parallel that divides it)",
             usable.len(),
             usable.len()

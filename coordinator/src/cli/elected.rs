@@ -122,8 +122,8 @@ fn failed(error: StartError) -> CliError {
 
 fn superseded(leader: &Leader) -> CliError {
     CliError::Superseded(format!(
-        "the coordinator at {} leads now, or did since this one (epoch {}); started again, this one \
-         stands by",
+        "the coordinator at {} leads now, or has led since this one did (epoch {}); restarted, \
+         this one will stand by",
         leader.record.address, leader.epoch
     ))
 }

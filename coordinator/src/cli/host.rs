@@ -26,7 +26,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
     let _log = logging::init(&args.common.log_level);
     if let Some(address) = args.collective_listen.filter(|address| address.port() != 0) {
         return Err(CliError::Usage(format!(
-            "--collective-listen {address} is one worker's, and there are {workers}: give port 0"
+            "--collective-listen {address} is for one worker, but there are {workers}: use port 0"
         )));
     }
     let shared = devices::share_out(&args.compute, Some(workers), Some(1))?;
@@ -108,7 +108,7 @@ async fn watch_over(
             event = ends.recv() => match event {
                 None | Some(ChildEvent::Started { .. } | ChildEvent::Ended(_)) => continue,
                 Some(ChildEvent::Restarting { node, status, after }) => {
-                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                    tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                     continue;
                 }
                 Some(ChildEvent::Left { node }) => {

@@ -5,12 +5,12 @@ use shared::protocol::Adapter;
 /// Adapters beside the model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct LoraArgs {
-    /// LoRA adapters to serve beside the model, in PEFT's format: clients name one as their
-    /// `model`. The folders are at the same paths on every worker's host; several separated by
-    /// spaces or commas
+    /// LoRA adapters in PEFT format to serve beside the model, separated by spaces or commas;
+    /// clients choose one as their `model`. The folders must be at the same paths on every worker's
+    /// host
     #[arg(long, value_name = "NAME=DIR", num_args = 1.., value_parser = parse_modules)]
     pub(crate) lora_modules: Vec<Modules>,
-    /// The greatest rank that an adapter may have
+    /// Maximum rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=512))]
     pub(crate) max_lora_rank: u32,
 }

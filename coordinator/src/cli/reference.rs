@@ -11,13 +11,13 @@ Every command and every option, generated from the program. To change it, change
 `UPDATE_DOCS=1 cargo test -p tests --test tidy options`. `tutti COMMAND --help` says the same.
 
 The options of `up`, `coordinator`, `worker` and `frontend` can be set in a TOML file under the same
-names (`--config FILE`); the command line wins.
+names (`--config FILE`); the command line takes precedence.
 ";
 
 /// Options of `tutti options`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OptionsArgs {
-    /// As Markdown: what docs/options.md is made of
+    /// Print Markdown, as in docs/options.md
     #[arg(long)]
     pub(crate) markdown: bool,
 }
@@ -104,7 +104,7 @@ fn help(option: &Arg) -> String {
 
 fn page(command: &Command, rows: &[Row]) -> String {
     let mut page = String::from(HEAD);
-    page.push_str("\n## Commands\n\n| command | does |\n| --- | --- |\n");
+    page.push_str("\n## Commands\n\n| command | description |\n| --- | --- |\n");
     for subcommand in command.get_subcommands() {
         let arguments = subcommand.get_positionals().flat_map(|it| it.get_value_names());
         let arguments = arguments.flatten().fold(String::new(), |text, it| format!("{text} {it}"));
@@ -113,7 +113,10 @@ fn page(command: &Command, rows: &[Row]) -> String {
         let _ =
             writeln!(page, "| `tutti {}{arguments}` | {} |", subcommand.get_name(), prose(&about));
     }
-    page.push_str("\n## By name\n\n| option | default | of | does |\n| --- | --- | --- | --- |\n");
+    page.push_str(
+        "\n## By name\n\n| option | default | commands | description |\n\
+         | --- | --- | --- | --- |\n",
+    );
     for row in rows {
         let names: Vec<String> = row.names.iter().map(|name| format!("`{name}`")).collect();
         let mut names = names.join(", ");

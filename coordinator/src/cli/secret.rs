@@ -46,8 +46,9 @@ pub(crate) fn require(
         return Ok(());
     }
     Err(CliError::Usage(format!(
-        "--cluster-listen {address} can be reached from other hosts, and whoever joins there gets \
-         prompts and chooses tokens: give every node the same secret (head -c 32 /dev/urandom | \
-         base64 > FILE; chmod 600 FILE; --cluster-secret-file FILE), or say --insecure-no-auth"
+        "--cluster-listen {address} can be reached from other hosts, and any process that joins \
+         there receives prompts and chooses tokens: give every node the same secret (head -c 32 \
+         /dev/urandom | base64 > FILE; chmod 600 FILE; --cluster-secret-file FILE), or set \
+         --insecure-no-auth"
     )))
 }

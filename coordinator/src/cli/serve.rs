@@ -49,7 +49,7 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
         print_line(&format!("tutti coordinator: {}", coordinator.http_url()));
         if let Some(url) = coordinator.metrics_url() {
-            print_line(&format!("metrics alone: {url}"));
+            print_line(&format!("metrics only: {url}"));
         }
         print_line(&format!(
             "waiting for {degree} workers: tutti worker --coordinator {}",
@@ -159,8 +159,8 @@ fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     all.sort_unstable();
     all.dedup();
     if all.contains(&Compat::Vllm) && all.contains(&Compat::VllmCluster) {
-        let message = "--metrics-compat: vllm and vllm-cluster are the same names with other labels; \
-                       give one of them";
+        let message = "--metrics-compat: vllm and vllm-cluster have the same names with different \
+                       labels; give only one of them";
         return Err(CliError::Usage(message.to_owned()));
     }
     Ok(all)
@@ -170,8 +170,8 @@ fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
 pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliError> {
     match args.min_tensor_parallel {
         Some(least) if least > degree => Err(CliError::Usage(format!(
-            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
-             workers that a replica goes on with"
+            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the smallest \
+             number of workers with which a replica continues"
         ))),
         _ => Ok(()),
     }
@@ -192,7 +192,10 @@ pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Res
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
     let checked = if weights == Weights::MayBeElsewhere && !worker::check::has_weights(model) {
         worker::check::degree(model, *degree).inspect(|()| {
-            tracing::warn!(model = %model.display(), "this host has no weights of the model: every worker's host must");
+            tracing::warn!(
+                model = %model.display(),
+                "this host does not have the model's weights: every worker's host must have them"
+            );
         })
     } else {
         worker::check::model(model, *degree, options.quantization).and_then(|_| {
@@ -233,7 +236,9 @@ pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
     }
     candidates.into_iter().find(|dir| dir.join("config.json").is_file()).ok_or_else(|| {
         CliError::Usage(
-            "--model is missing, and models/demo is neither here nor beside the program".to_owned(),
+            "--model is missing, and models/demo is neither in the current folder nor beside the \
+             program"
+                .to_owned(),
         )
     })
 }

@@ -43,17 +43,17 @@ impl Signals {
     ) {
         if requests > 0 {
             print_line(&format!(
-                "finishing {requests} requests, for at most {} s; again to end at once",
+                "finishing {requests} requests, for at most {} s; signal again to stop at once",
                 patience.as_secs()
             ));
         }
         tokio::select! {
             finished = finish => {
                 if !finished {
-                    tracing::warn!(?patience, "requests did not finish in time and fail");
+                    tracing::warn!(?patience, "some requests did not finish in time and will fail");
                 }
             }
-            () = self.next() => tracing::warn!("told to end at once: what still runs fails"),
+            () = self.next() => tracing::warn!("told to stop at once: running requests fail"),
         }
     }
 }

@@ -28,7 +28,8 @@ pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
         && workers < degree
     {
         return Err(CliError::Usage(format!(
-            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+            "--workers {workers} is below --tensor-parallel {degree}: not even one replica would \
+             be complete"
         )));
     }
     serve::check_least(&args.serving, degree.unwrap_or(TENSOR_PARALLEL))
@@ -44,7 +45,8 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
-            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+            "--workers {workers} is below --tensor-parallel {degree}: not even one replica would \
+             be complete"
         )));
     }
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -199,7 +201,7 @@ async fn watch_over(
                     tracing::info!(node, "a worker left");
                 }
                 ChildEvent::Restarting { node, status, after } => {
-                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                    tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                 }
                 ChildEvent::GaveUp { node, reason } => {
                     coordinator.supervised(&node, None);
@@ -210,7 +212,8 @@ async fn watch_over(
                     }
                     tracing::error!(
                         node, reason,
-                        "a worker keeps failing and is left alone; `tutti scale --workers N` tries it again"
+                        "a worker keeps failing and is not restarted any more; `tutti scale \
+                         --workers N` tries again"
                     );
                 }
             },

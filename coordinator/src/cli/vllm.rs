@@ -28,7 +28,7 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("enable-prompt-tokens-details", Anyway),
     ("disable-log-requests", Anyway),
     ("no-enable-log-requests", Anyway),
-    ("enable-reasoning", Needless("`--reasoning-parser` says it")),
+    ("enable-reasoning", Needless("`--reasoning-parser` is enough")),
     ("trust-remote-code", Needless("it is never needed: no code of a model's folder is run")),
     ("host", Instead("`--listen IP:PORT`")),
     ("port", Instead("`--listen IP:PORT`")),
@@ -57,26 +57,26 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("rope-theta", Instead("edit the folder's `config.json`")),
     ("generation-config", Instead("edit the folder's `generation_config.json`")),
     ("override-generation-config", Instead("edit the folder's `generation_config.json`")),
-    ("tokenizer", Instead("the folder's `tokenizer.json` is taken")),
-    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is taken")),
-    ("load-format", Instead("safetensors are read, nothing else")),
+    ("tokenizer", Instead("the folder's `tokenizer.json` is always used")),
+    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is always used")),
+    ("load-format", Instead("only safetensors are read")),
     ("revision", Instead("nothing is downloaded: `--model DIR` names a folder")),
     ("download-dir", Instead("nothing is downloaded: `--model DIR` names a folder")),
     ("hf-token", Instead("nothing is downloaded: `--model DIR` names a folder")),
-    ("seed", Instead("requests name a `seed`")),
-    ("task", Instead("completions and embeddings are served alike")),
-    ("runner", Instead("completions and embeddings are served alike")),
+    ("seed", Instead("set `seed` in requests")),
+    ("task", Instead("completions and embeddings are both served")),
+    ("runner", Instead("completions and embeddings are both served")),
     ("max-loras", Instead("all of `--lora-modules` may be in one step")),
     ("max-cpu-loras", Instead("all of `--lora-modules` may be in one step")),
-    ("cpu-offload-gb", Instead("weights are where they are computed with")),
-    ("kv-cache-dtype", Instead("`--dtype` says it")),
+    ("cpu-offload-gb", Instead("weights stay in the memory of the device that computes")),
+    ("kv-cache-dtype", Instead("`--dtype` decides it")),
     ("num-gpu-blocks-override", Instead("`--kv-cache-memory BYTES`")),
     ("api-server-count", Instead("`tutti frontend`, any number of them")),
     ("guided-decoding-backend", Instead("llguidance is the only backend")),
     ("structured-outputs-config", Instead("llguidance is the only backend")),
     ("compilation-config", Instead("nothing is compiled; `--no-cuda-graphs`")),
     ("uvicorn-log-level", Instead("`--log-level`, `--access-log`")),
-    ("root-path", Instead("paths are as they are: a proxy may add to them")),
+    ("root-path", Instead("paths are fixed: a proxy can add a prefix")),
 ];
 
 /// Returns how an option is treated, given as `--name`, `--name=value` or `-tp`.
@@ -90,9 +90,9 @@ fn find(argument: &str) -> Option<(&str, Here)> {
 pub(crate) fn hint(key: &str) -> Option<String> {
     let (_, here) = find(&format!("--{key}"))?;
     Some(match here {
-        Anyway => "it is so anyway: leave it out".to_owned(),
+        Anyway => "this is always the case: leave it out".to_owned(),
         Needless(why) => format!("leave it out: {why}"),
-        Instead(what) => format!("it is vLLM's; here: {what}"),
+        Instead(what) => format!("this is a vLLM option; here: {what}"),
     })
 }
 
@@ -107,7 +107,8 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
         let model = args.get(2).and_then(|it| it.to_str()).filter(|it| !it.starts_with('-'));
         let model = model.unwrap_or("DIR");
         return Err(refused(&format!(
-            "`serve` is vLLM's: `tutti up --model {model}`, where the model is a folder"
+            "`serve` is a vLLM command; here: `tutti up --model {model}`, where the model is a \
+             folder"
         )));
     }
     if !matches!(role, Some("up" | "coordinator" | "doctor")) {
@@ -122,7 +123,7 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
                 logging::pass_on(format!("note: `{name}` is left out: {why}\n").as_bytes());
             }
             Some((name, Instead(what))) => {
-                return Err(refused(&format!("`{name}` is vLLM's; here: {what}")));
+                return Err(refused(&format!("`{name}` is a vLLM option; here: {what}")));
             }
         }
     }
@@ -176,7 +177,7 @@ mod tests {
         assert_eq!(understood(&other).unwrap(), other, "another role");
         for (line, told) in [
             ("tutti up --port 8000", "--listen IP:PORT"),
-            ("tutti up --host=0.0.0.0", "`--host` is vLLM's; here: `--listen"),
+            ("tutti up --host=0.0.0.0", "`--host` is a vLLM option; here: `--listen"),
             ("tutti coordinator -tp 2", "--tensor-parallel N"),
             ("tutti serve org/model --port 1", "`tutti up --model org/model`"),
             ("tutti serve", "`tutti up --model DIR`"),
@@ -210,7 +211,7 @@ mod tests {
                 names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
             });
             match here {
-                Anyway => assert!(rows.any(|row| row.contains("so anyway")), "{name}"),
+                Anyway => assert!(rows.any(|row| row.contains("always the case")), "{name}"),
                 Needless(what) | Instead(what) => {
                     assert!(rows.any(|row| row.contains(what)), "{name}: {what}");
                 }

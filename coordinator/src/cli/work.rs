@@ -42,7 +42,10 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     let prepared = prepare_nccl(interface);
     let log = logging::init(&args.common.log_level);
     if !prepared {
-        tracing::warn!(interface, "NCCL's environment is left as it is: there are threads already");
+        tracing::warn!(
+            interface,
+            "NCCL's environment is left unchanged: the process already has threads"
+        );
     }
     let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let secret = secret::read(&args.common)?;
@@ -155,8 +158,9 @@ pub(crate) fn random() -> u64 {
 /// Makes a secret of this process alone.
 pub(crate) fn random_secret() -> Result<Secret, CliError> {
     let mut bytes = [0; 32];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| CliError::Failed(format!("the system has no random numbers: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| {
+        CliError::Failed(format!("the system's random number generator failed: {error}"))
+    })?;
     Ok(Secret::of_random(bytes))
 }
 

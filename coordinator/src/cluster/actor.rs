@@ -258,7 +258,7 @@ impl ClusterActor {
                         worker = node,
                         slot = worker.0,
                         seconds,
-                        "the worker has not answered when it was formed"
+                        "the worker did not answer while its replica was formed"
                     );
                 }
                 Effect::SetAside { worker, lasts } => {
@@ -270,8 +270,8 @@ impl ClusterActor {
                         slot = worker.0,
                         device,
                         ?lasts,
-                        "the device failed again and again: its worker gets no rank for a while; \
-                         `tutti scale` has it tried at once"
+                        "the device failed repeatedly: its worker gets no rank for a while; `tutti \
+                         scale` tries it again at once"
                     );
                 }
                 Effect::Desire(desired) => {
@@ -282,8 +282,8 @@ impl ClusterActor {
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(
                         %replica, %reason,
-                        "the replica cannot be formed; tried again when workers or replicas change, else \
-                         after a minute and more"
+                        "the replica cannot be formed; trying again when workers or replicas \
+                         change, otherwise after a minute or more"
                     );
                 }
             }
@@ -323,9 +323,9 @@ impl ClusterActor {
         if tokens < u64::from(max) {
             tracing::warn!(
                 replica = %id,
-                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests for more are \
-                 refused, those without max_tokens end there; give more --kv-cache-memory, or say \
-                 --max-model-len {tokens}"
+                "the KV cache holds {tokens} tokens, but --max-model-len is {max}: requests for \
+                 more are refused, those without max_tokens end there; give more \
+                 --kv-cache-memory, or set --max-model-len {tokens}"
             );
         }
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
@@ -380,7 +380,7 @@ impl ClusterActor {
             .map(|(id, _)| *id)
             .collect();
         for id in gone {
-            tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
+            tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.affinity.forget(id);
             self.orphanage.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
@@ -433,7 +433,7 @@ impl Actor for ClusterActor {
                 tracing::info!(
                     worker = node,
                     slot = worker.0,
-                    "not expected back: its series end, its totals stay"
+                    "the worker is not expected back: its series end, its totals stay"
                 );
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
@@ -490,9 +490,12 @@ impl Handler<RankPace> for ClusterActor {
         let RankPace { replica, epoch, worker, slow, times } = pace;
         let (node, slot) = (self.node_of(worker), worker.0);
         if slow {
-            tracing::warn!(worker = node, slot, %replica, "the worker computes {times:.1} times as long as the others");
+            tracing::warn!(
+                worker = node, slot, %replica,
+                "the worker takes {times:.1} times as long as the others"
+            );
         } else {
-            tracing::debug!(worker = node, slot, %replica, "the worker keeps pace");
+            tracing::debug!(worker = node, slot, %replica, "the worker keeps up again");
         }
         let mut effects = Vec::new();
         self.core.rank_pace(self.clock.now(), replica, epoch, worker, slow, &mut effects);

@@ -78,8 +78,8 @@ impl Cluster {
         }
         let own = own.filter(|own| *own != theirs)?;
         Some(format!(
-            "{} has another model in {model} than the coordinator ({theirs}, not {own}): {remedy}, \
-             or start the coordinator again where its own was replaced",
+            "{} has a different model in {model} from the coordinator's ({theirs}, not {own}): \
+             {remedy}, or restart the coordinator if its own was replaced",
             node(&worker),
         ))
     }

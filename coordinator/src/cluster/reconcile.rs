@@ -74,7 +74,7 @@ impl Cluster {
         let least = self.config.degrees.last().copied().unwrap_or(1) as usize;
         if member_able && others < least {
             return Err(format!(
-                "without {node} {others} workers are left, and a replica needs {least}"
+                "without {node}, {others} workers are left, but a replica needs {least}"
             ));
         }
         self.desired.drain(&node, incarnation.0);
@@ -207,7 +207,7 @@ impl Cluster {
             }
             let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
             let seconds = patience.as_secs();
-            let reason = format!("nothing was heard of {} for {seconds} s", names.join(", "));
+            let reason = format!("nothing was heard from {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {
@@ -224,8 +224,10 @@ impl Cluster {
             }
             // Last: this may form the replica again, and then no one may be dismissed from it.
             for worker in again {
-                let reason =
-                    format!("{} did not answer when it was formed, again", self.named(worker));
+                let reason = format!(
+                    "{} again did not answer while its replica was formed",
+                    self.named(worker)
+                );
                 self.let_go(now, worker, &reason, true, effects);
             }
         }

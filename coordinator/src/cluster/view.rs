@@ -43,7 +43,7 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
     };
     match (replica.phase, &replica.last_failure) {
         (ReplicaPhase::Waiting, Some(_)) => {
-            "waiting for workers after a failure, which the server's log has".to_owned()
+            "waiting for workers after a failure; the server's log says why".to_owned()
         }
         (ReplicaPhase::Forming, _) => {
             format!("loading weights: {} of {} bytes", view.load.0, view.load.1)

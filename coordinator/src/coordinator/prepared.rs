@@ -58,13 +58,13 @@ impl Prepared {
             tracing::info!(
                 max_model_len,
                 most,
-                "sequences of the length that the model computes best; --max-model-len allows longer \
-                 ones"
+                "sequences are limited to the length that the model handles best; --max-model-len \
+                 allows longer ones"
             );
         }
         if max_model_len > text.max_positions {
             return Err(StartError::Sizes(format!(
-                "--max-model-len {max_model_len} is over the model's own limit of {}",
+                "--max-model-len {max_model_len} exceeds the model's own limit of {}",
                 text.max_positions
             )));
         }
@@ -73,8 +73,8 @@ impl Prepared {
             tracing::info!(
                 max_model_len,
                 usual,
-                "sequences may be longer than the model's usual length: short ones are computed a \
-                 little worse for that"
+                "sequences may be longer than the model's usual length: this makes short ones \
+                 slightly less accurate"
             );
         }
         let engine = EngineConfig {

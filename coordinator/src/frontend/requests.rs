@@ -86,7 +86,7 @@ impl Requests {
         match command {
             EngineCommand::Submit { request, events } => {
                 let Some(asked) = Asked::new(*request) else { return };
-                let message = "there is no coordinator that takes requests".to_owned();
+                let message = "no coordinator accepts requests".to_owned();
                 let error = EngineError::Unavailable { message };
                 self.hold(HeldRequest { asked, events, since: now, error });
             }
@@ -207,7 +207,9 @@ impl Requests {
         lost.sort_unstable_by_key(|(id, _)| *id);
         for (_, Live { mut asked, events, .. }) in lost {
             let why = match asked.lose() {
-                _ if !asked.is_kept() => "; too many tokens are under way to keep those of all",
+                _ if !asked.is_kept() => {
+                    "; the request was not kept, since too many tokens were in progress"
+                }
                 times if times > LOST_MAX => "; so did those before that had this request",
                 _ => "",
             };

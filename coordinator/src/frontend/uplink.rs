@@ -316,7 +316,7 @@ impl Uplink {
             Some(LinkEvent::Suspect | LinkEvent::Alive) => return Ok(()),
             Some(LinkEvent::Closed { reason }) => return Err(reason.to_string()),
             // The channel was too full even for `Closed`: this side was too slow.
-            None => return Err("events came faster than they were taken".to_owned()),
+            None => return Err("events arrived faster than they were processed".to_owned()),
         };
         let message = codec::decode_message::<ToFrontend>(&frame.body);
         match message.map_err(|error| error.to_string())? {

@@ -140,7 +140,7 @@ impl Frontends {
             resume(&mut request, guides, max)?;
             Ok(request)
         });
-        let message = "going on from what was accepted broke off";
+        let message = "resuming from the accepted tokens was interrupted";
         let broke = |_| Err(EngineError::Broke { message: message.to_owned() });
         resumed.await.unwrap_or_else(broke)
     }
@@ -169,7 +169,7 @@ mod tests {
     fn clients_of_other_processes_get_the_same_status() {
         let status =
             |error| ApiError::from(engine_error(RequestId(1), error)).status_code().as_u16();
-        assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
+        assert_eq!(status(GrammarError::Refused("is not a grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
         assert_eq!(status(GrammarError::Broke), 500);
     }

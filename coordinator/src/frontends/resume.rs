@@ -57,7 +57,7 @@ impl Rules<'_> {
             match end.map_err(|end: GuideEnd| EngineError::from(end))? {
                 Some(_) if count < tokens.len() => {
                     let more = tokens.len() - count;
-                    let message = format!("{more} tokens were accepted behind a choice's end");
+                    let message = format!("{more} tokens were accepted after a choice's end");
                     return Err(EngineError::Broke { message });
                 }
                 Some(reason) => return Ok(Some(reason)),

@@ -122,8 +122,8 @@ impl<L> Slots<L> {
         };
         let Some((_, id)) = self.slots.iter().filter_map(gone).min() else {
             return Err(Refusal::NotYet(format!(
-                "{SLOTS_MAX} front ends are linked or were within the last {} minutes, the most \
-                 there can be",
+                "{SLOTS_MAX} front ends are linked or were within the last {} minutes, which is \
+                 the maximum",
                 EXPECTED_FOR.as_secs() / 60
             )));
         };

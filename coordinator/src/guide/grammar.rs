@@ -124,7 +124,7 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
             return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
         }
         GuideSpec::Lark(grammar) => lark(grammar)?,
-        GuideSpec::Tokens(_) => return Err("is no grammar".to_owned()),
+        GuideSpec::Tokens(_) => return Err("is not a grammar".to_owned()),
     })
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn whole(regex: &str) -> &str {
 fn short(error: &str) -> String {
     // The library's own assertions mean nothing to a client.
     if error.contains("panic: ") || error.contains("panicked at") {
-        return "is more than grammars can be compiled of: make it smaller or simpler".to_owned();
+        return "is too large or too complex to compile: make it smaller or simpler".to_owned();
     }
     let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
     let error = &error[..end.unwrap_or(error.len())];
@@ -331,7 +331,7 @@ fn not_allowed(token: u32) -> GuideEnd {
 }
 
 fn unknown() -> GuideEnd {
-    GuideEnd::Broke("what may come next is not known".to_owned())
+    GuideEnd::Broke("the tokens allowed next are not known".to_owned())
 }
 
 fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, GuideEnd> {
@@ -343,7 +343,7 @@ fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, GuideEnd> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(GuideEnd::Refused),
         Err(_) => {
-            let message = "what may come next could not be computed: a defect";
+            let message = "the tokens allowed next could not be computed: a bug in this program";
             Err(GuideEnd::Broke(message.to_owned()))
         }
     }

@@ -36,8 +36,8 @@ impl fmt::Display for GrammarError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Refused(why) => why,
-            Self::Busy => "too many grammars wait to be compiled",
-            Self::Broke => "compiling a grammar broke off",
+            Self::Busy => "too many grammars are waiting to be compiled",
+            Self::Broke => "compiling the grammar was interrupted",
         })
     }
 }

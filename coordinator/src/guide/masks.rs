@@ -65,7 +65,7 @@ impl Masks {
 
 fn run(job: Job) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
-        tracing::error!("a mask could not be computed: a defect");
+        tracing::error!("a mask could not be computed: a bug in this program");
     }
 }
 

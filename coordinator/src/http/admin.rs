@@ -144,7 +144,7 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
         None => match stranger(request.peer_addr(), request.headers()) {
             None => Ok(admin),
             Some(why) => Err(ApiError::forbidden(format!(
-                "Without a cluster secret only the operator on this host is answered here, and \
+                "Without a cluster secret, only an operator on this host is answered here, and \
                  {why}: start the coordinator with --cluster-secret-file, and use it here too"
             ))),
         },
@@ -155,22 +155,23 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
 /// proxy or a browser on this host speaks for others.
 fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
     if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
-        return Some("this comes from elsewhere".to_owned());
+        return Some("this request comes from another host".to_owned());
     }
     let told = |name: &&HeaderName| {
         let name = name.as_str();
         name.starts_with("x-forwarded-") || ["forwarded", "via", "x-real-ip"].contains(&name)
     };
     if let Some(name) = headers.keys().find(told) {
-        return Some(format!("this comes through a proxy (it has the header {name})"));
+        return Some(format!("this request comes through a proxy (it has the header {name})"));
     }
     if headers.contains_key(ORIGIN) {
-        return Some("this comes from a web page (it has the header origin)".to_owned());
+        return Some("this request comes from a web page (it has the header origin)".to_owned());
     }
     // A web page would reach it under a name that resolves to this host.
     let host = headers.get(HOST)?;
     let host = host.to_str().unwrap_or_default();
-    (!is_loopback(host)).then(|| format!("this was sent to `{host}`, no name of loopback"))
+    (!is_loopback(host))
+        .then(|| format!("this request was sent to `{host}`, which is not a loopback name"))
 }
 
 /// Whether a `Host` header names loopback.
@@ -254,7 +255,7 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
     let Some(logs) = logs else {
         let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
         let nodes = known_nodes(admin).await?;
-        let message = format!("nothing is known of a {what} `{}`; there are {nodes}", query.node);
+        let message = format!("there is no {what} `{}`; known are {nodes}", query.node);
         return Err(ApiError::field("node", message));
     };
     Ok(HttpResponse::Ok().json(logs))
@@ -305,13 +306,13 @@ pub const LOCAL_WORKERS_MAX: u32 = 256;
 
 async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
     if body.reset && body.replicas.is_some() {
-        return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
+        return Err(ApiError::field("reset", "`reset` and `replicas` cannot be combined"));
     }
     if let Some(workers) = body.workers {
         let Some(scaler) = &admin.workers else {
             return Err(ApiError::field(
                 "workers",
-                "`workers` is for `tutti up`; here workers are started on their own hosts",
+                "`workers` is for `tutti up`; here, workers are started on their own hosts",
             ));
         };
         if !(1..=LOCAL_WORKERS_MAX).contains(&workers) {
@@ -352,7 +353,7 @@ async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
     match tokio::time::timeout(STORED_DEADLINE, is_stored).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(_)) | Err(_) => Err(ApiError::overloaded(
-            "it is in force, but not known to be stored: etcd does not answer, or another \
+            "the command is in force, but may not be stored: etcd does not answer, or another \
              coordinator leads. This coordinator stores it when etcd is back; one that takes over \
              before that does not know of it",
         )),

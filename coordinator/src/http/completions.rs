@@ -49,7 +49,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let choices = prompts.len() * common.n as usize;
     if choices > limits.choices {
         let message = format!(
-            "`n`: {} prompts of {} choices are {choices}, the bound is {}",
+            "`n`: {} prompts with {} choices each are {choices} choices, the limit is {}",
             prompts.len(),
             common.n,
             limits.choices
@@ -116,14 +116,14 @@ fn check_sizes(
     limits.check_prompts(prompt_tokens)?;
     if echoed > limits.echoed_bytes {
         let max = limits.echoed_bytes;
-        let message = format!("`echo`: {echoed} bytes of all choices, the bound is {max}");
+        let message = format!("`echo`: {echoed} bytes over all choices, the limit is {max}");
         return Err(ApiError::field("echo", message));
     }
     let entries = alternatives.map_or(0, |each| prompt_tokens * (each as usize + 1));
     if entries > limits.prompt_alternatives {
         let max = limits.prompt_alternatives;
         let message = format!(
-            "`logprobs` of echoed prompts: {entries} log-probabilities of all choices, the bound \
+            "`logprobs` of echoed prompts: {entries} log-probabilities over all choices, the limit \
              is {max}"
         );
         return Err(ApiError::field("logprobs", message));
@@ -168,7 +168,7 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
             })
             .collect(),
         Some(Value::Array(list)) if list.len() > max => {
-            let message = format!("`prompt` has {} prompts, the bound is {max}", list.len());
+            let message = format!("`prompt` has {} prompts, the limit is {max}", list.len());
             Err(ApiError::field("prompt", message))
         }
         Some(_) => Err(wrong()),

@@ -98,8 +98,8 @@ pub fn encode(
             ApiError::field("chat_template_kwargs", message)
         }
         RenderError::Template(message) => {
-            tracing::warn!(%message, "the model's chat template fails");
-            ApiError::internal(format!("The model's chat template fails: {message}"))
+            tracing::warn!(%message, "the model's chat template failed");
+            ApiError::internal(format!("The model's chat template failed: {message}"))
         }
     })?;
     let mut opening = (reasoning == Reasoning::Harmony).then(|| Opening::after(&rendered));
@@ -146,8 +146,8 @@ pub fn check_fits(
 pub fn no_template() -> ApiError {
     ApiError::field(
         "model",
-        "this model has no chat template; use /v1/completions, or give the server one \
-         (--chat-template)",
+        "this model has no chat template; use /v1/completions, or start the server with \
+         --chat-template",
     )
 }
 

@@ -88,7 +88,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let tokens: usize = encoded.iter().map(Vec::len).sum();
     if tokens > limits.prompt_tokens {
         let max = limits.prompt_tokens;
-        let message = format!("`input` has {tokens} tokens together, the bound is {max}");
+        let message = format!("`input` has {tokens} tokens in total, the limit is {max}");
         return Err(ApiError::field("input", message));
     }
     let again = Again::new(Instant::now() + QUEUE_PATIENCE);
@@ -211,8 +211,8 @@ fn check_answer(inputs: usize, width: u32, limits: &Limits) -> Result<(), ApiErr
     }
     let fit = max / width;
     let message = format!(
-        "`input` has {inputs} entries, which are vectors of {width} numbers: an answer has room for \
-         {max} numbers, which are {fit} of them"
+        "`input` has {inputs} entries, each a vector of {width} numbers: a response has room for \
+         {max} numbers, or {fit} entries"
     );
     Err(ApiError::field("input", message))
 }
@@ -277,7 +277,7 @@ fn encode(
         if tokens.len() > max as usize {
             let message = format!(
                 "This model's maximum context length is {max} tokens. However, `{name}[{index}]` \
-                 has {} tokens. Please reduce it, or say `truncate_prompt_tokens`.",
+                 has {} tokens. Please reduce it, or set `truncate_prompt_tokens`.",
                 tokens.len()
             );
             return Err(ApiError::context_length(name, message));

@@ -88,7 +88,7 @@ impl ApiError {
     /// No API key, or an unknown one: 401.
     #[must_use]
     pub fn unknown_key() -> Self {
-        let message = "This needs a known API key: `Authorization: Bearer KEY`";
+        let message = "A valid API key is required: `Authorization: Bearer KEY`";
         Self {
             code: Some("invalid_api_key"),
             challenge: true,
@@ -99,8 +99,8 @@ impl ApiError {
     /// Only for holders of the cluster secret: 401.
     #[must_use]
     pub fn no_token() -> Self {
-        let message = "This needs a token made of the cluster's secret: say --cluster-secret-file \
-                       FILE, with the coordinator's file";
+        let message = "A token made from the cluster's secret is required: use \
+                       --cluster-secret-file FILE with the coordinator's file";
         Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, message) }
     }
 
@@ -119,21 +119,22 @@ impl ApiError {
     /// The body has an unsupported compression: 415.
     #[must_use]
     pub fn content_encoding(found: &str) -> Self {
-        let message = format!("Content-Encoding is `{found}`, bodies are not decompressed here");
+        let message =
+            format!("Content-Encoding is `{found}`, but compressed bodies are not supported");
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
     /// Wrong method: 405.
     #[must_use]
     pub fn method(method: &str, allow: &'static str) -> Self {
-        let message = format!("Not allowed to {method} here; use {allow}");
+        let message = format!("{method} is not allowed here; use {allow}");
         Self { allow: Some(allow), ..Self::new(StatusCode::METHOD_NOT_ALLOWED, message) }
     }
 
     /// The body's header does not say JSON: 415.
     #[must_use]
     pub fn content_type(found: &str) -> Self {
-        let message = format!("Content-Type is `{found}`, it must be `application/json`");
+        let message = format!("Content-Type is `{found}`, but must be `application/json`");
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
@@ -142,7 +143,7 @@ impl ApiError {
     pub fn too_large(max: usize) -> Self {
         Self::new(
             StatusCode::PAYLOAD_TOO_LARGE,
-            format!("The body is over the bound of {max} bytes (--max-body-bytes)"),
+            format!("The body exceeds the limit of {max} bytes (--max-body-bytes)"),
         )
         .counted_as(RejectReason::TooLarge)
     }
@@ -170,7 +171,7 @@ impl ApiError {
     /// The time that the client gave its request has expired: 504.
     #[must_use]
     pub fn expired() -> Self {
-        let message = "The time that X-Request-Timeout gives this request is over";
+        let message = "The time that X-Request-Timeout allows for this request is over";
         Self { code: Some("request_timeout"), ..Self::new(StatusCode::GATEWAY_TIMEOUT, message) }
     }
 

@@ -62,7 +62,7 @@ impl Fields {
         if values > limits.json_values {
             let max = limits.json_values;
             return Err(ApiError::body(format!(
-                "The JSON has {values} values, the bound is {max}"
+                "The JSON has {values} values, the limit is {max}"
             )));
         }
         if depth > limits.json_depth {

@@ -52,7 +52,7 @@ pub enum ApiKeyError {
     #[error("an API key is empty")]
     Empty,
     /// No client can send it.
-    #[error("an API key has a character that is not printable ASCII, or a space")]
+    #[error("an API key contains a space or a character that is not printable ASCII")]
     Unprintable,
 }
 

@@ -136,7 +136,7 @@ impl Limits {
         }
         let max = self.prompt_tokens;
         let message = format!(
-            "`n`: the prompts of all choices have {tokens} tokens together, the bound is {max}"
+            "`n`: the prompts of all choices have {tokens} tokens in total, the limit is {max}"
         );
         Err(ApiError::field("n", message))
     }

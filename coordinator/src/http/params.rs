@@ -397,7 +397,7 @@ fn priority(fields: &Fields, limits: &Limits) -> Result<i32, ApiError> {
     let name = "priority";
     let priority = fields.integer(name, i32::MIN.into(), i32::MAX.into())?.unwrap_or(0);
     if priority != 0 && !limits.priorities {
-        let message = "`priority` is not supported here: the server would have to be started with \
+        let message = "`priority` is not supported here: the server must be started with \
                        --scheduling-policy priority";
         return Err(ApiError::field(name, message));
     }

@@ -55,7 +55,7 @@ impl TextPool {
     }
 
     async fn enter(&self, bytes: usize) -> Result<[Option<OwnedSemaphorePermit>; 2], ApiError> {
-        let busy = || ApiError::overloaded("too many texts wait to be turned into tokens");
+        let busy = || ApiError::overloaded("too many texts wait to be tokenized");
         let waiting = self.waiting.fetch_add(1, Ordering::Relaxed);
         let _waiting = Waiting(self.waiting.clone());
         if waiting >= QUEUE_MAX {
@@ -88,7 +88,7 @@ impl TextPool {
             let _permits = permits;
             work()
         });
-        work.await.map_err(|_| ApiError::internal("work on this text broke off"))?
+        work.await.map_err(|_| ApiError::internal("processing this text was interrupted"))?
     }
 }
 

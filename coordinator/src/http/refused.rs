@@ -160,9 +160,9 @@ pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
 fn why(name: &str) -> &'static str {
     match name {
         "conversation" | "previous_response_id" | "previous_response" => {
-            ": no response is kept; send what was said before in `input`"
+            ": responses are not stored; send the earlier messages in `input`"
         }
-        "background" => ": no response is kept, so none can be asked for later",
+        "background" => ": responses are not stored, so they cannot be retrieved later",
         _ => "",
     }
 }

@@ -66,7 +66,7 @@ impl Body<'_> {
         }
         let more = length.saturating_sub(FREE).saturating_sub(self.counted);
         if more > 0 {
-            let busy = || ApiError::overloaded("too many large bodies are being read at a time");
+            let busy = || ApiError::overloaded("too many large bodies are being read at once");
             let count = u32::try_from(more).map_err(|_| busy())?;
             let taken = self.room.left.clone().try_acquire_many_owned(count);
             let taken = taken.map_err(|_| busy())?;

@@ -345,7 +345,7 @@ async fn collect(mut body: Payload, room: &Room) -> Result<(BytesMut, Share), Ap
     let mut whole = room.body();
     while let Some(chunk) = body.next().await {
         let chunk =
-            chunk.map_err(|error| ApiError::body(format!("The body broke off: {error}")))?;
+            chunk.map_err(|error| ApiError::body(format!("The body ended early: {error}")))?;
         whole.push(&chunk)?;
     }
     Ok(whole.whole())

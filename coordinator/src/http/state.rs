@@ -45,7 +45,8 @@ impl Readiness {
     /// The readiness of a server that was told to end.
     #[must_use]
     pub fn ending() -> Self {
-        let message = "the server is ending: it finishes what runs and takes nothing new";
+        let message = "the server is shutting down: it finishes running requests and accepts no \
+                       new ones";
         Self { ready: false, message: message.to_owned() }
     }
 }

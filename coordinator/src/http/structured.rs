@@ -44,7 +44,7 @@ pub fn read(
     for one in found.into_iter().flatten() {
         if let Some(before) = &asked {
             let message = format!(
-                "`{}` and `{}` both say what the output must be: one at a time",
+                "`{}` and `{}` both constrain the output: use one at a time",
                 one.field, before.field
             );
             return Err(ApiError::field(one.field, message));
@@ -56,7 +56,7 @@ pub fn read(
     if fields.get(whitespace).is_some()
         && asked.as_ref().is_none_or(|asked| asked.field != "guided_json")
     {
-        return Err(wrong(whitespace, "is of use with `guided_json` alone"));
+        return Err(wrong(whitespace, "can only be used with `guided_json`"));
     }
     match &asked {
         Some(Asked { field, spec: GuideSpec::Tokens(tokens) }) => {
@@ -99,7 +99,8 @@ impl Asked {
 /// # Errors
 /// 400 naming the field.
 pub(super) fn check_end(fields: &Fields, field: &str) -> Result<(), ApiError> {
-    let message = format!("and `{field}` exclude each other: it says where the text ends");
+    let message =
+        format!("and `{field}` cannot be combined: the latter decides where the text ends");
     if least(fields)? > 0 {
         return Err(wrong("min_tokens", &message));
     }
@@ -117,7 +118,7 @@ fn check_goes_on(
     end_tokens: &[u32],
 ) -> Result<(), ApiError> {
     if least(fields)? > 0 && tokens.iter().all(|token| end_tokens.contains(token)) {
-        let message = format!("and `{field}` exclude each other: it lists end tokens alone");
+        let message = format!("and `{field}` cannot be combined: the latter lists only end tokens");
         return Err(wrong("min_tokens", &message));
     }
     Ok(())
@@ -143,7 +144,7 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
         Some("json_object") => match format.get("schema") {
             None | Some(Value::Null) => ANY_OBJECT.to_owned(),
             Some(schema @ Value::Object(_)) => guide::without_unique_items(schema).to_string(),
-            Some(_) => return Err(wrong(field, "has a `schema` that is no object")),
+            Some(_) => return Err(wrong(field, "has a `schema` that is not an object")),
         },
         Some("json_schema") => {
             let schema = format.get("json_schema").and_then(Value::as_object);
@@ -171,7 +172,7 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     }
     let absent = |key: &str| named.get(key).is_none_or(Value::is_null);
     if !absent("description") && !named["description"].is_string() {
-        return Err(wrong(field, "has a `json_schema.description` that is no string"));
+        return Err(wrong(field, "has a `json_schema.description` that is not a string"));
     }
     if !absent("strict") && !named["strict"].is_boolean() {
         return Err(wrong(field, "has a `json_schema.strict` that is neither true nor false"));
@@ -265,7 +266,8 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     }
     if found.len() != 1 {
         let message = format!(
-            "must say one thing of `json`, `json_object`, `regex`, `choice` and `grammar`, not {}",
+            "must have exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`, not \
+             {}",
             found.len()
         );
         return Err(wrong(field, &message));

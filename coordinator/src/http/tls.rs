@@ -67,7 +67,7 @@ pub enum TlsError {
     #[error("TLS: {0}")]
     Library(#[from] rustls::Error),
     /// The files cannot be watched.
-    #[error("cannot start the thread that watches the files of TLS: {0}")]
+    #[error("cannot start the thread that watches the TLS files: {0}")]
     Thread(io::Error),
 }
 
@@ -134,7 +134,7 @@ impl Tls {
         let (watched, seen) = (files.clone(), Arc::downgrade(&current));
         let thread = std::thread::Builder::new().name("tls-files".to_owned());
         let read = move |current: &Arc<Current>| current.read_again(&watched);
-        let work = move || watch::keep_current("files of TLS", &paths, watch, every, &seen, read);
+        let work = move || watch::keep_current("TLS files", &paths, watch, every, &seen, read);
         thread.spawn(work).map_err(TlsError::Thread)?;
         Ok(Self { config: Arc::new(config), files, current })
     }

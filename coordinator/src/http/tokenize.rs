@@ -22,7 +22,7 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiEr
     let strings = fields.boolean("return_token_strs", false)?;
     let tokens = if fields.get("messages").is_some() {
         if fields.get("prompt").is_some() {
-            return Err(ApiError::field("prompt", "`prompt` and `messages` exclude each other"));
+            return Err(ApiError::field("prompt", "`prompt` and `messages` cannot be combined"));
         }
         fields.refuse("chat_template")?;
         let special = fields.boolean("add_special_tokens", false)?;

@@ -111,9 +111,10 @@ impl Tools {
         match (&self.choice, format) {
             (ToolChoice::None, _) => {}
             (ToolChoice::Auto, None) => {
-                let message = "`tools`: how this model writes calls is not known, its chat template \
-                               does not say; the server's operator can (--tool-call-parser), and \
-                               with `tool_choice`: \"none\" calls are part of the text";
+                let message = "`tools`: how this model writes calls is not known, since its chat \
+                               template does not show it; the server's operator can set it \
+                               (--tool-call-parser), and with `tool_choice`: \"none\" calls are \
+                               part of the text";
                 return Err(ApiError::field("tools", message));
             }
             (ToolChoice::Auto, format) => rules.calls = format,
@@ -273,7 +274,7 @@ fn choice(fields: &Fields, tools: Option<&Value>) -> Result<ToolChoice, ApiError
             let wanted = name(value).filter(|_| is_function);
             let wanted = wanted.ok_or_else(|| Fields::wrong(field, value, expected))?;
             if !tools.as_array().into_iter().flatten().any(|tool| name(tool) == Some(wanted)) {
-                let message = format!("`tool_choice` names {wanted:?}, which is none of `tools`");
+                let message = format!("`tool_choice` names {wanted:?}, which is not in `tools`");
                 return Err(ApiError::field(field, message));
             }
             Ok(ToolChoice::Function(wanted.to_owned()))

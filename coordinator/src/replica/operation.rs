@@ -244,7 +244,7 @@ impl Operation {
         }
         if result.step > self.driver.last_step() || result.step.0 - done.0 > 1 {
             self.over = true;
-            let reason = format!("{worker} answers {} behind {done}", result.step);
+            let reason = format!("{worker} answered {} after {done}", result.step);
             return self.end_epoch(reason, outside);
         }
         self.ranks[index].done = result.step;

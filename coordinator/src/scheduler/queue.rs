@@ -85,7 +85,7 @@ impl Scheduler {
     /// request with the same number runs; nothing has changed then.
     pub fn submit(&mut self, mut request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
         if self.requests.contains_key(&request.id) {
-            let message = format!("request number {} runs already", request.id.0);
+            let message = format!("request number {} is already running", request.id.0);
             return Err(EngineError::Unavailable { message });
         }
         let queued = Load::of(request.prompt.len(), request.sampling.len());

@@ -44,7 +44,7 @@ impl Speculation {
         if tokens >= max_num_seqs {
             return Err(ConfigError(format!(
                 "num_speculative_tokens ({tokens}) needs a max_num_seqs of at least {}, which is \
-                 {max_num_seqs}: a step samples at most so many rows, those of drafts included",
+                 {max_num_seqs}: a step samples at most that many rows, including those of drafts",
                 tokens + 1
             )));
         }

@@ -217,7 +217,7 @@ impl ChatTemplate {
         let text = template.render(Serde(variables)).map_err(failed)?;
         if text.len() > OUTPUT_MAX {
             return Err(RenderError::Conversation(format!(
-                "the prompt has {} bytes, the bound is {OUTPUT_MAX}",
+                "the prompt has {} bytes, the limit is {OUTPUT_MAX}",
                 text.len()
             )));
         }

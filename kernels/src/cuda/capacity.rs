@@ -70,8 +70,8 @@ pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), 
             .to_owned(),
     };
     Err(format!(
-        "the model does not fit on the GPU: {} missing (weights {}, activations {}, KV cache of one \
-         sequence {}; {} of {} may be used and {} are free); {advice}",
+        "the model does not fit on the GPU: {} are missing (weights {}, activations {}, KV cache \
+         of one sequence {}; {} of {} may be used and {} are free); {advice}",
         bytes_text(missing),
         bytes_text(need.weights),
         bytes_text(need.activations),

@@ -136,14 +136,14 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
     let wish = wishes.next().unwrap_or_default();
     if let Some(other) = wishes.find(|other| *other != wish) {
         return Err(format!(
-            "ranks are told different things: --cuda-exchange {} and {}",
+            "ranks have different settings: --cuda-exchange {} and {}",
             wish.name(),
             other.name()
         ));
     }
     // It determines which kernels compute sums.
     if ranks.iter().any(|rank| rank.batch_invariant != ranks[0].batch_invariant) {
-        return Err("some ranks are told --batch-invariant, others are not".to_owned());
+        return Err("some ranks have --batch-invariant, others do not".to_owned());
     }
     let graphs = ranks.iter().all(|rank| rank.graphs);
     let peers = match (wish, peers_obstacle(ranks)) {
@@ -217,7 +217,8 @@ fn crowded(ranks: &[Capability], rank: usize) -> Option<String> {
     let needs = sharing * PEER_BLOCKS;
     (sharing > 1 && needs > has as usize).then(|| {
         format!(
-            "{sharing} ranks share rank {rank}'s GPU, which has {has} multiprocessors, not {needs}"
+            "{sharing} ranks share rank {rank}'s GPU, which has {has} multiprocessors, but {needs} \
+             are needed"
         )
     })
 }
@@ -246,7 +247,7 @@ fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
             && (least(ranks) < NCCL_SHARING_MIN || !ranks.iter().all(|rank| rank.nccl_shares))
         {
             return Some(format!(
-                "ranks {twin} and {rank} share a GPU: NCCL takes that from {} on, with \
+                "ranks {twin} and {rank} share a GPU: NCCL allows that from {} on, with \
                  NCCL_MULTI_RANK_GPU_ENABLE=1",
                 Version(NCCL_SHARING_MIN)
             ));
@@ -373,7 +374,10 @@ mod tests {
             (vec![rank(0), rank(1), rank(2)], "3 ranks"),
             (vec![rank(0), Capability { host: [1; 16], ..rank(1) }], "another host"),
             (vec![rank(0), Capability { process: 0, ..rank(1) }], "one process"),
-            (vec![Capability { multiprocessors: 16, ..rank(0) }; 2], "16 multiprocessors, not 64"),
+            (
+                vec![Capability { multiprocessors: 16, ..rank(0) }; 2],
+                "16 multiprocessors, but 64 are needed",
+            ),
             (vec![rank(0); 8], "8 ranks share rank 0's GPU"),
         ];
         for (ranks, words) in cases {

@@ -102,7 +102,7 @@ impl CudaBackend {
             Choice::Nccl => match self.try_nccl(&mut setup)? {
                 Ok(group) => Some(Box::new(group)),
                 Err(why) => {
-                    reason = format!("NCCL does not connect the ranks: {why}");
+                    reason = format!("NCCL cannot connect the ranks: {why}");
                     missing = Some(reason.clone());
                     None
                 }

@@ -79,8 +79,8 @@ impl Driver {
         let version = u32::try_from(version).unwrap_or(0);
         if version < DRIVER_MIN {
             return Err(KernelError::Unsupported(format!(
-                "the NVIDIA driver is of CUDA {}, this program needs CUDA {} or later: update the \
-                 driver",
+                "the NVIDIA driver supports CUDA {}, but this program needs CUDA {} or later: \
+                 update the driver",
                 version_text(version),
                 version_text(DRIVER_MIN)
             )));

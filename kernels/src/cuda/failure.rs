@@ -22,7 +22,7 @@ const DRIVER: &[Known] = &[
         "the GPU is busy: another process has it for itself (compute mode), or it is being reset",
     ),
     (100, "CUDA_ERROR_NO_DEVICE", "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
-    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU of this number"),
+    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU with this number"),
     (200, "CUDA_ERROR_INVALID_IMAGE", "the embedded kernels cannot be read by this driver"),
     (201, "CUDA_ERROR_INVALID_CONTEXT", "the context is not current: a bug in this program"),
     (
@@ -40,19 +40,19 @@ const DRIVER: &[Known] = &[
     (
         400,
         "CUDA_ERROR_INVALID_HANDLE",
-        "something of another GPU's, or that is gone, was used: a bug in this program",
+        "a resource of another GPU, or one that is gone, was used: a bug in this program",
     ),
     (
         500,
         "CUDA_ERROR_NOT_FOUND",
-        "a kernel that this program wants is not among the embedded ones",
+        "a kernel that this program needs is not among the embedded ones",
     ),
     (600, "CUDA_ERROR_NOT_READY", "not finished yet"),
     (700, "CUDA_ERROR_ILLEGAL_ADDRESS", "a kernel left its memory"),
     (
         701,
         "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
-        "a kernel wants more registers or shared memory than there are",
+        "a kernel needs more registers or shared memory than there are",
     ),
     (702, "CUDA_ERROR_LAUNCH_TIMEOUT", "a kernel ran too long for a GPU with a display"),
     (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "the context is gone"),
@@ -66,10 +66,10 @@ const DRIVER: &[Known] = &[
     (
         720,
         "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
-        "a cooperative kernel wants more blocks than the GPU runs at once",
+        "a cooperative kernel needs more blocks than the GPU runs at once",
     ),
     (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "a kernel ended without freeing its tensor memory"),
-    (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver cannot do it"),
+    (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver does not support it"),
     (802, "CUDA_ERROR_SYSTEM_NOT_READY", "the driver's services (fabric manager) are not running"),
     (
         803,

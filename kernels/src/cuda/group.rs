@@ -192,8 +192,8 @@ pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<()
         let waited = began.elapsed();
         if waited > DRAIN_PATIENCE {
             let error = stream.context().hangs(format!(
-                "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
-                 aborted: it hangs"
+                "the GPU is still running {DRAIN_PATIENCE:?} after its exchange with other ranks \
+                 was aborted: it hangs"
             ));
             return Err(error);
         }

@@ -208,7 +208,7 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
         let more =
             if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
         return Err(missing(format!(
-            "the library that was found lacks {first}{more}: it is too old for this program"
+            "the library found lacks {first}{more}: it is too old for this program"
         )));
     }
     Ok(())

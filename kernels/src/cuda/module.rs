@@ -245,7 +245,7 @@ impl Kernel {
     ) -> Result<(), KernelError> {
         let Launch { grid, block, shared } = launch;
         if !self.has_room(shared) || grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
-            let message = format!("{} cannot be launched so: {launch:?}", self.name);
+            let message = format!("{} cannot be launched that way: {launch:?}", self.name);
             return Err(KernelError::Shape { op: self.name, message });
         }
         let words = args.words.as_mut_ptr();

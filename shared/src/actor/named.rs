@@ -176,7 +176,7 @@ async fn live<A: NamedActor>(
         match supervisor.on_exit(now) {
             Decision::RestartAfter(wait) => {
                 let name = &life.report.name;
-                tracing::warn!(actor = name, reason, ?wait, "an actor failed; made anew");
+                tracing::warn!(actor = name, reason, ?wait, "an actor failed; restarting it");
                 life.report.life = ActorLife::Restarting;
                 if !life.tell() {
                     return;
@@ -192,7 +192,7 @@ async fn live<A: NamedActor>(
             }
             Decision::GiveUp { reason: often } => {
                 let name = &life.report.name;
-                tracing::error!(actor = name, reason, "an actor is given up: {often}");
+                tracing::error!(actor = name, reason, "giving up on an actor: {often}");
                 // Close first: dropping the queued messages answers them, and nothing arrives
                 // afterwards.
                 mailbox.close();

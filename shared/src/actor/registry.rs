@@ -68,7 +68,7 @@ pub enum RegistryError {
     #[error("the name is taken by an actor of {0}")]
     Taken(String),
     /// A limit is reached.
-    #[error("there are {0} already, the bound")]
+    #[error("there are {0} already, which is the limit")]
     Full(usize),
 }
 

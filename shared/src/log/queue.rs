@@ -59,7 +59,7 @@ impl State {
             if text.last().is_some_and(|last| *last != b'\n') {
                 text.push(b'\n');
             }
-            let note = format!("{dropped} lines dropped here: whoever reads this was too slow\n");
+            let note = format!("{dropped} lines dropped here: the reader was too slow\n");
             text.extend_from_slice(note.as_bytes());
         }
         text
@@ -229,7 +229,7 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         // There is one note, or several if the thread took lines meanwhile.
         let dropped_here = |line: &&str| -> Option<u64> {
-            let (number, _) = line.split_once(" lines dropped here: whoever reads this was")?;
+            let (number, _) = line.split_once(" lines dropped here: the reader was")?;
             number.parse().ok()
         };
         let notes: Vec<u64> = lines.iter().filter_map(dropped_here).collect();

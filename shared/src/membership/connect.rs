@@ -109,7 +109,7 @@ pub(super) fn is_full(reason: &str) -> bool {
 pub(super) fn explained(error: &Error) -> String {
     let text = plain(error);
     if is_full(&text) {
-        return format!("etcd is full and takes no writes ({text}); to mend it: {FULL_REMEDY}");
+        return format!("etcd is full and accepts no writes ({text}); to fix it: {FULL_REMEDY}");
     }
     text
 }

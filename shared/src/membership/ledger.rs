@@ -30,13 +30,13 @@ pub enum LedgerError {
     #[error("this process does not lead any more")]
     Fenced,
     /// There are too many bytes.
-    #[error("{bytes} bytes are over the bound of {}", PIECE_BYTES * PIECES_MAX)]
+    #[error("{bytes} bytes exceed the limit of {}", PIECE_BYTES * PIECES_MAX)]
     TooLarge {
         /// Number of bytes.
         bytes: usize,
     },
     /// The stored pieces do not belong together.
-    #[error("what is there is damaged: {0}")]
+    #[error("the stored record is damaged: {0}")]
     Damaged(String),
 }
 

@@ -212,7 +212,7 @@ impl Alias {
             }
             From::Only(id, label, value) => {
                 let series = regroup(merged, id, &labels, Some((label, value)))?;
-                let help = format!("{} of which {label} is {value}.", definition.name);
+                let help = format!("{} where {label} is {value}.", definition.name);
                 (definition.kind, series, help)
             }
             From::Adapters { running, waiting } => {

@@ -340,7 +340,7 @@ fn left_out_of(source: Source, unknown: &[String]) -> String {
         more => format!(" and {more} more"),
     };
     format!(
-        "{source} is of another version: its series {}{more} are not known here, or are otherwise, and \
+        "{source} is of another version: its series {}{more} are unknown or different here, and \
          are left out",
         some.join(", ")
     )

@@ -22,7 +22,7 @@ pub const MAX_SNAPSHOT_BYTES: usize = 256 * 1024;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
     /// It is too large.
-    #[error("a snapshot of {bytes} bytes exceeds the bound of {MAX_SNAPSHOT_BYTES} bytes")]
+    #[error("a snapshot of {bytes} bytes exceeds the limit of {MAX_SNAPSHOT_BYTES} bytes")]
     TooLarge {
         /// Its size.
         bytes: usize,

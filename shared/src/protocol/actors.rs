@@ -154,7 +154,7 @@ pub enum AskError {
     #[error("the mailbox of `{0}` is full")]
     MailboxFull(String),
     /// Too many asks are pending.
-    #[error("{0} asks are under way, the bound")]
+    #[error("{0} asks are in progress, which is the limit")]
     TooManyAsks(u32),
     /// A link on the path broke. The message may have been handled.
     #[error("the link to {0} is gone")]
@@ -169,6 +169,6 @@ pub enum AskError {
     #[error("not a message that this actor takes: {0}")]
     Malformed(String),
     /// The message is too large for a frame.
-    #[error("a message of {0} bytes is over the bound of a frame")]
+    #[error("a message of {0} bytes exceeds the limit of a frame")]
     TooLarge(u64),
 }

@@ -118,7 +118,7 @@ impl NodeResources {
     pub fn check(&self) -> Result<(), String> {
         for (what, count) in [("labels", self.labels.len()), ("resources", self.custom.len())] {
             if count > RESOURCES_MAX {
-                return Err(format!("{count} {what}, the bound is {RESOURCES_MAX}"));
+                return Err(format!("{count} {what}, the limit is {RESOURCES_MAX}"));
             }
         }
         let texts = self.labels.iter().flat_map(|(key, value)| [key, value]);

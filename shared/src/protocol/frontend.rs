@@ -76,7 +76,7 @@ pub fn check_model_names(names: &[String]) -> Result<(), String> {
         if !(1..=MODEL_NAME_MAX).contains(&name.len()) || name.chars().any(char::is_control) {
             let len = name.len();
             return Err(format!(
-                "a name of {len} bytes: it must have 1 to {MODEL_NAME_MAX}, and no control \
+                "a name has {len} bytes: it must have 1 to {MODEL_NAME_MAX}, and no control \
                  characters"
             ));
         }
@@ -246,7 +246,7 @@ pub enum EngineError {
     /// The bounded queue is full.
     #[error(
         "the queue is full: {queued} requests, choices or tokens of their prompts are waiting, the \
-         bound is {max}"
+         limit is {max}"
     )]
     QueueFull {
         /// Number of requests waiting now, or of their choices or prompt tokens.
@@ -282,7 +282,7 @@ pub enum EngineError {
         message: String,
     },
     /// Replicas repeatedly failed while computing this request and nothing else.
-    #[error("{epochs} times the engine stopped while it computed this request; it is given up")]
+    #[error("the engine stopped {epochs} times while computing this request, which is given up")]
     Quarantined {
         /// Number of epochs that failed.
         epochs: u32,
@@ -383,8 +383,8 @@ mod tests {
         for (list, what) in [
             (names(&[]), "0 names"),
             (names(&["a", "b", "a"]), "a is given twice"),
-            (names(&["a", ""]), "a name of 0 bytes"),
-            (names(&[&long]), "a name of 1025 bytes"),
+            (names(&["a", ""]), "a name has 0 bytes"),
+            (names(&[&long]), "a name has 1025 bytes"),
             (names(&["a\n"]), "control characters"),
             ((0..17).map(|n| n.to_string()).collect(), "17 names"),
         ] {

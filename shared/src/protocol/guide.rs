@@ -86,14 +86,14 @@ impl GuideSpec {
             Self::Choice(_) | Self::Lark(_) | Self::Tokens(_) => GRAMMAR_BYTES_MAX,
         };
         if bytes > most {
-            return Err(format!("has {bytes} bytes, the bound is {most}"));
+            return Err(format!("has {bytes} bytes, the limit is {most}"));
         }
         if let Self::Json { whitespace: Whitespace::Pattern(pattern), .. } = self
             && pattern.len() > REGEX_BYTES_MAX
         {
             let bytes = pattern.len();
             return Err(format!(
-                "has a whitespace pattern of {bytes} bytes, the bound is {REGEX_BYTES_MAX}"
+                "has a whitespace pattern of {bytes} bytes, the limit is {REGEX_BYTES_MAX}"
             ));
         }
         Ok(())
@@ -111,7 +111,7 @@ mod tests {
         let pattern = |bytes: usize| Whitespace::Pattern("b".repeat(bytes));
         for (spec, what) in [
             (GuideSpec::Lark(grammar.clone() + "b"), "has 65537 bytes"),
-            (GuideSpec::Regex(grammar.clone()), "has 65536 bytes, the bound is 16384"),
+            (GuideSpec::Regex(grammar.clone()), "has 65536 bytes, the limit is 16384"),
             (GuideSpec::Json { schema: long, whitespace: pattern(1) }, "has 262145 bytes"),
             (GuideSpec::Json { schema: String::new(), whitespace: pattern(16385) }, "16385 bytes"),
             (GuideSpec::Choice(vec![grammar, "b".to_owned()]), "has 65537 bytes"),

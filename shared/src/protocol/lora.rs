@@ -37,7 +37,7 @@ impl Lora {
     pub fn check<'a>(&'a self, model_names: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let count = self.adapters.len();
         if count > ADAPTERS_MAX {
-            return Err(format!("{count} adapters, the bound is {ADAPTERS_MAX}"));
+            return Err(format!("{count} adapters, the limit is {ADAPTERS_MAX}"));
         }
         let mut names: BTreeSet<&str> = model_names.collect();
         for Adapter { name, path } in &self.adapters {
@@ -55,7 +55,9 @@ impl Lora {
                 ));
             }
             if !names.insert(name) {
-                return Err(format!("the name {name} is given twice; the model's own counts, too"));
+                return Err(format!(
+                    "the name {name} is given twice; the model's own name counts, too"
+                ));
             }
         }
         Ok(())
@@ -85,7 +87,7 @@ mod tests {
         refused(lora(&["a\n"]), "no control characters");
         let many: Vec<String> = (0..=ADAPTERS_MAX).map(|n| n.to_string()).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        refused(lora(&many), "65 adapters, the bound is 64");
+        refused(lora(&many), "65 adapters, the limit is 64");
         let mut long = lora(&["a"]);
         long.adapters[0].path = "p".repeat(ADAPTER_PATH_MAX + 1);
         refused(long, "has 1025 bytes");

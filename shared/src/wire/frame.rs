@@ -143,7 +143,7 @@ pub enum FrameError {
         flags: u8,
     },
     /// The body exceeds its kind's bound.
-    #[error("a {kind:?} frame of {len} bytes is over the bound of {max}")]
+    #[error("a {kind:?} frame of {len} bytes exceeds the limit of {max}")]
     TooLarge {
         /// The kind.
         kind: FrameKind,

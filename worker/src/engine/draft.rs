@@ -398,7 +398,7 @@ impl<B: Backend> Engine<B> {
             let Self { backend, draft, sequences, config, .. } = self;
             let draft = draft.as_mut().ok_or_else(|| EngineError::Plan {
                 step: plan.step.0,
-                message: "drafts are asked for, and there is no draft model".to_owned(),
+                message: "drafts are asked for, but there is no draft model".to_owned(),
             })?;
             draft.run(backend, sequences, config, plan, &mut tokens)?;
             self.drafting = Some(began.elapsed());

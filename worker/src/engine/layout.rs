@@ -77,7 +77,7 @@ impl<B: Backend> Engine<B> {
             let max = self.config.max_model_len as usize;
             if new.tokens.is_empty() || new.tokens.len() > max {
                 let len = new.tokens.len();
-                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
+                return Err(fault(format!("{} has {len} tokens, the limit is {max}", new.seq)));
             }
             let adapters = self.decoder.num_adapters();
             if new.adapter > adapters {
@@ -91,7 +91,7 @@ impl<B: Backend> Engine<B> {
                 .check(self.decoder.config().vocab_size as u32)
                 .map_err(|message| fault(format!("{}: {message}", new.seq)))?;
             if self.sequences.len() >= held_max {
-                return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
+                return Err(fault(format!("{held_max} sequences are held, the limit is reached")));
             }
             if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
                 return Err(fault(format!("{} is admitted twice", new.seq)));
@@ -109,7 +109,7 @@ impl<B: Backend> Engine<B> {
         let vocab = self.decoder.config().vocab_size as u32;
         if plan.sequences.len() > self.config.max_num_seqs as usize {
             let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
-            return Err(fault(format!("{len} sequences, the bound is {max}")));
+            return Err(fault(format!("{len} sequences, the limit is {max}")));
         }
         let (mut tokens, mut rows) = (0, 0);
         for entry in &plan.sequences {
@@ -143,12 +143,12 @@ impl<B: Backend> Engine<B> {
         }
         let max = self.config.max_num_batched_tokens as usize;
         if tokens > max {
-            return Err(fault(format!("{tokens} tokens, the bound is {max}")));
+            return Err(fault(format!("{tokens} tokens, the limit is {max}")));
         }
         // Each draft is a decode row of its own; other shares sample at most one row.
         let max = self.config.max_num_seqs as usize;
         if rows > max {
-            return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));
+            return Err(fault(format!("{rows} sequences and drafts, the limit is {max}")));
         }
         Ok(())
     }

@@ -87,18 +87,20 @@ impl Sequence {
             && entry.start != computed
         {
             let start = entry.start;
-            return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
+            return Err(format!(
+                "is to be computed from {start}, but its cache ends at {computed}"
+            ));
         }
         if self.host.is_some() {
-            return Err("is to be computed, and is in host memory".to_owned());
+            return Err("is to be computed, but is in host memory".to_owned());
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
         let known = (self.tokens.len() + entry.drafts.len()) as u32;
         let Some(end) = end.filter(|end| *end <= known) else {
-            return Err(format!("is to be computed to beyond its {known} tokens"));
+            return Err(format!("is to be computed beyond its {known} tokens"));
         };
         if entry.sample && (end != known || end > config.max_model_len) {
-            return Err(format!("is to be sampled at {end}, it has {known} tokens"));
+            return Err(format!("is to be sampled at {end}, but has {known} tokens"));
         }
         if self.pooling.is_some() && entry.sample {
             return Err("is to have an embedding, not a token".to_owned());
@@ -108,7 +110,7 @@ impl Sequence {
             && self.pooling.is_some_and(Pooling::needs_all)
         {
             let start = entry.start;
-            return Err(format!("needs all its tokens, and is to be computed from {start}"));
+            return Err(format!("needs all its tokens, but is to be computed from {start}"));
         }
         if let Some(block) = entry.new_blocks.iter().find(|block| block.0 >= num_blocks) {
             return Err(format!("is given {block} of {num_blocks}"));

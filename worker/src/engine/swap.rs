@@ -88,7 +88,7 @@ impl<B: Backend> Engine<B> {
             self.swap_one_out(swap, &mut pairs)
                 .map_err(|why| fault(format!("{} {why}", swap.seq)))?;
         }
-        let none = || fault("swaps, and there is no host memory for it".to_owned());
+        let none = || fault("swaps, but there is no host memory for it".to_owned());
         let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
             return Err(none());
         };
@@ -111,9 +111,9 @@ impl<B: Backend> Engine<B> {
 
     fn swap_one_out(&mut self, swap: &Swap, pairs: &mut Vec<(u32, u32)>) -> Result<(), String> {
         let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
-        let host = self.host.as_mut().ok_or("is swapped, and there is no host memory for it")?;
+        let host = self.host.as_mut().ok_or("is swapped, but there is no host memory for it")?;
         if seq.host.is_some() {
-            return Err("is swapped out, and was before".to_owned());
+            return Err("is swapped out, but already was".to_owned());
         }
         if !swap.blocks.iter().map(|pair| pair.device.0).eq(seq.blocks.iter().copied()) {
             let (count, own) = (swap.blocks.len(), seq.blocks.len());
@@ -140,9 +140,9 @@ impl<B: Backend> Engine<B> {
         pairs: &mut Vec<(u32, u32)>,
     ) -> Result<(), String> {
         let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
-        let held = seq.host.take().ok_or("is swapped in, and was not out")?;
+        let held = seq.host.take().ok_or("is swapped in, but was not out")?;
         let entry = plan.sequences.iter().find(|entry| entry.seq == swap.seq);
-        let table = &entry.ok_or("is swapped in, and not run")?.new_blocks;
+        let table = &entry.ok_or("is swapped in, but not run")?.new_blocks;
         let behind = held.len().checked_sub(swap.blocks.len());
         let behind = behind.ok_or("is swapped in from more blocks than it has")?;
         for (at, pair) in (behind..).zip(&swap.blocks) {

@@ -23,7 +23,7 @@ pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<
     }
     if entry.start as usize + 1 != seq.tokens.len() {
         let (start, known) = (entry.start, seq.tokens.len());
-        return Err(format!("has drafts behind position {start}, but {known} tokens"));
+        return Err(format!("has drafts after position {start}, but {known} tokens"));
     }
     match entry.drafts.known().iter().find(|token| **token >= vocab) {
         Some(token) => Err(format!("has draft {token} of {vocab}")),

@@ -75,13 +75,13 @@ fn check(available: u64, ranks: u32, swap: u64, kv: u64) -> Result<(), String> {
     }
     let cache = format!("a KV cache of {} (--kv-cache-memory)", bytes_text(kv));
     let asked = match (swap, kv) {
-        (0, _) => format!("there is to be {cache}"),
+        (0, _) => format!("{cache} is needed"),
         (_, 0) => format!("--swap-space is {}", bytes_text(swap)),
-        _ => format!("--swap-space is {} and there is to be {cache}", bytes_text(swap)),
+        _ => format!("--swap-space is {} and {cache} is needed", bytes_text(swap)),
     };
     let ranks = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
     let available = bytes_text(available);
-    Err(format!("{asked}{ranks}, and this host has {available} of memory left"))
+    Err(format!("{asked}{ranks}, but this host has {available} of memory left"))
 }
 
 #[cfg(test)]

@@ -34,8 +34,8 @@ impl DraftFiles {
         if config.vocab_size != model.vocab_size {
             let (own, other) = (config.vocab_size, model.vocab_size);
             let message = format!(
-                "vocab_size is {own}, and the model that it is to draft for has {other}: both must \
-                 have the same tokens"
+                "vocab_size is {own}, but the model that it drafts for has {other}: both must have \
+                 the same tokens"
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }

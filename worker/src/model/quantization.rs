@@ -22,11 +22,11 @@ pub(crate) use packed::PACKED;
 pub use packed::PackedForm;
 
 /// The supported formats, for error messages.
-const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_method \"fp8\", \
-                         \"gptq\" of 4 or 8 bits, \"awq\" of 4 bits (version gemm), and \
-                         \"compressed-tensors\" with weights of 8 bits, float or symmetric int, \
-                         with a scale for each tensor, channel or (float) block, or pack-quantized \
-                         of 4 or 8 bits; and of gpt-oss \"mxfp4\"";
+const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, and quant_method \"fp8\", \
+                         \"gptq\" with 4 or 8 bits, \"awq\" with 4 bits (version gemm), \
+                         \"compressed-tensors\" with 8-bit weights, float or symmetric int, and a \
+                         scale per tensor, channel or (float) block, or pack-quantized with 4 or 8 \
+                         bits, and gpt-oss's \"mxfp4\"";
 
 /// The format of a quantised checkpoint that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,13 +145,14 @@ impl<'a> Tensors<'a> {
             Err(ModelError::Tensor { file, tensor, message })
         };
         let Some(quantised) = self.quantised else {
-            let message = "is quantised, of which quantization_config in config.json says nothing";
+            let message = "is quantised, but quantization_config in config.json does not mention \
+                           it";
             return wrong(view.file, name, message.to_owned());
         };
         let names = SCALES.map(|scale| format!("{name}{scale}"));
         let Some(scale_name) = names.iter().find(|name| self.files.has(name)) else {
             let lacking = format!("{name}{}", quantised.scale);
-            let message = "is missing, the scales of a quantised tensor".to_owned();
+            let message = "is missing: the scales of a quantised tensor".to_owned();
             return wrong(self.files.folder(), &lacking, message);
         };
         // Its scales may be in another file.
@@ -233,7 +234,7 @@ mod tests {
             (r#"{"quant_method": 8}"#, "without a quant_method"),
             (r#"{"quant_method": "fp8", "weight_block_size": 128}"#, "blocks of 128"),
             (r#"{"quant_method": "compressed-tensors", "format": 3}"#, "format \"3\""),
-            (r#"{"quant_method": "compressed-tensors", "config_groups": [8]}"#, "no table"),
+            (r#"{"quant_method": "compressed-tensors", "config_groups": [8]}"#, "not a table"),
             (&group(r#"{"num_bits": 7.5}"#), "group_0: 7.5 bits, int, by tensor"),
             (&group(r#"{"num_bits": 8, "symmetric": "no"}"#), "asymmetric"),
             (

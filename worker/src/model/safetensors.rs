@@ -173,7 +173,7 @@ impl WeightFiles {
             return Ok(());
         };
         let again = self.tensors.get(&name_alone(&other.name)).map_or("", |place| &place.name);
-        let message = format!("is there a second time, as {again}");
+        let message = format!("is a duplicate, also found as {again}");
         Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
@@ -195,7 +195,7 @@ impl WeightFiles {
         for (tensor, name) in parsed.weight_map {
             if name.contains(['/', '\\']) || name.starts_with('.') {
                 let message =
-                    format!("tensor {tensor} is in \"{name}\", which is no plain file name");
+                    format!("tensor {tensor} is in \"{name}\", which is not a plain file name");
                 return Err(ModelError::file(index, message));
             }
             let number = match numbers.get(&name) {
@@ -249,8 +249,7 @@ impl WeightFiles {
         let view = self.any_tensor(tensor, Some(shape))?;
         if let DType::F8E4M3 | DType::I8 = view.dtype {
             let (file, tensor) = (view.file.to_owned(), tensor.to_owned());
-            let message =
-                format!("is of type {:?}; it has to be BF16, F16 or F32 here", view.dtype);
+            let message = format!("is of type {:?}; it must be BF16, F16 or F32 here", view.dtype);
             return Err(ModelError::Tensor { file, tensor, message });
         }
         Ok(view)
@@ -278,11 +277,11 @@ impl WeightFiles {
     ) -> Result<(&[u8], &Path), ModelError> {
         let Found { file, name, info, data } = self.find(tensor)?;
         if info.dtype != safetensors::Dtype::U8 {
-            let message = format!("is of type {:?}; it has to be U8 here", info.dtype);
+            let message = format!("is of type {:?}; it must be U8 here", info.dtype);
             return Err(wrong(file, name, message));
         }
         if info.shape != shape {
-            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            let message = format!("has shape {:?}, but config.json requires {shape:?}", info.shape);
             return Err(wrong(file, name, message));
         }
         Ok((data, file))
@@ -312,7 +311,7 @@ impl WeightFiles {
             }
         };
         if let Some(shape) = shape.filter(|shape| info.shape != *shape) {
-            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            let message = format!("has shape {:?}, but config.json requires {shape:?}", info.shape);
             return Err(wrong(file, message));
         }
         Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file })
@@ -328,7 +327,7 @@ impl WeightFiles {
             safetensors::Dtype::I32 => 4,
             safetensors::Dtype::I64 => 8,
             other => {
-                let message = format!("is of type {other:?}; it has to be I32 or I64 here");
+                let message = format!("is of type {other:?}; it must be I32 or I64 here");
                 return Err(wrong(file, name, message));
             }
         };
@@ -357,8 +356,8 @@ impl WeightFiles {
             len.map_err(|error| wrong(&file.path, name, format!("cannot be read: {error}")))?;
         if len < end {
             let message = format!(
-                "ends at byte {end}, and the file has been cut to {len} since it was opened: replace \
-                 model folders, do not write into them"
+                "ends at byte {end}, but the file has been truncated to {len} since it was opened: \
+                 replace model folders, do not write into them"
             );
             return Err(wrong(&file.path, name, message));
         }
@@ -379,7 +378,7 @@ impl WeightFile {
             return Err(ModelError::file(&path, "is shorter than a safetensors header"));
         };
         if length > HEADER_MAX {
-            let message = format!("its header claims {length} bytes, the bound is {HEADER_MAX}");
+            let message = format!("its header claims {length} bytes, the limit is {HEADER_MAX}");
             return Err(ModelError::file(&path, message));
         }
         let data_start = 8 + length as usize;
@@ -395,7 +394,8 @@ impl WeightFile {
         if found != described {
             let fault = if found < described { "truncated" } else { "damaged" };
             let message = format!(
-                "is {fault}: its header describes {described} bytes of weights, {found} are there"
+                "is {fault}: its header describes {described} bytes of weights, but {found} are \
+                 there"
             );
             return Err(ModelError::file(&path, message));
         }
@@ -426,7 +426,7 @@ mod tests {
         OpenOptions::new().write(true).open(&path).unwrap().set_len(data + 8).unwrap();
         assert_eq!(files.find("a").map(|found| found.data[7]).ok(), Some(7));
         let error = files.find("b").map(|_| ()).unwrap_err().to_string();
-        for part in ["model.safetensors", &format!("byte {}", data + 32_776), "cut to"] {
+        for part in ["model.safetensors", &format!("byte {}", data + 32_776), "truncated to"] {
             assert!(error.contains(part), "{error}");
         }
     }

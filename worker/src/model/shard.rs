@@ -51,7 +51,8 @@ impl Shard {
                 size => format!(", experts of {size}"),
             };
             let message = format!(
-                "{} heads, {} KV heads{mlp}{experts} cannot be divided so; possible degrees: {}",
+                "{} heads, {} KV heads{mlp}{experts} cannot be divided that way; possible degrees: \
+                 {}",
                 config.num_heads,
                 config.num_kv_heads,
                 possible.join(", ")
@@ -170,7 +171,7 @@ mod tests {
         let sparse =
             ModelConfig { intermediate_size: 0, experts: Some(experts), ..config(12, 4, 100) };
         let error = Shard::new(&sparse, 0, 4).unwrap_err().to_string();
-        assert!(error.contains("4 KV heads, experts of 6 cannot be divided so"), "{error}");
+        assert!(error.contains("4 KV heads, experts of 6 cannot be divided that way"), "{error}");
         assert!(error.ends_with("possible degrees: 1, 2"), "{error}");
         let shard = Shard::new(&sparse, 1, 2).unwrap();
         assert_eq!((shard.expert, shard.intermediate), (3..6, 0..0));

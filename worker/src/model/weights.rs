@@ -140,7 +140,7 @@ pub fn load<B: Backend>(
         return Err(ModelError::Tensor {
             file: source.files.folder().to_owned(),
             tensor: "model.embed_tokens".to_owned(),
-            message: "is packed: embeddings of 4 bits are not supported".to_owned(),
+            message: "is packed: 4-bit embeddings are not supported".to_owned(),
         });
     }
     let lm_head = match (config.tied, quantization) {

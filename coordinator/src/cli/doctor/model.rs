@@ -62,7 +62,7 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
         Err(error) => Finding::fail(
             TOKENIZER,
             error.to_string(),
-            "the folder needs tokenizer.json (workers alone do without)",
+            "the folder needs tokenizer.json (hosts that only run workers do without)",
         ),
     });
     findings
@@ -71,14 +71,14 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
 /// Returns the remedy for a model that cannot be served.
 fn remedy(error: &ModelError) -> &'static str {
     match error {
-        ModelError::Degree { .. } => "--tensor-parallel N, one of the degrees that are possible",
+        ModelError::Degree { .. } => "--tensor-parallel N, with one of the possible degrees",
         ModelError::File { file, .. } if !file.exists() => {
             "--model DIR, a folder in Hugging Face format with config.json and safetensors"
         }
         ModelError::File { file, .. } if file.ends_with("config.json") => {
-            "name another model with --model; the README lists those that are served"
+            "name another model with --model; the README lists the supported ones"
         }
-        _ => "copy the folder again from where it came, or name another with --model",
+        _ => "copy the folder again from its source, or name another with --model",
     }
 }
 
@@ -87,8 +87,8 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
         (Some(model), _) => Ok(std::path::absolute(model).unwrap_or_else(|_| model.clone())),
         (None, Some(_)) => Err(Finding::warn(
             MODEL,
-            "not looked at: the coordinator names its folder",
-            "--model DIR, the path that the coordinator has",
+            "not checked: the coordinator names the model's folder",
+            "--model DIR, with the coordinator's path",
         )),
         (None, None) => {
             demo_model().map_err(|error| Finding::fail(MODEL, error.to_string(), "--model DIR"))
@@ -115,7 +115,7 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
             (bytes, Finding::ok(ADAPTERS, text))
         }
         Err(error) => {
-            let fix = "save the adapter as the message says, or leave it out of --lora-modules";
+            let fix = "save the adapter as the message says, or remove it from --lora-modules";
             (0, Finding::fail(ADAPTERS, error, fix))
         }
     })
@@ -157,8 +157,8 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
         .saturating_add(OTHER);
     let needed = per_worker.saturating_mul(u64::from(workers)).saturating_add(drafts);
     let Some(available) = available else {
-        let found = format!("about {} needed; the system does not say what it has", mib(needed));
-        return Finding::warn(MEMORY, found, "look for yourself");
+        let found = format!("about {} needed; the system does not report what it has", mib(needed));
+        return Finding::warn(MEMORY, found, "check the host's memory yourself");
     };
     let beside = match drafts {
         0 => String::new(),

@@ -57,7 +57,7 @@ fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
         Err(error) => Finding::fail(
             check,
             format!("{address} cannot be used: {error}"),
-            format!("stop what listens there, or {option} another address"),
+            format!("stop what listens there, or set {option} to another address"),
         ),
     }
 }
@@ -73,7 +73,7 @@ fn coordinator(address: &str, secret: Option<&Secret>) -> Finding {
     match outcome {
         Ok(()) => {
             let proven =
-                if secret.is_some() { "has the same secret" } else { "asks for no secret" };
+                if secret.is_some() { "has the same secret" } else { "requires no secret" };
             Finding::ok(CHECK, format!("{address} answers and {proven}"))
         }
         Err(refusal) => Finding::fail(CHECK, format!("{address}: {}", refusal.found), refusal.fix),
@@ -95,8 +95,8 @@ impl Refusal {
 
 async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
     let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
-        let fix = "start the coordinator with --cluster-listen on an address that this host \
-                   reaches, and open the port in firewalls between";
+        let fix = "start the coordinator with --cluster-listen on an address that this host can \
+                   reach, and open the port in any firewall between them";
         Refusal::new(format!("cannot be reached: {error}"), fix)
     })?;
     if let Some(secret) = secret {
@@ -110,7 +110,7 @@ async fn probe(address: &str, secret: Option<&Secret>) -> Result<(), Refusal> {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
             Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
-        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it of this version?")),
+        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it the same version?")),
     }
 }
 
@@ -130,7 +130,7 @@ fn refusal(reason: CloseReason) -> Refusal {
             "--coordinator HOST:PORT, the port of the coordinator's --cluster-listen"
         }
         CloseReason::Frame(FrameError::BadMagic(_)) => {
-            "that is no cluster port: give the coordinator's --cluster-listen"
+            "that is not a cluster port: give the coordinator's --cluster-listen"
         }
         CloseReason::Refused(said) if said.contains("version") => {
             "install the same version on both"
@@ -140,9 +140,9 @@ fn refusal(reason: CloseReason) -> Refusal {
         }
         CloseReason::Refused(_) => "--cluster-secret-file FILE, the coordinator's own file",
         CloseReason::PeerClosed => {
-            "look into the coordinator's log: it may be of another version, or busy"
+            "check the coordinator's log: it may be another version, or busy"
         }
-        _ => "is it the coordinator's --cluster-listen, and does nothing between filter?",
+        _ => "is it the coordinator's --cluster-listen, and does no firewall in between block it?",
     };
     Refusal::new(reason.to_string(), fix)
 }
@@ -171,7 +171,8 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
             return vec![Finding::warn(
                 CLOCK,
                 found,
-                "--server URL, the coordinator's HTTP (https:// with --tls-ca, where it speaks TLS)",
+                "--server URL, the coordinator's HTTP address (https:// with --tls-ca, if it uses \
+                 TLS)",
             )];
         }
     };
@@ -179,7 +180,11 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     let date = date.and_then(|date| date.parse::<HttpDate>().ok()).map(SystemTime::from);
     let clock = match date {
         Some(date) => judge_skew(date, asked, answered),
-        None => Finding::warn(CLOCK, format!("{url} tells no date"), "is that Tutti's HTTP?"),
+        None => Finding::warn(
+            CLOCK,
+            format!("{url} does not report a date"),
+            "is that Tutti's HTTP address?",
+        ),
     };
     let ours = env!("CARGO_PKG_VERSION");
     let body: Value = answer.body_mut().read_json().unwrap_or_default();
@@ -190,7 +195,11 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
             format!("{ours} here, {theirs} there"),
             "install the same version on both",
         ),
-        None => Finding::warn(VERSION, format!("{url} tells none"), "is that Tutti's HTTP?"),
+        None => Finding::warn(
+            VERSION,
+            format!("{url} does not report one"),
+            "is that Tutti's HTTP address?",
+        ),
     };
     vec![clock, version]
 }
@@ -204,7 +213,7 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
     let skew = behind.max(ahead);
     let direction = if behind > ahead { "ahead of" } else { "behind" };
     let fix = "run an NTP client on both hosts";
-    let found = format!("{:.1} s {direction} the coordinator's, or more", skew.as_secs_f64());
+    let found = format!("at least {:.1} s {direction} the coordinator's", skew.as_secs_f64());
     if skew >= SKEW_FAIL {
         return Finding::fail(CLOCK, found, fix);
     }
@@ -253,8 +262,8 @@ fn health(url: &str) -> Option<Finding> {
     }
     if body.get("health").is_none() {
         let status = answer.status();
-        let found = format!("{url} answers {status}, and not as etcd does");
-        let fix = "--etcd with etcd's client address (http://HOST:2379): that is another server's";
+        let found = format!("{url} answers {status}, but not as etcd does");
+        let fix = "--etcd with etcd's client address (http://HOST:2379): this is another server's";
         return Some(Finding::fail(ETCD, found, fix));
     }
     let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
@@ -284,7 +293,7 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
                 }
                 Fullness { size, .. } => format!("; its database has {}", mib(size)),
             };
-            let allowed = format!("/{cluster}/ is ours to write{user}");
+            let allowed = format!("/{cluster}/ is writable{user}");
             Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
         }
         Err(error @ ProbeError::NotAllowed(_)) => Finding::fail(
@@ -301,13 +310,14 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
         Err(error @ ProbeError::Unreachable(_)) if options.tls.is_some() => Finding::fail(
             ETCD,
             format!("{url}: {error}"),
-            "start etcd; --etcd-ca is the authority that signed its certificate, which names this \
-             host, and --etcd-cert with --etcd-key one that it trusts, if it wants one",
+            "start etcd; --etcd-ca must be the authority that signed its certificate, which must \
+             name the host of this URL; if etcd requires client certificates, it must trust \
+             --etcd-cert with --etcd-key",
         ),
         Err(error @ ProbeError::Unreachable(_)) => Finding::fail(
             ETCD,
             format!("{url}: {error}"),
-            "start etcd, or name its client address; https:// if it speaks TLS",
+            "start etcd, or name its client address; https:// if it uses TLS",
         ),
     }
 }
@@ -333,7 +343,7 @@ fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
         return Some(Finding::fail(ETCD, found, "replace that member: etcdctl alarm list"));
     }
     if no_space {
-        let found = format!("{url}: alarm NOSPACE with {size_text}: it takes no writes");
+        let found = format!("{url}: alarm NOSPACE with {size_text}: it accepts no writes");
         return Some(Finding::fail(ETCD, found, FULL_REMEDY));
     }
     // Older members do not report their bound.

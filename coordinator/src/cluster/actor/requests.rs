@@ -12,8 +12,8 @@ use crate::replica::driver::Moved;
 /// The error of a request that was accepted when there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
     let message = format!(
-        "none has room in its KV cache any more for the {needed} tokens that this request may come \
-         to (the largest holds {room}); one had when it was accepted"
+        "none has room in its KV cache any more for the {needed} tokens that this request may need \
+         (the largest holds {room}); one had when it was accepted"
     );
     EngineError::Unavailable { message }
 }

@@ -116,7 +116,10 @@ impl ClusterActor {
         let message = match codec::decode_message::<FromWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
-                tracing::error!(worker = self.node_of(worker), slot = worker.0, %error, "the worker sent what cannot be read");
+                tracing::error!(
+                    worker = self.node_of(worker), slot = worker.0, %error,
+                    "the worker sent a message that cannot be read"
+                );
                 if let Some(connected) = self.connected.get(&worker) {
                     connected.link.close();
                 }
@@ -281,7 +284,7 @@ impl Handler<Admit> for ClusterActor {
                 return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
             }
             Admission::Retired => {
-                let reason = format!("several other processes were node {node} since");
+                let reason = format!("several other processes have been node {node} since");
                 return Err(Refusal::Never(format!("{reason}: start the worker again")));
             }
         };
@@ -372,7 +375,7 @@ impl Handler<Joined> for ClusterActor {
                 resource,
                 needed,
                 offered,
-                "too little to be a rank"
+                "the worker has too few resources to be a rank"
             );
         }
         if let Some(other) = self.core.members().find(|other| other.build != member.build) {
@@ -384,7 +387,7 @@ impl Handler<Joined> for ClusterActor {
                 build,
                 other_node,
                 other_build,
-                "workers are of several builds; a replica's ranks are of one"
+                "workers run several builds; all ranks of a replica must run the same one"
             );
         }
         self.core.holds(worker, hello.rejoin.shard);
@@ -416,7 +419,7 @@ impl Handler<FromLink> for ClusterActor {
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
-                tracing::info!(worker = node, slot = worker.0, "the worker is heard again");
+                tracing::info!(worker = node, slot = worker.0, "the worker answers again");
                 self.suspects.remove(&worker);
                 self.tell_doubts();
             }

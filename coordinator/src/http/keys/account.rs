@@ -80,12 +80,12 @@ impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
         match refusal {
             Refusal::Requests(max) => Self::key_limit(
-                format!("{max} requests of this API key are under way, which is its bound"),
+                format!("{max} requests of this API key are in progress, which is its limit"),
                 Duration::from_secs(1),
             ),
             Refusal::PerMinute(max, wait) => Self::key_limit(
                 format!(
-                    "this API key has begun {max} requests within a minute, which is its bound"
+                    "this API key has begun {max} requests within a minute, which is its limit"
                 ),
                 wait,
             ),

@@ -79,11 +79,11 @@ impl KeyFile {
             keys.push(self.key(line).map_err(|error| format!("line {number}: {error}"))?);
         }
         if keys.len() > KEYS_MAX {
-            return Err(format!("there are {} keys, at most {KEYS_MAX} may be", keys.len()));
+            return Err(format!("it has {} keys, at most {KEYS_MAX} are allowed", keys.len()));
         }
         // Nobody means to open the API with an empty file.
         if keys.len() == self.others.len() {
-            return Err("there is no key in it".to_owned());
+            return Err("it contains no key".to_owned());
         }
         Ok(keys)
     }
@@ -96,7 +96,7 @@ impl KeyFile {
         for word in words {
             // The word may be part of a key, so it is not shown.
             let (name, value) = word.split_once('=').ok_or(
-                "behind the key stands something that is no limit: requests=N and \
+                "the key is followed by something that is not a limit: requests=N and \
                  requests-per-minute=N are known",
             )?;
             let place = match name {

@@ -67,12 +67,12 @@ impl Input {
             Some("function_call_output") => self.take_output(at, fields),
             Some("reasoning") => self.take_reasoning(at, fields),
             Some("item_reference") => {
-                Err(wrong(at, "refers to an item that is not kept here: send the item itself"))
+                Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
             }
             Some(other) => {
                 let message = format!(
-                    "has the type {other:?}, which is not supported: message, function_call, \
-                     function_call_output and reasoning are"
+                    "has the type {other:?}, which is not supported; supported are message, \
+                     function_call, function_call_output and reasoning"
                 );
                 Err(wrong(at, &message))
             }
@@ -140,7 +140,7 @@ impl Input {
         let said = if content.is_empty() { summary } else { content };
         let is_secret = fields.get("encrypted_content").is_some_and(|it| !it.is_null());
         if said.is_empty() && is_secret {
-            let message = "has `encrypted_content` alone, which only the server that wrote it can \
+            let message = "has only `encrypted_content`, which only the server that wrote it can \
                            read: leave the item out";
             return Err(wrong(at, message));
         }
@@ -181,8 +181,7 @@ fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
             Some("refusal") => "refusal",
             _ => {
                 let found = kind.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
-                let message =
-                    format!("has the type {found}, which is not supported: text alone is");
+                let message = format!("has the type {found}, which is not supported: only text is");
                 return Err(wrong(&at, &message));
             }
         };
@@ -258,7 +257,7 @@ mod tests {
             (json!({"content": "x"}), "`input[1].role`"),
             (json!({"role": "tool", "content": "x"}), "`input[1].role`"),
             (json!({"type": 5, "role": "user", "content": "x"}), "`input[1].type`"),
-            (json!({"type": "item_reference", "id": "msg_1"}), "not kept here"),
+            (json!({"type": "item_reference", "id": "msg_1"}), "not stored here"),
             (json!({"type": "web_search_call"}), "\"web_search_call\", which is not supported"),
             (json!({"role": "user"}), "`input[1].content`"),
             (

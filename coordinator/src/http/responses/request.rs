@@ -102,7 +102,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
     let limits = &state.limits;
     for (name, now) in MOVED {
         if fields.get(name).is_some() {
-            let message = format!("`{name}` is not supported: here it is `{now}`");
+            let message = format!("`{name}` is not supported: use `{now}` instead");
             return Err(ApiError::field(name, message));
         }
     }
@@ -189,7 +189,7 @@ fn logprobs(
         None => false,
         Some(Value::Array(list)) if list.iter().all(known) => list.iter().any(|it| it == LOGPROBS),
         Some(other) => {
-            let expected = format!("a list of some of {}", INCLUDE.join(", "));
+            let expected = format!("a list of values from {}", INCLUDE.join(", "));
             return Err(Fields::wrong(name, other, &expected));
         }
     };
@@ -217,7 +217,7 @@ fn truncation(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(), ApiE
             Ok(())
         }
         Some(Value::String(word)) if word == "auto" => {
-            Err(ApiError::field(name, format!("`{name}` and `{tokens}` exclude each other")))
+            Err(ApiError::field(name, format!("`{name}` and `{tokens}` cannot be combined")))
         }
         Some(other) => Err(Fields::wrong(name, other, "\"auto\" or \"disabled\"")),
     }
@@ -345,7 +345,7 @@ fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
     match fields.get("type").and_then(Value::as_str) {
         Some("function") => {}
         Some(kind) => {
-            let message = format!("is a {kind:?}, which is not supported: functions alone are");
+            let message = format!("is a {kind:?}, which is not supported: only functions are");
             return Err(wrong("", &message));
         }
         None => return Err(wrong(".type", "must be \"function\"")),
@@ -394,7 +394,7 @@ fn choice(
             let allowed = allowed.ok_or_else(wrong)?;
             let known = |it: &&String| !functions.iter().any(|tool| tool["name"] == **it);
             if let Some(unknown) = allowed.iter().find(known) {
-                let message = format!("`{field}` allows {unknown:?}, which is none of `tools`");
+                let message = format!("`{field}` allows {unknown:?}, which is not in `tools`");
                 return Err(ApiError::field(field, message));
             }
             functions.retain(|tool| allowed.iter().any(|it| tool["name"] == **it));

@@ -48,9 +48,9 @@ pub fn read_pair(
     let parsed = PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
         let encrypted = text.windows(10).any(|word| word == b"ENCRYPTED ");
         at(if encrypted {
-            "the key is encrypted: write it without (openssl pkey -in FILE -out NEW)".to_owned()
+            "the key is encrypted: decrypt it (openssl pkey -in FILE -out NEW)".to_owned()
         } else {
-            "there is no private key in PEM form (PKCS#8, PKCS#1 or SEC1) in it".to_owned()
+            "it contains no private key in PEM form (PKCS#8, PKCS#1 or SEC1)".to_owned()
         })
     })?;
     CertifiedKey::from_der(chain, parsed, &ring::default_provider()).map_err(|error| match error {
@@ -93,14 +93,14 @@ pub fn read_certificates(
     let mut chain = Vec::new();
     for certificate in CertificateDer::pem_slice_iter(&text) {
         let number = chain.len() + 1;
-        let certificate =
-            certificate.map_err(|_| at(format!("certificate {number} in it is no whole PEM")))?;
+        let certificate = certificate
+            .map_err(|_| at(format!("certificate {number} in it is not complete PEM")))?;
         ParsedCertificate::try_from(&certificate)
             .map_err(|error| at(format!("certificate {number} in it cannot be used: {error}")))?;
         chain.push(certificate);
     }
     if chain.is_empty() {
-        return Err(at("there is no certificate in PEM form in it".to_owned()));
+        return Err(at("it contains no certificate in PEM form".to_owned()));
     }
     Ok(chain)
 }

@@ -52,7 +52,7 @@ impl ReplicaDriver {
         ids.dedup();
         if !ids.is_empty() {
             let seconds = patience.as_secs_f64();
-            let message = format!("what may come next was not known within {seconds} s");
+            let message = format!("the tokens allowed next were not known within {seconds} s");
             tracing::warn!(replica = %self.id, requests = ids.len(), message);
             self.masks_late.retain(|mask, _| !ids.contains(&mask.request));
             // It may be known in time on a retry.

@@ -110,7 +110,7 @@ pub(super) fn outgrown(error: &EngineError) -> EngineError {
         EngineError::TooLarge { needed, available } => EngineError::Unavailable {
             message: format!(
                 "none has room in its KV cache any more for the {needed} blocks that this request \
-                 may need (the one that is left has {available}); one had when it was accepted"
+                 may need (the remaining one has {available}); one had when it was accepted"
             ),
         },
         other => other.clone(),

@@ -134,7 +134,7 @@ impl Communicator {
         let watcher = std::thread::Builder::new().name(name).spawn(move || watched.watch());
         let watcher = watcher.map_err(|error| {
             shared.end();
-            CollectiveError::Setup(format!("no thread to watch NCCL: {error}"))
+            CollectiveError::Setup(format!("cannot start the thread that watches NCCL: {error}"))
         })?;
         let mut made = Self { shared, watcher: Some(watcher) };
         // A communicator that failed to begin still has to be freed.
@@ -252,7 +252,8 @@ impl Communicator {
         let waited = self.shared.changed.wait_timeout_while(ended, END_PATIENCE, |ended| !*ended);
         if !waited.is_ok_and(|(ended, _)| *ended) {
             return Err(format!(
-                "NCCL goes on {END_PATIENCE:?} after its communicator was aborted: it hangs"
+                "NCCL is still running {END_PATIENCE:?} after its communicator was aborted: it \
+                 hangs"
             ));
         }
         let _ = watcher.join();

@@ -126,7 +126,7 @@ impl Step {
         window: Option<u32>,
     ) -> Result<(DevicePtr, DevicePtr, usize), KernelError> {
         let Some(place) = self.windows.place(window) else {
-            let message = format!("the window {window:?} is none that the step began with");
+            let message = format!("the window {window:?} is not one that the step began with");
             return Err(KernelError::Shape { op: "paged_attention", message });
         };
         let list = self.at(self.layout.parts_of(place, self.windows));

@@ -58,7 +58,7 @@ pub enum GaugeMerge {
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
     /// The name of a metric or tag is not legal.
-    #[error("`{name}` is no name for {what}: {problem}")]
+    #[error("`{name}` is not a valid name for {what}: {problem}")]
     Name {
         /// The name.
         name: String,
@@ -102,7 +102,9 @@ pub enum Error {
         value: f64,
     },
     /// A bound of the process is reached.
-    #[error("a process may have {max} {what} of application metrics, and has them")]
+    #[error(
+        "a process may have at most {max} {what} of application metrics, and has that many already"
+    )]
     TooMany {
         /// What there are too many of.
         what: &'static str,
@@ -141,7 +143,7 @@ impl Declaration {
             return Err(name(&problem));
         }
         if let Some(reserved) = RESERVED.iter().find(|reserved| self.name.starts_with(**reserved)) {
-            return Err(name(&format!("names that begin with `{reserved}` are taken")));
+            return Err(name(&format!("names that begin with `{reserved}` are reserved")));
         }
         let is_counter = self.kind == Kind::Counter;
         if is_counter != self.name.ends_with("_total") {
@@ -149,7 +151,7 @@ impl Declaration {
         }
         for suffix in ["_bucket", "_sum", "_count", "_created"] {
             if self.name.ends_with(suffix) {
-                return Err(name(&format!("`{suffix}` is what the format adds to others")));
+                return Err(name(&format!("`{suffix}` is a suffix that the format itself adds")));
             }
         }
         if self.help.is_empty() || self.help.len() > HELP_MAX {
@@ -168,7 +170,10 @@ impl Declaration {
     fn check_tag_names(&self) -> Result<(), Error> {
         let tags = |problem: String| Error::Tags { name: self.name.clone(), problem };
         if self.tags.len() > TAGS_MAX {
-            return Err(tags(format!("has {} tags, at most {TAGS_MAX} may be", self.tags.len())));
+            return Err(tags(format!(
+                "has {} tags, at most {TAGS_MAX} are allowed",
+                self.tags.len()
+            )));
         }
         for (index, tag) in self.tags.iter().enumerate() {
             let problem = malformed(tag).or_else(|| {
@@ -176,7 +181,7 @@ impl Declaration {
                 let twice = self.tags[..index].contains(tag);
                 match (reserved, twice) {
                     (true, _) => Some("it has a meaning to Prometheus".to_owned()),
-                    (_, true) => Some("it is there twice".to_owned()),
+                    (_, true) => Some("it is given twice".to_owned()),
                     _ => None,
                 }
             });
@@ -190,7 +195,7 @@ impl Declaration {
     fn check_bounds(&self, bounds: &[f64]) -> Result<(), Error> {
         let bad = |problem: String| Err(Error::Bounds { name: self.name.clone(), problem });
         if bounds.is_empty() || bounds.len() > BOUNDS_MAX {
-            return bad(format!("are {}, there must be 1 to {BOUNDS_MAX}", bounds.len()));
+            return bad(format!("number {}, but there must be 1 to {BOUNDS_MAX}", bounds.len()));
         }
         if !bounds.iter().all(|bound| bound.is_finite()) {
             return bad("must be finite; the infinite one is implied".to_owned());
@@ -213,7 +218,7 @@ impl Declaration {
         }
         match tags.iter().find(|tag| tag.as_ref().len() > MAX_LABEL_VALUE_BYTES) {
             Some(tag) => bad(format!(
-                "was given a tag of {} bytes, at most {MAX_LABEL_VALUE_BYTES} may be",
+                "was given a tag of {} bytes, at most {MAX_LABEL_VALUE_BYTES} are allowed",
                 tag.as_ref().len()
             )),
             None => Ok(()),

@@ -110,7 +110,9 @@ impl Applications {
             Some(known) => {
                 let new = now.series.iter().filter(|(tags, _)| !known.series.contains_key(tags));
                 if known.series.len() + new.count() > TAG_SETS_MAX {
-                    return Some(format!("it has over {TAG_SETS_MAX} sets of tags in the cluster"));
+                    return Some(format!(
+                        "it has more than {TAG_SETS_MAX} sets of tags in the cluster"
+                    ));
                 }
                 None
             }

@@ -76,7 +76,7 @@ struct LiveTotals {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
     /// It is too large.
-    #[error("a checkpoint of {0} bytes exceeds the bound of {MAX_CHECKPOINT_BYTES} bytes")]
+    #[error("a checkpoint of {0} bytes exceeds the limit of {MAX_CHECKPOINT_BYTES} bytes")]
     TooLarge(usize),
     /// Another version of the program wrote it.
     #[error("the checkpoint has form {0}, this program reads form {FORM}")]

@@ -105,7 +105,7 @@ pub(super) fn rope(
     if part != 1.0 && !architecture.rotates_parts() {
         let name = architecture.name();
         return Err(format!(
-            "partial_rotary_factor is {part}, only 1 is supported of {name}; others are of \
+            "partial_rotary_factor is {part}, only 1 is supported for {name}; other values are for \
              Phi3ForCausalLM"
         ));
     }
@@ -125,7 +125,7 @@ pub(super) fn rope(
         "longrope" => longrope(raw, config, dim)?,
         other => {
             return Err(format!(
-                "rope_type \"{other}\" is not supported; these are: default, linear, dynamic, \
+                "rope_type \"{other}\" is not supported; supported are: default, linear, dynamic, \
                  llama3, yarn, longrope"
             ));
         }
@@ -311,7 +311,7 @@ mod tests {
         let beside = json!({"max_position_embeddings": 512, "partial_rotary_factor": 0.5});
         assert_eq!(rope(&beside, Phi3, 16).unwrap().dim, 8);
         for (part, architecture, expected) in [
-            (0.5, Llama, "partial_rotary_factor is 0.5, only 1 is supported of Llama"),
+            (0.5, Llama, "partial_rotary_factor is 0.5, only 1 is supported for Llama"),
             (0.7, Phi3, "which is 11 of a head's 16 elements"),
             (0.0, Phi3, "which is 0 of"),
             (1.5, Phi3, "which is 24 of"),

@@ -36,7 +36,7 @@ impl<'a> Projection<'a> {
             return Err(ModelError::Tensor {
                 file: files.folder().to_owned(),
                 tensor: blocks,
-                message: format!("has {inputs} inputs, no multiple of {GROUP}"),
+                message: format!("has {inputs} inputs, which is not a multiple of {GROUP}"),
             });
         }
         let groups = inputs / GROUP;

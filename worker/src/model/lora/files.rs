@@ -47,7 +47,7 @@ impl AdapterFiles {
         let own = LoraConfig::load(folder, max_rank)?;
         let path = folder.join("adapter_model.safetensors");
         if !path.is_file() && folder.join("adapter_model.bin").is_file() {
-            let message = "is missing; adapter_model.bin is not read, for it may hold programs: \
+            let message = "is missing; adapter_model.bin is not read, since it can contain code: \
                            save the adapter with safe_serialization";
             return Err(ModelError::file(&path, message));
         }
@@ -79,7 +79,7 @@ impl AdapterFiles {
                 ends(name, target) || ends(target, name)
             };
             if !found.iter().any(is_of) {
-                let message = "is missing, and target_modules of adapter_config.json names it";
+                let message = "is missing, but target_modules in adapter_config.json names it";
                 return Err(self.wrong(target, message.to_owned()));
             }
         }
@@ -117,12 +117,12 @@ impl AdapterFiles {
     fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'_>, ModelError> {
         let view = self.files.any_tensor(name, None)?;
         if let DType::F8E4M3 | DType::I8 = view.dtype {
-            let message = format!("is of type {:?}; it has to be BF16, F16 or F32", view.dtype);
+            let message = format!("is of type {:?}; it must be BF16, F16 or F32", view.dtype);
             return Err(self.wrong(name, message));
         }
         if view.shape != shape {
             let message = format!(
-                "has shape {:?}; the model and adapter_config.json ask for {shape:?}",
+                "has shape {:?}; the model and adapter_config.json require {shape:?}",
                 view.shape
             );
             return Err(self.wrong(name, message));
@@ -146,7 +146,7 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
         .or_else(|| tensor.strip_suffix(".lora_B.weight"))
         .ok_or("is neither a lora_A.weight nor a lora_B.weight of a module")?;
     let Some(rest) = module.strip_prefix("base_model.model.model.layers.") else {
-        let what = "is not of one of the model's layers (base_model.model.model.layers.N)";
+        let what = "does not belong to one of the model's layers (base_model.model.model.layers.N)";
         return Err(what.to_owned());
     };
     if rest.contains(".experts.") || rest.contains("block_sparse_moe") {
@@ -159,12 +159,13 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
         let mut names = Module::ALL.map(|module| module.place(config).name).to_vec();
         names.dedup();
         let names = names.join(", ");
-        return Err(format!("is of none of the modules that adapters may change: {names}"));
+        return Err(format!("belongs to none of the modules that adapters can change: {names}"));
     }
     let count = config.num_layers;
     let is_there = |index: &usize| *index < count && index.to_string() == layer;
     let index: Option<usize> = layer.parse().ok().filter(is_there);
-    let index = index.ok_or_else(|| format!("is of layer {layer}, the model has {count}"))?;
+    let index =
+        index.ok_or_else(|| format!("belongs to layer {layer}, but the model has {count}"))?;
     if modules.iter().any(|module| !module.is_in(config, index)) {
         return Err(format!("layer {index} has experts: adapters of them are not supported"));
     }

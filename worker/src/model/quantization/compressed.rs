@@ -13,7 +13,7 @@ pub(super) fn read(raw: &Value) -> Result<Quantised, String> {
     let groups = match &raw["config_groups"] {
         Value::Null => &empty,
         Value::Object(groups) => groups,
-        _ => return refuse("config_groups that are no table"),
+        _ => return refuse("config_groups that is not a table"),
     };
     check_formats(raw, groups)?;
     check_others(raw)?;

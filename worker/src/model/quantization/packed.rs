@@ -80,7 +80,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
     let rules = match &raw["dynamic"] {
         Value::Null | Value::Bool(false) => &empty,
         Value::Object(rules) => rules,
-        _ => return Err(named("dynamic that is no table".to_owned())),
+        _ => return Err(named("dynamic that is not a table".to_owned())),
     };
     for (rule, own) in rules.iter().filter(|(rule, _)| !rule.starts_with("-:")) {
         for key in ["bits", "group_size", "sym"] {
@@ -275,7 +275,7 @@ impl<'a> Matrix<'a, '_> {
         if size.is_multiple_of(per_word) {
             return Ok(());
         }
-        let message = format!("has {size} {what}, no multiple of {per_word}");
+        let message = format!("has {size} {what}, which is not a multiple of {per_word}");
         Err(wrong(self.files.folder(), &self.at("qweight"), message))
     }
 
@@ -293,7 +293,7 @@ impl<'a> Matrix<'a, '_> {
         if numbers == shape.map(|size| size as u64) {
             return Ok(());
         }
-        let message = format!("is {numbers:?}, config.json asks for {shape:?}");
+        let message = format!("is {numbers:?}, but config.json requires {shape:?}");
         Err(wrong(found.file, &name, message))
     }
 
@@ -315,7 +315,11 @@ impl<'a> Matrix<'a, '_> {
         let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
         if let Some(bytes) = unknown {
             let number = i32::from_le_bytes(*bytes);
-            return Err(wrong(all.file, list, format!("has {number}, there are {groups} groups")));
+            return Err(wrong(
+                all.file,
+                list,
+                format!("has {number}, but there are {groups} groups"),
+            ));
         }
         // The usual case: groups in order.
         let is_even =
@@ -336,10 +340,10 @@ fn of_shape<'a>(
 ) -> Result<IntegersView<'a>, ModelError> {
     let found = files.integers(name)?;
     if found.size != 4 {
-        return Err(wrong(found.file, name, "is of type I64; it has to be I32".to_owned()));
+        return Err(wrong(found.file, name, "is of type I64; it must be I32".to_owned()));
     }
     if found.shape != shape {
-        let message = format!("has shape {:?}, config.json asks for {shape:?}", found.shape);
+        let message = format!("has shape {:?}, but config.json requires {shape:?}", found.shape);
         return Err(wrong(found.file, name, message));
     }
     Ok(found)
@@ -385,7 +389,7 @@ mod tests {
             (&gptq(r#""dynamic": {"+:.*down.*": {"bits": 8}}"#), "\"+:.*down.*\" with bits 8"),
             (&gptq(r#""dynamic": {".*q.*": {"group_size": 32}}"#), "\".*q.*\" with group_size 32"),
             (&gptq(r#""dynamic": {".*q.*": {"sym": false}}"#), "\".*q.*\" with sym false"),
-            (&gptq(r#""dynamic": [1]"#), "dynamic that is no table"),
+            (&gptq(r#""dynamic": [1]"#), "dynamic that is not a table"),
             (r#"{"quant_method": "awq", "bits": 8, "group_size": 128}"#, "\"awq\", 8 bits"),
             (&awq(r#""version": "gemv""#), "\"awq\", 4 bits, version \"gemv\""),
             (&awq(r#""version": "GEMV_fast""#), "version \"gemv_fast\""),
