@@ -1,5 +1,5 @@
-//! What structured output costs with a large vocabulary: making what grammars need of it, a
-//! grammar, and the mask behind each token.
+//! Measures structured output with a large vocabulary: preparing the vocabulary for grammars,
+//! compiling a grammar, and computing the mask after each token.
 //!
 //! `cargo run --release -p coordinator --example guide_bench [TOKENS]`
 #![allow(clippy::print_stdout, clippy::unwrap_used, reason = "a benchmark's report, and its end")]
@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// A byte-level vocabulary of words that nobody has said, with what JSON is made of.
+/// A byte-level vocabulary of random words, with the tokens that JSON needs.
 fn vocabulary(size: usize) -> BTreeMap<String, usize> {
     let printable = |b: u32| matches!(b, 0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff);
     let moved = (0..256u32).filter(|b| !printable(*b)).count() as u32;
@@ -86,7 +86,7 @@ fn schema(schema: &Value) -> GuideSpec {
     GuideSpec::Json { schema: schema.to_string(), whitespace: Whitespace::Usual }
 }
 
-/// The tokens that may come next, once they are known.
+/// Waits for the mask of the next token.
 fn known(guide: &mut Guide) -> &TokenMask {
     let mut context = Context::from_waker(Waker::noop());
     while guide.poll(&mut context).is_pending() {
@@ -95,7 +95,7 @@ fn known(guide: &mut Guide) -> &TokenMask {
     guide.allowed().unwrap()
 }
 
-/// Many sequences at once, as where a step's tokens are accepted: until all masks are there.
+/// Measures many sequences at once, from accepting a step's tokens until all masks are ready.
 fn batch(name: &str, guides: &Guides, spec: &GuideSpec, size: usize) {
     let grammar = guides.make(spec).unwrap();
     let mut sequences: Vec<Guide> = (0..32).map(|_| grammar.guide(false).unwrap()).collect();

@@ -1,8 +1,9 @@
-//! What metrics cost: `metrics_bench scrape WORKERS` and `metrics_bench step on|off BATCH STEPS`.
+//! Measures the cost of metrics: `metrics_bench scrape WORKERS` and
+//! `metrics_bench step on|off BATCH STEPS`.
 //!
-//! `scrape` merges and renders the page of a cluster of so many simulated workers, in both formats.
-//! `step` drives one replica's scheduler through so many decode steps of a full batch; run it with
-//! metrics on and off under `perf stat -e instructions:u` and subtract.
+//! `scrape` merges and renders the page of a cluster with that many simulated workers, in both
+//! formats. `step` drives one replica's scheduler through that many decode steps of a full batch;
+//! run it with metrics on and off under `perf stat -e instructions:u` and subtract.
 #![allow(clippy::print_stdout, reason = "a benchmark's output")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a benchmark ends by panicking")]
 
@@ -40,7 +41,7 @@ fn main() {
     }
 }
 
-/// A page of `workers` workers, two to a replica, each with stats of steps.
+/// Renders a page of `workers` workers, two per replica, each with stats of steps.
 fn scrape(workers: u32) {
     let hub = Arc::new(Hub::new(Incarnation(1), Limits::default()));
     for index in 0..workers {
@@ -112,7 +113,7 @@ fn engine() -> EngineConfig {
     }
 }
 
-/// `steps` decode steps of `batch` sequences.
+/// Runs `steps` decode steps of `batch` sequences.
 fn step(on: bool, batch: u32, steps: u32) {
     let engine = engine();
     let config = SchedulerConfig {

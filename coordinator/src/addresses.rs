@@ -1,14 +1,14 @@
-//! How many connections each party has, by its address: nobody takes all places there are.
+//! Numbers of connections per party, identified by address: no party takes all places.
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Connections by party; no zeros. Clones are the same.
+/// Number of connections by party, without zeros. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Addresses(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 impl Addresses {
-    /// A place for one more connection of this address's party, if it has fewer than `max`.
+    /// Returns a place for one more connection of this address's party, if it has fewer than `max`.
     pub(crate) fn enter(&self, address: IpAddr, max: usize) -> Option<Place> {
         let address = network(address);
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -21,7 +21,7 @@ impl Addresses {
     }
 }
 
-/// What one party has for itself: of IPv6 a network of 2^64 addresses.
+/// The network that one party owns: for IPv6 a /64.
 fn network(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {
@@ -32,12 +32,12 @@ fn network(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Whether an address is of a private network, where one address may stand for many parties: a
+/// Whether an address belongs to a private network, where one address may stand for many parties: a
 /// proxy, a load balancer, an ingress.
 pub(crate) fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(address) => {
-            // 100.64.0.0/10 is what providers and overlay networks share.
+            // 100.64.0.0/10 is shared by providers and overlay networks.
             let [a, b, ..] = address.octets();
             let shared = a == 100 && (64..128).contains(&b);
             address.is_loopback() || address.is_private() || address.is_link_local() || shared
@@ -48,7 +48,7 @@ pub(crate) fn is_private(address: IpAddr) -> bool {
     }
 }
 
-/// A connection's place among those of its party, until this is dropped.
+/// A connection's place among its party's; freed when dropped.
 #[derive(Debug)]
 pub(crate) struct Place {
     addresses: Addresses,
@@ -85,7 +85,7 @@ mod tests {
         places.pop();
         let again = enter("10.0.0.1").unwrap();
         assert!(enter("10.0.0.1").is_none());
-        // An IPv6 network is one party's.
+        // An IPv6 network is one party.
         let six: Vec<Place> =
             (0..MAX).map(|host| enter(&format!("2001:db8:1:2::{host:x}")).unwrap()).collect();
         assert!(enter("2001:db8:1:2:ffff::").is_none() && enter("2001:db8:1:3::").is_some());

@@ -1,9 +1,9 @@
-//! The totals of `/metrics` outlive the coordinator: whoever leads writes them to etcd every few
-//! seconds and at its orderly end; whoever leads next goes on from them, so that no counter falls.
+//! Totals of `/metrics` that outlive the coordinator: the leader writes them to etcd every few
+//! seconds and at its orderly end; the next leader continues from them, so that no counter falls.
 //!
-//! What is lost when a leader dies is what it counted itself since its last checkpoint; nobody has
-//! seen it, for pages show what is in etcd ([`published`]). Workers and front ends report totals of
-//! their own again, whoever leads.
+//! When a leader dies, only what it counted itself since its last checkpoint is lost, and nobody
+//! has seen that, since pages show what is in etcd ([`published`]). Workers and front ends report
+//! their totals again to any leader.
 mod publication;
 pub mod published;
 
@@ -21,25 +21,25 @@ use tokio::sync::{oneshot, watch};
 pub use self::publication::{Moment, Publication};
 use crate::metrics::Hub;
 
-/// Between two attempts to read what the last leader left.
+/// Interval between attempts to read what the last leader left.
 const RETRY: Duration = Duration::from_millis(500);
-/// How long a new leader waits for what the last one left before it serves without it; then its
-/// pages wait, as if it stood by.
+/// How long a new leader waits for what the last one left before it serves without; its pages then
+/// wait, as on a standby.
 const LOAD_PATIENCE: Duration = Duration::from_secs(5);
-/// Before the first checkpoint: whoever has just begun to lead has much to show.
+/// Delay of the first checkpoint: a new leader has much to show.
 const FIRST: Duration = Duration::from_secs(1);
-/// Between attempts to write a checkpoint that has failed.
+/// Interval between attempts to write a checkpoint after a failure.
 const AGAIN: Duration = Duration::from_secs(1);
-/// How long etcd may take to acknowledge a checkpoint, beyond the interval, before pages are of the
-/// present: longer than a write that succeeds ever takes.
+/// How long etcd may take to acknowledge a checkpoint, beyond the interval, before pages show the
+/// present: longer than a successful write ever takes.
 const ACKNOWLEDGE_PATIENCE: Duration = Duration::from_secs(3);
-/// While nothing of note is counted only every so many intervals is one for a checkpoint: an idle
-/// cluster fills no etcd.
+/// While nothing of note is counted, a checkpoint is written only every so many intervals: an idle
+/// cluster does not fill etcd.
 const IDLE_INTERVALS: u32 = 12;
 /// How long the last checkpoint may take.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
 
-/// The thread that writes checkpoints; it does nothing else, so that no step waits for it.
+/// The thread that writes checkpoints and does nothing else, so that no step waits for it.
 #[derive(Debug)]
 pub struct Checkpoints {
     publication: Arc<Publication>,
@@ -49,10 +49,10 @@ pub struct Checkpoints {
 }
 
 impl Checkpoints {
-    /// Reads what the last leader left into `hub`, then writes what is in it every `interval`.
+    /// Restores into `hub` what the last leader left, then writes its totals every `interval`.
     ///
     /// # Errors
-    /// When the operating system gives no thread.
+    /// If the operating system cannot start a thread.
     pub fn start(
         hub: Arc<Hub>,
         view: watch::Receiver<View>,
@@ -92,18 +92,18 @@ impl Checkpoints {
         Ok(Self { publication, stop, loaded: Some(loaded), done })
     }
 
-    /// What `/metrics` shows meanwhile.
+    /// What `/metrics` shows.
     #[must_use]
     pub fn publication(&self) -> Arc<Publication> {
         self.publication.clone()
     }
 
-    /// Waits until the last leader's totals are there; for some seconds at most, since requests
-    /// are worth more than counters.
+    /// Waits until the last leader's totals are restored, but only for some seconds, since requests
+    /// matter more than counters.
     pub async fn loaded(&mut self) {
         let Some(loaded) = self.loaded.take() else { return };
         if tokio::time::timeout(LOAD_PATIENCE, loaded).await.is_err() {
-            tracing::warn!("the last leader's totals are not there yet: /metrics waits for them");
+            tracing::warn!("the last leader's totals are not loaded yet: /metrics waits for them");
         }
     }
 
@@ -120,9 +120,9 @@ struct Writer {
     view: watch::Receiver<View>,
     ledger: Ledger,
     runtime: tokio::runtime::Runtime,
-    /// Said already.
+    /// Whether a failure has been logged already.
     failing: bool,
-    /// What is in etcd, written when and by the leader of which epoch.
+    /// What is in etcd, when it was written, and by the leader of which epoch.
     written: Option<(Checkpoint, Instant, i64)>,
 }
 
@@ -133,7 +133,7 @@ impl Writer {
         stopped: &mpsc::Receiver<()>,
         loading: oneshot::Sender<()>,
     ) {
-        // Nothing is written before what was there is known: it would be lost.
+        // Nothing is written before the old totals are known: they would be lost.
         while !self.load() {
             match stopped.recv_timeout(RETRY) {
                 Err(RecvTimeoutError::Timeout) => {}
@@ -165,12 +165,12 @@ impl Writer {
         if self.failing {
             tracing::debug!(%error, "{what}");
         } else {
-            tracing::warn!(%error, "{what}; going on without");
+            tracing::warn!(%error, "{what}; continuing without");
         }
         self.failing = true;
     }
 
-    /// Whether there is nothing more to load.
+    /// Loads the last leader's totals; returns whether there is nothing more to load.
     fn load(&mut self) -> bool {
         let found = match self.runtime.block_on(self.ledger.load()) {
             Ok(found) => found,
@@ -190,7 +190,7 @@ impl Writer {
                 tracing::info!(
                     bytes = bytes.len(),
                     unknown,
-                    "goes on from the last leader's totals"
+                    "continuing from the last leader's totals"
                 );
             }
             Err(error) => tracing::error!(%error, "the last leader's totals are lost"),
@@ -198,16 +198,16 @@ impl Writer {
         true
     }
 
-    /// Writes the totals, or finds that what is in etcd is as good and younger than `idle`.
+    /// Writes the totals, unless what is in etcd is as good and younger than `idle`.
     fn save(&mut self, idle: Duration) -> Result<(), SaveError> {
         let (epoch, connected) = {
             let view = self.view.borrow();
             (view.own().map(|leader| leader.epoch), view.connected)
         };
-        // Without the leadership, for now: the lease ended, or another leads.
+        // Not the leader at present: the lease ended, or another leads.
         let Some(epoch) = epoch else { return Err(LedgerError::Fenced.into()) };
         let written = self.written.take();
-        // An etcd that does not answer, or that somebody else wrote to, may have lost it.
+        // An etcd that does not answer, or that another leader wrote to, may have lost it.
         let good = written.filter(|(_, at, by)| connected && *by == epoch && at.elapsed() < idle);
         let Some(checkpoint) = self.pages.writing(good.as_ref().map(|(written, ..)| written))
         else {
@@ -226,7 +226,7 @@ impl Writer {
         Ok(())
     }
 
-    /// etcd has all that the next leader needs.
+    /// etcd has everything that the next leader needs.
     fn acknowledged(&mut self) {
         self.failing = false;
         noted(&self.hub);

@@ -1,18 +1,17 @@
-//! The command line: parses options, lets a configuration file supply what was not given, starts
-//! the role asked for and turns its end into an exit code.
+//! The command line: parses options, takes values not given from a configuration file, starts the
+//! requested role and turns its end into an exit code.
 //!
-//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the device asked for cannot be
-//! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one will
-//! stand by; or a worker process that another supervises was signalled), 78 another process has
-//! this one's name.
+//! Exit codes: 0 done, 1 failed, 2 bad options or configuration, 69 the requested device cannot be
+//! used, 71 the device failed, 75 start it again (another coordinator leads now, and this one is to
+//! stand by; or a supervised worker process was signalled), 78 another process has the same name.
 //!
 //! - `up`: a coordinator and local workers
-//! - `serve`, `elected`: a coordinator alone, and one of several
-//! - `work`, `host`, `children`: a worker, all workers of a host, and worker processes supervised
+//! - `serve`, `elected`: a single coordinator, and one of several
+//! - `work`, `host`, `children`: a worker, all workers of a host, and supervised worker processes
 //! - `front`: a front end
 //! - `operate`, `asking`: commands to a running cluster, and how they reach it
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
-//! - `options`, `config_file`: options and files of them
+//! - `options`, `config_file`: options, and files of them
 //! - `reference`: the page of all options
 //! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: parts of the options, and vLLM's
 //!   names for them
@@ -58,7 +57,7 @@ use std::process::ExitCode;
 pub(crate) use self::options::{Command, CoordinatorArgs, FrontendArgs, UpArgs, WorkerArgs};
 use self::output::{error_line, print_line};
 
-/// What went wrong, for the exit code.
+/// What went wrong, mapped to the exit code.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CliError {
     /// An option or a configuration file is wrong.
@@ -67,16 +66,16 @@ pub(crate) enum CliError {
     /// The role failed.
     #[error("{0}")]
     Failed(String),
-    /// The device computes no more.
+    /// The device failed.
     #[error("{0}")]
     Device(String),
-    /// The device that was asked for cannot be used.
+    /// The requested device cannot be used.
     #[error("{0}")]
     NoDevice(String),
     /// Another coordinator leads.
     #[error("{0}")]
     Superseded(String),
-    /// A supervised worker ended by a signal that was not its parent's.
+    /// A supervised worker was ended by a signal that its parent did not send.
     #[error("{0}")]
     Again(String),
     /// Another process has the same name.
@@ -88,7 +87,7 @@ pub(crate) enum CliError {
 }
 
 impl CliError {
-    /// The exit code that tells a supervisor what to do (those of sysexits.h above 2).
+    /// Returns the exit code that tells a supervisor what to do (above 2, those of sysexits.h).
     pub(crate) fn code(&self) -> u8 {
         match self {
             Self::Ended => 0,
@@ -102,7 +101,7 @@ impl CliError {
     }
 }
 
-/// Runs the program with `args`, the first being its own name.
+/// Runs the program with `args`, the first of which is its own name.
 pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     let command = match parse(&args) {
         Ok(command) => command,
@@ -154,7 +153,7 @@ pub(crate) fn main(args: Vec<OsString>) -> ExitCode {
     }
 }
 
-/// The metrics catalogue, as a page or as one name a line.
+/// Returns the metrics catalogue, as a page or with one name per line.
 fn catalogue(markdown: bool) -> String {
     if markdown {
         return coordinator::metrics::markdown::markdown().trim_end().to_owned();

@@ -1,10 +1,10 @@
 //! PURE: turns the set of live workers into replicas (tensor-parallel groups) and drives each
 //! replica's life: waiting -> forming -> starting -> serving -> broken -> waiting.
 //!
-//! Events and the time go in, [`Effect`]s come out. Every formation has an epoch of its own, larger
-//! than all before it; messages that carry another epoch than the replica's present one are
-//! ignored, so a worker that returns from a pause cannot disturb anything. Nothing of that knows
-//! sockets, clocks or actors but [`actor`], the shell around it.
+//! Events and the time go in, [`Effect`]s come out. Every formation has its own epoch, larger than
+//! all before it. Messages of another epoch than the replica's present one are ignored, so a worker
+//! that returns from a pause disturbs nothing. Only [`actor`], the shell around the core, knows
+//! sockets, clocks and actors.
 //!
 //! - [`config`]: what a cluster is made with; [`effect`]: what the core wants done
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
@@ -13,7 +13,8 @@
 //!   whose rank; `silence`: who was told something and has not answered; `vain`: whose formations
 //!   come to nothing
 //! - `quarantine`: devices that fail again and again
-//! - [`roster`], `slots`: who is who; [`absence`]: who is expected back; [`records`]: logs and ends
+//! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
+//!   logs and ends of worker processes
 //! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
@@ -59,30 +60,30 @@ pub struct Cluster {
     config: ClusterConfig,
     members: BTreeMap<WorkerId, Member>,
     replicas: Replicas,
-    /// Since when there have been workers, and too few for a replica.
+    /// Since when there have been workers, but too few for a replica.
     short_since: Option<Duration>,
     epoch: Epoch,
-    /// Processes that were told to end, why, and whether others shall take their places: a link
-    /// that broke before they heard it changes nothing.
+    /// Processes told to end, why, and whether they are to be started again. Kept because a link
+    /// may break before the process hears it.
     let_go: BTreeMap<WorkerId, (Incarnation, String, bool)>,
-    /// Workers that computed much slower than the others of their replica when last seen to.
+    /// Workers that computed much slower than the others of their replica when last observed.
     slow: BTreeSet<WorkerId>,
-    /// Who was told to form and has not answered.
+    /// Ranks told to form that have not answered.
     silence: Silence,
     vain: Vain,
     /// Devices that fail again and again.
     quarantine: Quarantine,
-    /// The weights that workers brought from another coordinator.
+    /// Weights that workers brought from another coordinator.
     held: BTreeMap<WorkerId, HeldShard>,
     /// Nodes of workers that are about to join.
     expected: BTreeSet<String>,
-    /// What operators said, to this coordinator and to those that led before.
+    /// What operators asked for, of this coordinator and of earlier leaders.
     desired: Desired,
-    /// Since when somebody has been here while others were expected.
+    /// Since when some workers have been here while others were expected.
     settling_since: Option<Duration>,
-    /// The replicas' revision at the beginning of the last pass.
+    /// The replicas' revision at the start of the last pass.
     seen: u64,
-    /// When a pass may find something to do though nothing has happened.
+    /// When a pass may find something to do although nothing has happened.
     due: Option<Duration>,
 }
 
@@ -110,25 +111,26 @@ impl Cluster {
         }
     }
 
-    /// The workers of these nodes were another coordinator's and are about to join: the first
-    /// replicas are formed when they are here, or have stayed away for as long as ranks may.
+    /// Announces that these nodes' workers belonged to another coordinator and are about to join.
+    /// The first replicas are formed when all are here, or have stayed away for as long as ranks
+    /// may.
     pub fn expect(&mut self, nodes: BTreeSet<String>) {
         self.expected = nodes;
         self.due = Some(Duration::ZERO);
     }
 
-    /// What operators told the last leader; to be said before anybody joins.
+    /// Adopts what operators told the last leader. Call it before any worker joins.
     pub fn go_by(&mut self, desired: Desired) {
         self.desired = desired;
     }
 
-    /// What operators said, to this coordinator and to those that led before.
+    /// What operators asked for, of this coordinator and of earlier leaders.
     #[must_use]
     pub fn desired(&self) -> &Desired {
         &self.desired
     }
 
-    /// A worker that is about to join holds these weights already, or none.
+    /// Notes which weights, if any, a worker that is about to join already holds.
     pub fn holds(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
         match shard {
             Some(shard) => self.held.insert(worker, shard),
@@ -142,18 +144,18 @@ impl Cluster {
         self.members.values()
     }
 
-    /// A live member.
+    /// Returns a live member.
     #[must_use]
     pub fn member(&self, worker: WorkerId) -> Option<&Member> {
         self.members.get(&worker)
     }
 
-    /// The name by which operators know a worker.
+    /// Name by which operators know a worker.
     fn named(&self, worker: WorkerId) -> String {
         self.members.get(&worker).map_or_else(|| worker.to_string(), |member| member.node.clone())
     }
 
-    /// The replicas and where they are in their lives.
+    /// The replicas and their phases.
     pub fn replicas(&self) -> impl Iterator<Item = ReplicaStatus> + '_ {
         self.replicas.iter().map(|(id, replica)| replica.status(id))
     }
@@ -167,7 +169,7 @@ impl Cluster {
         })
     }
 
-    /// A worker completed its handshake. An older incarnation of the same slot is gone by that.
+    /// A worker completed its handshake. This ends an older incarnation in the same slot.
     pub fn worker_joined(&mut self, now: Duration, member: Member, effects: &mut Vec<Effect>) {
         if let Some(old) = self.members.get(&member.worker)
             && old.incarnation != member.incarnation
@@ -178,7 +180,7 @@ impl Cluster {
         let (worker, incarnation) = (member.worker, member.incarnation);
         let told = self.let_go.get(&worker).filter(|(told, ..)| *told == incarnation);
         let told = told.map(|(_, reason, again)| (reason.clone(), *again)).or_else(|| {
-            // The leader before this one was told so, and the worker has not heard it.
+            // An earlier leader was told to drain it but did not inform the worker.
             let drained = self.desired.drains(&member.node, incarnation.0);
             drained.then(|| (format!("{} is drained", member.node), false))
         });
@@ -193,7 +195,7 @@ impl Cluster {
         }
     }
 
-    /// A worker's link ended or it said goodbye. Ignored unless it is the present incarnation.
+    /// A worker's link ended or it said goodbye. Ignored unless it was the present incarnation.
     pub fn worker_left(
         &mut self,
         now: Duration,
@@ -220,7 +222,7 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
-    /// A worker is about to end: its replica goes on without it at once, and it is let go.
+    /// A worker is about to end: its replica continues without it at once, and it is let go.
     pub fn worker_leaves(
         &mut self,
         now: Duration,
@@ -235,7 +237,7 @@ impl Cluster {
         self.let_go(now, worker, &reason, false, effects);
     }
 
-    /// A worker says that its device computes no more; its end is on the way.
+    /// A worker reports that its device failed; the process is about to end.
     pub fn device_failed(&mut self, now: Duration, worker: WorkerId, effects: &mut Vec<Effect>) {
         let Some(member) = self.members.get(&worker) else { return };
         if let Some(lasts) = self.quarantine.failed(now, member.device()) {
@@ -243,17 +245,17 @@ impl Cluster {
         }
     }
 
-    /// Whether a worker gets no rank, as its device failed again and again.
+    /// Whether a worker gets no rank because its device failed again and again.
     #[must_use]
     pub fn is_aside(&self, worker: WorkerId) -> bool {
         self.members.get(&worker).is_some_and(|member| self.quarantine.rests(member.device()))
     }
 
-    /// A rank reports how far its weights are loaded.
+    /// A rank reports the progress of loading its weights.
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
         self.silence.heard(now, worker);
-        // Also of a formation that is over: what comes next waits behind it.
+        // Even for a formation that is over: the next one waits until this load ends.
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
         }
@@ -262,7 +264,7 @@ impl Cluster {
         });
     }
 
-    /// A rank's executor has said something that answers nothing: it is at work.
+    /// A rank's executor sent something that is no answer: it is at work.
     pub fn executor_heard(&mut self, now: Duration, worker: WorkerId) {
         self.silence.heard(now, worker);
     }
@@ -290,8 +292,8 @@ impl Cluster {
     }
 
     /// A rank has computed much slower than the others of its replica for a while, or has kept pace
-    /// for as long. A spare takes the place of a slow one, which becomes the spare that is used
-    /// last.
+    /// for as long. A spare takes the place of a slow rank, which becomes the last choice as a
+    /// spare.
     pub fn rank_pace(
         &mut self,
         now: Duration,
@@ -312,7 +314,7 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
-    /// A rank has answered what it was told last, or something before that.
+    /// A rank has answered the last thing it was told, or an earlier one.
     fn answered(&mut self, now: Duration, worker: WorkerId, the_last: bool) {
         if the_last {
             self.silence.answered(worker);
@@ -321,7 +323,7 @@ impl Cluster {
         }
     }
 
-    /// Time passes: retries what is due.
+    /// Time passes: runs a pass if one is due.
     pub fn tick(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         if self.is_due(now) {
             self.reconcile(now, effects);

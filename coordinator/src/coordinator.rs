@@ -1,8 +1,10 @@
-//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. In
-//! two steps: [`Prepared`] has checked everything and holds the addresses, [`Coordinator`] serves.
+//! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. There
+//! are two steps: [`Prepared`] has checked everything and bound the addresses; [`Coordinator`]
+//! serves.
 //!
-//! Everything but HTTP lives on one arbiter (thread): links, cluster and replicas exchange messages
-//! without crossing threads, and a step needs no lock that another thread holds for long.
+//! Everything except HTTP lives on one arbiter (thread): links, cluster and replicas exchange
+//! messages without crossing threads, and no step waits for a lock that another thread holds for
+//! long.
 mod options;
 mod prepared;
 mod stats;
@@ -55,28 +57,28 @@ pub use self::prepared::Prepared;
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long ranks may stay away before a replica goes on with fewer: a restarted process is back
+/// How long ranks may stay away before a replica continues with fewer: a restarted process is back
 /// sooner.
 const RESHARD_AFTER: Duration = Duration::from_millis(1500);
 
-/// How long the last words to clients may take.
+/// How long delivering the last events to clients may take.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(1);
-/// How long connections may take to close once all is said.
+/// How long connections may take to close after that.
 pub(crate) const CLOSE_PATIENCE: Duration = Duration::from_millis(300);
 
-/// What membership brings to a coordinator that leads.
+/// What membership provides to a coordinator that leads.
 #[derive(Debug)]
 pub struct Leadership {
-    /// The cluster as etcd says.
+    /// The cluster as etcd has it.
     pub view: watch::Receiver<View>,
-    /// Where to leave what operators say to the next leader.
+    /// Where operators' commands are left for the next leader.
     pub desires: Desires,
-    /// What `/metrics` shows, where totals outlive the leader.
+    /// What `/metrics` shows, if totals outlive the leader.
     pub publication: Option<Arc<Publication>>,
 }
 
 impl Leadership {
-    /// Nodes of the workers there are: they join as soon as they know who leads.
+    /// Nodes of the present workers, which join as soon as they know who leads.
     fn workers(&self) -> BTreeSet<String> {
         let view = self.view.borrow();
         let workers = view.records.values().filter(|record| record.role == Role::Worker);
@@ -94,7 +96,7 @@ pub struct Coordinator {
     http: ServerHandle,
     gate: Gate,
     frontends: Arc<Frontends>,
-    /// The listener of `/metrics` alone.
+    /// The separate listener of `/metrics`.
     metrics: Option<(SocketAddr, ServerHandle)>,
     /// Takes connections of workers and front ends.
     accepting: tokio::task::JoinHandle<()>,
@@ -113,7 +115,7 @@ impl Coordinator {
         Self::serve(Prepared::new(options)?, None)
     }
 
-    /// Starts to serve, as the one that leads where there is `leadership`.
+    /// Starts to serve; with `leadership`, as the leader.
     ///
     /// # Errors
     /// [`StartError`].
@@ -231,66 +233,66 @@ impl Coordinator {
         })
     }
 
-    /// Where HTTP is served.
+    /// The address that serves HTTP.
     #[must_use]
     pub fn http_addr(&self) -> SocketAddr {
         self.http_addr
     }
 
-    /// Where workers dial in.
+    /// The address that workers dial.
     #[must_use]
     pub fn cluster_addr(&self) -> SocketAddr {
         self.cluster_addr
     }
 
-    /// The URL of where HTTP is served.
+    /// The URL that serves HTTP.
     #[must_use]
     pub fn http_url(&self) -> String {
         format!("{}://{}", self.scheme, self.http_addr)
     }
 
-    /// The URL of where `/metrics` is served alone, if anywhere.
+    /// The URL that serves `/metrics` separately, if any.
     #[must_use]
     pub fn metrics_url(&self) -> Option<String> {
         let alone = self.metrics.as_ref();
         alone.map(|(address, _)| format!("{}://{address}/metrics", self.scheme))
     }
 
-    /// The cluster, as it changes.
+    /// A receiver of the cluster's view.
     #[must_use]
     pub fn view(&self) -> watch::Receiver<ClusterView> {
         self.view.clone()
     }
 
-    /// Resolves when the cluster's actor has ended before its time, which only a defect can bring
-    /// about: nothing is served from then on.
+    /// Resolves when the cluster's actor ends early, which only a defect can cause: nothing is
+    /// served from then on.
     pub async fn failed(&self) -> &'static str {
         ended(self.view.clone()).await;
         "the cluster actor is gone"
     }
 
-    /// A worker shall leave.
+    /// Drains a worker.
     ///
     /// # Errors
-    /// Why it cannot.
+    /// Why it cannot be drained.
     pub async fn drain(&self, node: &str) -> Result<(), String> {
         let drained = self.cluster.send(Drain(node.to_owned())).await;
         drained.map_err(|error| error.to_string())?.map(drop)
     }
 
-    /// The named actors of the whole cluster, this process's own among them.
+    /// The named actors of the whole cluster, including this process's own.
     #[must_use]
     pub fn actors(&self) -> &ActorRuntime {
         &self.actors
     }
 
-    /// A node's worker process is started again when it ends, so often in a row; or, without a
-    /// number, not any more.
+    /// Notes how often in a row a node's worker process is restarted when it ends; `None` if no
+    /// longer.
     pub fn supervised(&self, node: &str, max_restarts: Option<u32>) {
         self.cluster.do_send(Supervised { node: node.to_owned(), max_restarts });
     }
 
-    /// A worker process that this process started has ended: kept for those who ask why.
+    /// A worker process started by this process has ended; recorded for those who ask why.
     pub fn process_ended(&self, ended: Ended) {
         self.cluster.do_send(ProcessEnded(ended));
     }
@@ -301,18 +303,18 @@ impl Coordinator {
         self.view.borrow().is_ready(self.clock.now())
     }
 
-    /// Takes no new requests and is not ready any more, from now on.
+    /// From now on takes no new requests and reports not ready.
     pub fn close(&self) {
         self.gate.close();
     }
 
-    /// Requests that run.
+    /// Number of running requests.
     #[must_use]
     pub fn requests(&self) -> usize {
         self.gate.inside()
     }
 
-    /// Takes no new requests and waits for those that run, at most so long. Returns whether all
+    /// Takes no new requests and waits up to `patience` for the running ones. Returns whether all
     /// have ended.
     pub async fn finish(&self, patience: Duration) -> bool {
         self.close();
@@ -323,18 +325,19 @@ impl Coordinator {
         finished
     }
 
-    /// Stops: no new requests, running ones fail, connections end. Workers are told to end when
-    /// `workers_too`; otherwise they go on dialling.
+    /// Stops: takes no new requests, fails running ones, ends connections. Workers are told to end
+    /// if `workers_too`; otherwise they keep dialling.
     pub async fn stop(self, workers_too: bool) {
         self.close();
-        // Who dials from now on finds nobody and dials on, elsewhere if another leads.
+        // Processes that dial from now on find nobody and keep dialling, elsewhere if another
+        // leads.
         self.accepting.abort();
         let reason = "the coordinator stops".to_owned();
         let _ = self.cluster.send(Stop { reason, workers_too }).await;
-        // Those that fail are still told so.
+        // Requests that fail are still told so.
         self.gate.empty_within(FLUSH_PATIENCE).await;
         self.frontends.flush(FLUSH_PATIENCE).await;
-        // Connections without a request are not waited for.
+        // Does not wait for connections without a request.
         let _ = tokio::time::timeout(CLOSE_PATIENCE, self.http.stop(true)).await;
         if let Some((_, metrics)) = self.metrics {
             metrics.stop(false).await;
@@ -376,7 +379,7 @@ fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u
     }
 }
 
-/// What `/metrics` shows.
+/// Makes the page of `/metrics`.
 fn page(
     options: &CoordinatorOptions,
     hub: &Arc<Hub>,
@@ -413,20 +416,20 @@ fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
     .ok()
 }
 
-/// The cluster's actor, which goes on where the last leader ended, if there was one.
+/// Prepares the cluster's actor to continue where the last leader ended, if there was one.
 fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     let Some(leadership) = leadership else { return cluster };
     let told = leadership.view.borrow().desired.clone();
     if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
         tracing::info!(
             replicas,
-            "bound of replicas as `tutti scale` said to the last leader (0: none)"
+            "limit on replicas that `tutti scale` set at the last leader (0: none)"
         );
     }
     cluster.expecting(leadership.workers()).desiring(told, leadership.desires.clone())
 }
 
-/// Whether requests can be served, for whoever asks, and why not.
+/// Makes the check whether requests can be served, and why not.
 fn readiness(
     view: watch::Receiver<ClusterView>,
     clock: Arc<dyn Clock>,
@@ -445,7 +448,7 @@ fn readiness(
     })
 }
 
-/// Serves `/metrics` and probes on an address of their own.
+/// Serves `/metrics` and probes on a separate address.
 fn start_metrics(
     bound: Bound,
     page: Arc<MetricsPage>,
@@ -460,7 +463,7 @@ fn start_metrics(
     Ok((address, handle))
 }
 
-/// Degrees from `wanted` down to `least`, halving.
+/// Degrees from `wanted` down to `least`, halving each time.
 fn degrees(wanted: u32, least: u32) -> Vec<u32> {
     std::iter::successors(Some(wanted.max(1)), |degree| {
         degree.is_multiple_of(2).then_some(degree / 2)
@@ -485,7 +488,7 @@ fn replica_factory(
     })
 }
 
-/// Hands the front end's commands to the cluster actor, as fast as it takes them.
+/// Hands the front end's commands to the cluster actor as fast as it accepts them.
 async fn forward(mut commands: mpsc::Receiver<EngineCommand>, cluster: Addr<ClusterActor>) {
     while let Some(command) = commands.recv().await {
         if cluster.send(Command(command)).await.is_err() {

@@ -1,8 +1,8 @@
-//! The seam between the HTTP front end and the engine: what is asked for and what comes back.
+//! The interface between the HTTP front end and the engine: what is asked for and what comes back.
 //!
-//! The front end (validation, templates, tokens to text) knows only these types; the engine
-//! (router, replicas, schedulers) never sees text, except that it is told by a [`StopCheck`]
-//! whether a token completes a stop string, so that the accepted-token log ends exactly there.
+//! The front end (validation, templates, detokenization) knows only these types. The engine
+//! (router, replicas, schedulers) never sees text; only a [`StopCheck`] tells it whether a token
+//! completes a stop string, so that the accepted-token log ends exactly there.
 use std::fmt;
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use tokio::sync::mpsc;
 
 use crate::frontends::RemoteEvents;
 
-/// Decides whether a sequence ends for a reason that only text can tell (a stop string).
+/// Decides whether a sequence ends for a reason that only the text shows (a stop string).
 ///
 /// One per choice; fed every accepted token in order. Pure: no IO, no clock.
 pub trait StopCheck: Send + fmt::Debug {
@@ -29,9 +29,9 @@ pub trait StopCheck: Send + fmt::Debug {
 /// Why a guide cannot go on, in one sentence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GuideEnd {
-    /// What was asked for is at fault: following it takes more than is given to it.
+    /// The request is at fault: following it takes more than it may use.
     Refused(String),
-    /// The server is, by a defect.
+    /// The server is at fault: a defect.
     Broke(String),
 }
 
@@ -44,36 +44,36 @@ impl From<GuideEnd> for EngineError {
     }
 }
 
-/// Decides which tokens a sequence may get, so that its text has the structure that was asked for.
+/// Decides which tokens a sequence may get, so that its text has the requested structure.
 ///
-/// One per choice; told of every accepted token in order. What it says depends on them alone: no
-/// IO, no clock. It may work it out elsewhere meanwhile, and wakes whoever waits for it.
+/// One per choice; sees every accepted token in order, and depends on them alone: no IO, no clock.
+/// It may compute its answer elsewhere, and then wakes whoever waits for it.
 pub trait TokenGuide: Send + fmt::Debug {
-    /// Ready once it is known which tokens may come next. Asked only while the guide goes on.
+    /// Ready once it is known which tokens may come next. Called only while the guide can go on.
     ///
     /// # Errors
-    /// When it cannot go on; it is not asked again then.
+    /// If it cannot go on; it is not called again then.
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), GuideEnd>>;
 
-    /// The tokens that may come next, at least one; none while that is not known.
+    /// Returns the tokens that may come next, at least one; `None` while they are not known.
     fn allowed(&self) -> Option<&TokenMask>;
 
-    /// Most bytes that one of its masks takes in a message.
+    /// Upper bound on the bytes of one of its masks in a message.
     fn mask_bytes_max(&self) -> usize;
 
-    /// Takes the next accepted token, which is an allowed one and no end token.
+    /// Takes the next accepted token, which is an allowed one and not an end token.
     ///
     /// # Errors
-    /// When it cannot go on; it is not asked again then.
+    /// If it cannot go on; it is not called again then.
     fn accept(&mut self, token: u32) -> Result<Guided, GuideEnd>;
 }
 
-/// Whether a guided sequence goes on.
+/// Whether a guided sequence continues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Guided {
     /// More tokens may come.
     GoesOn,
-    /// The text is complete: nothing can come behind it.
+    /// The text is complete: nothing can follow.
     IsOver,
 }
 
@@ -84,64 +84,65 @@ pub struct GenerateRequest {
     pub id: RequestId,
     /// The prompt, at least one token.
     pub prompt: Vec<u32>,
-    /// One entry per choice (`n`), equal but for `choice`.
+    /// One entry per choice (`n`), equal except for `choice`.
     pub sampling: Vec<SamplingParams>,
     /// One entry per choice where the request has stop strings; empty otherwise.
     pub stop_checks: Vec<Box<dyn StopCheck>>,
     /// One entry per choice where the request is guided; empty otherwise.
     pub guides: Vec<Box<dyn TokenGuide>>,
-    /// What the guides were made of, for an engine in another process.
+    /// What the guides were made from, for an engine in another process.
     pub guide_spec: Option<Arc<GuideSpec>>,
-    /// Most tokens to generate per choice. 0 is legal (echo with log-probabilities only).
+    /// Maximum number of tokens to generate per choice. 0 is legal (echo with log-probabilities
+    /// only).
     pub max_tokens: u32,
-    /// The client named no bound: it gets as many as the KV cache of its replica has room for,
-    /// where that is less than `max_tokens`.
+    /// Whether the client set no bound: it gets at most what the KV cache of its replica has room
+    /// for, if that is less than `max_tokens`.
     pub open_ended: bool,
     /// Lower is earlier; 0 unless priorities are followed.
     pub priority: i32,
-    /// Requests of another salt do not share what is cached of their prompts.
+    /// Requests with another salt do not share cached prompts.
     pub cache_salt: u64,
-    /// The adapter that it is computed with, see [`shared::protocol::Adapter`]; 0 for none.
+    /// The adapter it is computed with, see [`shared::protocol::Adapter`]; 0 for none.
     pub adapter: u32,
     /// Tokens that end a sequence (the model's end tokens unless `ignore_eos`, and
-    /// `stop_token_ids`); the ending token is accepted and counted, and is not part of the text.
+    /// `stop_token_ids`). The ending token is accepted and counted, but not part of the text.
     pub end_tokens: Vec<u32>,
     /// The stop strings themselves, for an engine in another process.
     pub stops: Arc<[String]>,
-    /// Stop strings are looked for in text with its special tokens: for an engine in another
-    /// process.
+    /// Whether stop strings are looked for in text that includes special tokens; for an engine in
+    /// another process.
     pub keep_special: bool,
-    /// The text goes on from the prompt's, see [`crate::text::stream::TextStream::behind`]: for an
-    /// engine in another process.
+    /// Whether the text continues the prompt's, see [`crate::text::stream::TextStream::behind`];
+    /// for an engine in another process.
     pub goes_on: bool,
     /// When the HTTP layer took the request, by the process's clock.
     pub arrived: Duration,
-    /// The id of the client's response, for exemplars.
+    /// Id of the client's response, for exemplars.
     pub response_id: Arc<str>,
-    /// What an engine that is gone accepted of it: it goes on from there.
+    /// What a lost engine accepted for it; it continues from there.
     pub resumed: Option<Box<Resumed>>,
 }
 
-/// What was accepted of a request by an engine that is gone.
+/// What a lost engine accepted of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Resumed {
-    /// Of each choice that is not over: one entry for each of [`GenerateRequest::sampling`].
+    /// The choices that are not over: one entry for each of [`GenerateRequest::sampling`].
     pub choices: Vec<ResumedChoice>,
-    /// Each choice that is over, with how many tokens it has.
+    /// The choices that are over, each with its number of tokens.
     pub over: Vec<(u32, u32)>,
 }
 
-/// What was accepted of one choice. Its stop check and its guide have taken these tokens.
+/// What was accepted of one choice. Its stop check and guide have taken these tokens.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ResumedChoice {
     /// The tokens, in order.
     pub tokens: Vec<u32>,
-    /// How they complete the choice, if they do: only that its end was said was lost.
+    /// How they complete the choice, if they do: then only the report of its end was lost.
     pub end: Option<FinishReason>,
 }
 
 impl GenerateRequest {
-    /// A request that asks for nothing else, taken when the process began.
+    /// Makes a request with defaults otherwise, which arrived when the process began.
     #[must_use]
     pub fn new(
         id: RequestId,
@@ -171,27 +172,28 @@ impl GenerateRequest {
         }
     }
 
-    /// Number of choices that its client asked for.
+    /// Number of choices that the client asked for.
     #[must_use]
     pub fn n(&self) -> u32 {
         let over = self.resumed.as_ref().map_or(0, |resumed| resumed.over.len());
         u32::try_from(self.sampling.len() + over).unwrap_or(u32::MAX)
     }
 
-    /// Most tokens that were accepted of a choice before.
+    /// Maximum number of tokens accepted of a choice before.
     fn accepted_before(&self) -> u32 {
         let choices = self.resumed.iter().flat_map(|resumed| &resumed.choices);
         let most = choices.map(|choice| choice.tokens.len()).max().unwrap_or(0);
         u32::try_from(most).unwrap_or(u32::MAX)
     }
 
-    /// Requests whose prompts begin alike share what is cached of them where this is equal too.
+    /// Salt of routing: requests whose prompts begin alike share cached blocks only if this is
+    /// equal.
     #[must_use]
     pub fn affinity_salt(&self) -> u64 {
         self.cache_salt ^ u64::from(self.adapter).rotate_right(16)
     }
 
-    /// Tokens of a sequence that a replica's KV cache must have room for.
+    /// Tokens that a replica's KV cache must have room for: the most that one sequence needs.
     #[must_use]
     pub fn tokens_needed(&self) -> u32 {
         let prompt = u32::try_from(self.prompt.len()).unwrap_or(u32::MAX);
@@ -206,34 +208,34 @@ impl GenerateRequest {
 /// Where a request's events go.
 #[derive(Clone, Debug)]
 pub enum EventSender {
-    /// To a front end in this process. The bound holds the whole request, or so much of it that a
-    /// reader that is further behind is given up: a slow one never blocks a step.
+    /// To a front end in this process. The channel holds all events of the request, up to a bound;
+    /// a reader that falls further behind is given up, so that it never blocks a step.
     Local(mpsc::Sender<EngineEvent>),
     /// To a front end in another process.
     Remote(RemoteEvents),
 }
 
-/// A client that reads nothing for this long, though something waits for it, is disconnected.
-/// Sockets take pieces of 64 KiB, so this is about 1 KiB a second: slow links live.
+/// A client that reads nothing for this long, although something waits for it, is disconnected.
+/// Sockets take pieces of 64 KiB, so slow links survive at about 1 KiB a second.
 pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 
-/// Whether a request's events are taken.
+/// Tracks whether a request's events are taken.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Reading {
     sent: u64,
     taken: u64,
-    /// When they were seen to be taken last, or there was nothing to take.
+    /// When events were last seen to be taken, or none waited.
     since: Duration,
 }
 
 impl Reading {
-    /// Nothing was sent before `now`.
+    /// Starts at `now` with nothing sent.
     #[must_use]
     pub fn new(now: Duration) -> Self {
         Self { since: now, ..Self::default() }
     }
 
-    /// So many events, from before `now`, wait to be taken.
+    /// Starts at `now` with so many events waiting.
     #[must_use]
     pub fn behind(now: Duration, waiting: usize) -> Self {
         Self { sent: waiting as u64, ..Self::new(now) }
@@ -244,8 +246,8 @@ impl Reading {
         self.sent += 1;
     }
 
-    /// Looks whether any were taken since the last look, where so many wait; returns whether none
-    /// were for too long.
+    /// Checks whether events were taken since the last call, given how many wait; returns whether
+    /// none were for too long.
     pub fn is_stuck(&mut self, now: Duration, waiting: usize) -> bool {
         let taken = self.sent.saturating_sub(waiting as u64);
         if waiting == 0 || taken != self.taken {
@@ -255,7 +257,7 @@ impl Reading {
     }
 }
 
-/// The receiver of a request's events is gone: the client left, or its front end did.
+/// The receiver of a request's events is gone: the client or its front end left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gone;
 
@@ -271,12 +273,12 @@ impl EventSender {
         }
     }
 
-    /// Events that were sent and not taken, as far as this process knows.
+    /// Number of events sent and not taken, as far as this process knows.
     #[must_use]
     pub fn waiting(&self) -> usize {
         match self {
             Self::Local(events) => events.max_capacity() - events.capacity(),
-            // Its own process looks.
+            // Its own process checks.
             Self::Remote(_) => 0,
         }
     }
@@ -314,7 +316,7 @@ pub enum EngineCommand {
     },
 }
 
-/// The front end's way into the engine.
+/// The front end's handle to the engine.
 #[derive(Clone, Debug)]
 pub struct EngineHandle {
     commands: mpsc::Sender<EngineCommand>,
@@ -329,10 +331,11 @@ pub struct Generation {
     choices_left: usize,
 }
 
-/// Tokens per piece in which log-probabilities of a prompt come from another process.
+/// Tokens per piece of a prompt's log-probabilities from another process.
 pub const PROMPT_LOGPROBS_PIECE: usize = 4096;
 
-/// Most events of a request that wait for its reader. Who is so far behind has stopped reading.
+/// Maximum number of a request's events that wait for its reader. One further behind has stopped
+/// reading.
 const UNTAKEN_MAX: usize = 1 << 16;
 
 /// Bound of the command channel between front end and engine.
@@ -346,7 +349,7 @@ impl EngineHandle {
         (Self { commands }, receiver)
     }
 
-    /// Where commands go that come from other processes.
+    /// Sender for commands that come from other processes.
     #[must_use]
     pub fn commands(&self) -> mpsc::Sender<EngineCommand> {
         self.commands.clone()
@@ -379,7 +382,7 @@ impl EngineHandle {
     }
 }
 
-/// The request's events ended without a word: a replica that shuts down says so before.
+/// The request's events ended without a reason; a replica that shuts down gives one.
 fn deserted() -> EngineError {
     let message = "the replica that ran this request crashed and is restarting; try again";
     EngineError::Unavailable { message: message.to_owned() }
@@ -391,7 +394,7 @@ impl Generation {
         poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// As [`Generation::next`], for callers that wait for several at once.
+    /// Like [`Generation::next`], for callers that wait for several at once.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<EngineEvent>> {
         if self.choices_left == 0 {
             return Poll::Ready(None);
@@ -410,7 +413,7 @@ impl Generation {
         self.choices_left > 0
     }
 
-    /// Ends it: no event comes any more.
+    /// Ends it: no more events come.
     pub fn cancel(&mut self) {
         if std::mem::take(&mut self.choices_left) > 0 {
             self.events.close();
@@ -426,8 +429,8 @@ impl Drop for Generation {
     }
 }
 
-/// When a request may come again, in seconds, that finds full what empties within moments: each its
-/// own time, so that those that were refused together do not come again together.
+/// Returns the seconds after which a request may retry if what it found full empties within
+/// moments. Each request has its own, so that those refused together do not retry together.
 #[must_use]
 pub fn soon(request: RequestId) -> u32 {
     1 + (mix(request.0, &[0]) % 3) as u32
@@ -468,7 +471,7 @@ mod tests {
             reading.sent();
         }
         assert_eq!(events.waiting(), 10);
-        // One now and then, though more come.
+        // One now and then, although more arrive.
         for at in [559, 618, 677] {
             assert!(!reading.is_stuck(secs(at), events.waiting()));
             assert!(taken.try_recv().is_ok());

@@ -1,14 +1,14 @@
-//! A front end in a process of its own: HTTP, chat templates, tokens to text and back. The engine
-//! is at the other end of a link to the coordinator.
+//! A front end in its own process: HTTP, chat templates, tokenization. The engine is at the other
+//! end of a link to the coordinator.
 //!
 //! It asks the coordinator which model is served, loads the same tokenizer, and serves the same
 //! API; any number of front ends serve one cluster. Its counters appear on the coordinator's
 //! `/metrics`; its own `/metrics` shows its process, and its HTTP under separate names.
 //!
-//! - `dial`: dialling until a coordinator answers
+//! - `dial`: dials until a coordinator answers
 //! - `uplink`: the link to the coordinator
 //! - `requests`: PURE: the requests, whichever coordinator has them
-//! - `asked`: PURE: one request, with what was accepted of it
+//! - `asked`: PURE: one request, with what was accepted so far
 //! - `held`: PURE: requests that wait for a coordinator that can take them
 mod asked;
 mod dial;
@@ -80,7 +80,7 @@ pub struct FrontendOptions {
     pub actors: ActorRuntime,
 }
 
-/// Why a front end cannot start or go on.
+/// Why a front end cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontendError {
     /// The coordinator rejects it.
@@ -91,8 +91,8 @@ pub enum FrontendError {
     Model(#[from] TextModelError),
     /// The model folder differs from the coordinator's.
     #[error(
-        "{} turns text into tokens differently from the coordinator's model folder: \
-         the files must be the same, and --chat-template too", folder.display()
+        "{} turns text into tokens differently from the coordinator's model folder: the files and \
+         --chat-template must be the same", folder.display()
     )]
     OtherText {
         /// The folder.
@@ -241,7 +241,7 @@ impl Frontend {
         format!("{}://{}", self.scheme, self.http_addr)
     }
 
-    /// Resolves when the front end cannot go on.
+    /// Resolves when the front end cannot continue.
     pub async fn failed(&mut self) -> FrontendError {
         match (&mut self.ended).await {
             Ok(error) => error,

@@ -1,5 +1,4 @@
-//! The coordinator's side of front ends in processes of their own: their links, requests and
-//! reports.
+//! The coordinator's side of front ends in their own processes: their links, requests and reports.
 //!
 //! A link's reader task puts requests into the engine's queue; one task per front end gathers the
 //! events of its requests and sends many per frame. Neither waits for the other: when the engine's
@@ -8,9 +7,9 @@
 //!
 //! - `events`: events on their way to a front end
 //! - `link`: the receiving side of a front end's link
-//! - `making`: requests that wait for a grammar, or for what was accepted of them to be told
-//! - `request`: a front end's request as the engine's
-//! - `resume`: PURE: what was accepted of a request before, told to its stop checks and guides
+//! - `making`: requests that wait for a grammar, or for accepted tokens to be replayed
+//! - `request`: converts a front end's request to the engine's
+//! - `resume`: PURE: replays what was accepted of a request to its stop checks and guides
 //! - `slots`: PURE: which front end has which slot
 mod events;
 mod link;
@@ -48,7 +47,7 @@ use crate::http::state::ReadinessCheck;
 use crate::metrics::Hub;
 use crate::text::model::TextModel;
 
-/// Most events of one front end waiting to be sent. With 10,000 streams these are several steps.
+/// Maximum number of a front end's events waiting to be sent: several steps of 10,000 streams.
 const EVENTS_MAX: usize = 1 << 17;
 /// Interval of a front end's stats reports.
 const STATS_INTERVAL: Duration = Duration::from_millis(500);
@@ -89,7 +88,7 @@ impl std::fmt::Debug for Frontends {
 }
 
 impl Frontends {
-    /// Without front ends yet. Their requests go to `commands`, if `gate` admits them.
+    /// Starts without front ends. Their requests go to `commands` if `gate` admits them.
     #[must_use]
     pub fn new(
         hub: Arc<Hub>,
@@ -275,7 +274,7 @@ impl Frontends {
     /// Passes a request to the engine as soon as its queue has room.
     async fn enter_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
-        // Where nobody takes it any more, its end is said when it is dropped.
+        // If nobody takes it any more, dropping it reports its end.
         let _ = self.commands.send(command).await;
     }
 

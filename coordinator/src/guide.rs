@@ -70,14 +70,14 @@ impl Guides {
         let env = vocabulary.into_env();
         let capabilities = InferenceCapabilities::default();
         let mut factory = ParserFactory::new(&env, capabilities, &slices)
-            .map_err(|error| format!("the vocabulary is not fit for grammars: {error}"))?;
+            .map_err(|error| format!("the vocabulary cannot be used for grammars: {error}"))?;
         factory.quiet();
         *factory.limits_mut() = limits();
         let masks = Arc::new(Masks::new());
         Ok(Self { factory, barred_first, made: Mutex::default(), masks })
     }
 
-    /// The cached result for a specification.
+    /// Returns the cached result for a specification.
     pub(crate) fn made(&self, spec: &GuideSpec) -> Option<Made<Grammar>> {
         self.made.lock().unwrap_or_else(PoisonError::into_inner).get(spec)
     }
@@ -94,12 +94,13 @@ impl Guides {
             let thread = std::thread::Builder::new().stack_size(STACK_BYTES);
             let thread = thread.spawn_scoped(scope, || self.make_here(spec));
             let thread = thread.map_err(|error| format!("cannot be compiled now: {error}"))?;
-            let broke = || Err("cannot be compiled: the compiler broke off".to_owned());
+            let broke = || Err("cannot be compiled: the compiler was interrupted".to_owned());
             thread.join().unwrap_or_else(|_| broke())
         })
     }
 
-    /// As [`make`](Self::make), on the current thread, which must have a stack of [`STACK_BYTES`].
+    /// Like [`make`](Self::make), on the current thread, which must have a stack of
+    /// [`STACK_BYTES`].
     fn make_here(&self, spec: &GuideSpec) -> Result<Arc<Grammar>, String> {
         if let Some(made) = self.made(spec) {
             return made;

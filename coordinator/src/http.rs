@@ -2,32 +2,32 @@
 //!
 //! - [`server`]: routes, connection limits, start and stop
 //! - [`state`]: what handlers share
-//! - [`fields`]: a request body's fields, read one by one
+//! - [`fields`]: reads the fields of a request body one by one
 //! - [`limits`]: every bound of a request
-//! - [`params`]: what completions and chat have in common
-//! - [`terms`]: what holds of a request besides what its body says: its time, whose it is
+//! - [`params`]: parameters common to completions and chat
+//! - [`terms`]: what applies to a request besides its body: its deadline and its owner
 //! - [`conversation`]: the part of a chat request that its template is given
 //! - [`refused`]: fields that would change the answer and are not supported
-//! - [`structured`]: what the output must be
+//! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - [`messages`]: the endpoints of Anthropic's API
 //! - [`dialogue`]: a conversation's request, from its fields to a running one
 //! - [`message`], [`tools`]: a choice's message; tools, and calls of them
 //! - [`reading`]: a reply's text as reasoning, answer and calls
 //! - [`generation`]: a running request as a sequence of text pieces
-//! - [`envelope`]: what all events of a request have in common; [`sse`]: Server-Sent Events
-//! - `again`: asking again where there was no room
-//! - [`logprobs`]: log-probabilities in OpenAI's two shapes
-//! - [`metrics`]: the cluster's metrics, in the format asked for
-//! - [`access`]: every request has an id
-//! - [`admin`]: the operator's side
-//! - [`tokenize`]: tokens without generating any
+//! - [`envelope`]: fields common to all events of a request; [`sse`]: Server-Sent Events
+//! - `again`: retries where there was no room
+//! - [`logprobs`]: log-probabilities in OpenAI's two formats
+//! - [`metrics`]: the cluster's metrics in the requested format
+//! - [`access`]: request ids and the access log
+//! - [`admin`]: the operator's API
+//! - [`tokenize`]: tokenization without generation
 //! - [`trace`]: the trace that a request belongs to
-//! - [`tls`]: HTTPS, by certificates that may change
+//! - [`tls`]: HTTPS, with certificates that may change
 //! - [`keys`]: who may use the API
-//! - [`options`]: what an operator may choose of it
-//! - [`pool`]: work on text, off the threads that serve connections
-//! - [`room`]: how much memory the bodies of requests may take together
+//! - [`options`]: the operator's options of the API
+//! - [`pool`]: runs work on text off the threads that serve connections
+//! - [`room`]: how much memory request bodies may take together
 //! - `connections`: how many connections each address may have
 //! - `kept`: ends connections on which nothing is asked
 //! - `watch`: files that are read again when they change

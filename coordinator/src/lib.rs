@@ -1,18 +1,18 @@
 //! The coordinator: HTTP in, plans out, tokens back, one `/metrics`.
 //!
 //! Map:
-//! - [`engine`]: the seam between the front end and everything below
-//! - [`scheduler`]: PURE: one replica's queue, batch, blocks, preemption
-//! - [`replica`]: one replica in operation: scheduler, request channels, ranks' links
-//! - [`cluster`]: PURE: workers to replicas, epochs; and the actor around it
-//! - `addresses`: how many connections each party has
-//! - [`links`]: connections of workers and front ends, accepted and shaken hands with
-//! - [`frontends`]: front ends of their own processes, as the coordinator sees them
-//! - [`frontend`]: such a process itself
+//! - [`engine`]: interface between the front end and everything below it
+//! - [`scheduler`]: PURE: one replica's queue, batch, blocks and preemption
+//! - [`replica`]: a running replica: its scheduler, request channels and links to ranks
+//! - [`cluster`]: PURE: assigns workers to replicas, counts epochs; and the actor around it
+//! - `addresses`: numbers of connections per party
+//! - [`links`]: accepts connections from workers and front ends, performs the handshake
+//! - [`frontends`]: front-end processes, as the coordinator sees them
+//! - [`frontend`]: the front-end process itself
 //! - [`coordinator`]: puts everything together
 //! - [`checkpoint`]: totals that outlive the coordinator
 //! - [`standby`]: a coordinator that waits until it leads
-//! - [`guide`]: structured output: which tokens may come next
+//! - [`guide`]: structured output: which tokens are allowed next
 //! - [`http`]: the API
 //! - [`private_file`]: whether nobody but its owner may read a file
 //! - [`secret_file`]: the file of the cluster's secrets, read again when it changes

@@ -1,7 +1,8 @@
-//! Connections of workers and front ends: accepts them, shakes hands, hands them to their owners.
+//! Connections of workers and front ends: accepts them, performs the handshake, hands them to their
+//! owners.
 //!
-//! Unauthenticated peers are kept cheap: few half-open connections, a deadline, small frames; and
-//! with a cluster secret, nothing is decoded before the peer has proved that it knows the secret.
+//! Unauthenticated peers are kept cheap: few half-open connections, a deadline, small frames. With
+//! a cluster secret, nothing is decoded before the peer has proved that it knows the secret.
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -30,9 +31,9 @@ pub type WorkerLink = PeerAddr<ToWorker>;
 
 /// Time limit for a new peer's hello.
 const HELLO_DEADLINE: Duration = Duration::from_secs(3);
-/// Most connections that have not said hello yet; further ones wait to be accepted.
+/// Maximum number of connections that have not said hello yet; further ones wait to be accepted.
 const HALF_OPEN_MAX: usize = 256;
-/// Those of one address: no stranger takes all places.
+/// The same per address, so that no stranger takes all places.
 const HALF_OPEN_PER_ADDRESS: usize = 64;
 /// Shortest interval between two warnings about rejected connections.
 const COMPLAINT_INTERVAL: Duration = Duration::from_secs(1);
@@ -107,11 +108,14 @@ impl Complaints {
 fn complain(complaints: &Mutex<Complaints>, peer: SocketAddr, reason: &str) {
     let mut complaints = complaints.lock().unwrap_or_else(PoisonError::into_inner);
     match complaints.may_say(Instant::now()) {
-        Some(0) => tracing::warn!(%peer, reason, "a connection was not taken"),
+        Some(0) => tracing::warn!(%peer, reason, "a connection was not accepted"),
         Some(others) => {
-            tracing::warn!(%peer, reason, others, "a connection was not taken, like others before");
+            tracing::warn!(
+                %peer, reason, others,
+                "a connection was not accepted, like others before"
+            );
         }
-        None => tracing::debug!(%peer, reason, "a connection was not taken"),
+        None => tracing::debug!(%peer, reason, "a connection was not accepted"),
     }
 }
 
@@ -269,7 +273,7 @@ async fn in_time<E: Into<CloseReason>>(
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(error.into().into()),
         Err(_) => {
-            Err(Stranger::new(HandshakeRefusal::Silent, "it did not take the answer to its hello"))
+            Err(Stranger::new(HandshakeRefusal::Silent, "it did not read the answer to its hello"))
         }
     }
 }
@@ -308,7 +312,7 @@ fn check(names: &[(&str, &String)]) -> Result<(), String> {
     Ok(())
 }
 
-/// What a worker says of its build and its GPU, of which those on CPUs have none.
+/// Checks what a worker reports of its build and its GPU; workers on CPUs have none.
 fn check_build(build: &str, gpu: &str) -> Result<(), String> {
     let bounds = [("build", build, 1..=BUILD_MAX), ("gpu", gpu, 0..=BUILD_MAX)];
     let wrong = bounds.into_iter().find(|(_, value, bound)| !bound.contains(&value.len()));
@@ -360,7 +364,7 @@ mod tests {
         (client, tokio::spawn(greeting))
     }
 
-    /// The refusal that a peer of this version reads.
+    /// Reads the refusal sent to a peer of this version.
     async fn told(mut client: TcpStream, version: u16) -> String {
         let mut bytes = Vec::new();
         client.read_to_end(&mut bytes).await.unwrap();

@@ -1,18 +1,19 @@
-//! The coordinator's side of metrics: what it observes, what it publishes.
+//! The coordinator's side of metrics: what it observes and what it publishes.
 //!
 //! Map:
-//! - [`observe`]: what the replica actors and the cluster actor call
+//! - [`observe`]: called by the replica actors and the cluster actor as things happen
 //! - [`frontend`]: what a front end counts, in this process or another
-//! - [`hub`]: own observations and all reports behind one door; the merged totals come out
-//! - [`exposition`]: merged totals as a page to scrape
-//! - [`logger`]: the trait of all that take the totals periodically, and their timer
-//! - [`interval`]: what happened between two looks at the totals
+//! - [`hub`]: gathers own observations and all reports; returns the merged totals
+//! - [`exposition`]: renders merged totals as a page to scrape
+//! - [`logger`]: the trait of everything that takes the totals periodically, and its timer
+//! - [`interval`]: what happened between two readings of the totals
 //! - [`log_line`], [`json_lines`], [`throughput`]: the log line, JSON, the deprecated gauges
 //! - `level`: gauges that go up and down with what they count
-//! - [`membership`]: what etcd says of the cluster
+//! - [`membership`]: series about the cluster's membership in etcd
 //! - [`markdown`]: the catalogue as documentation
 //!
-//! What is measured, and the merge itself, is in `shared::metrics`. Nothing here reads a clock.
+//! The definitions of all metrics, and merging, are in `shared::metrics`. Nothing here reads a
+//! clock.
 pub mod exposition;
 pub mod frontend;
 pub mod hub;

@@ -1,45 +1,44 @@
 //! PURE: the scheduler of one replica. Continuous batching, chunked prefill under a token budget,
 //! paged KV, preemption by swapping or recomputation, one step ahead of the workers.
 //!
-//! Events and the time go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
-//! [`Scheduler::cancel`]); plans, masks and [`Effect`]s come out. The order of everything is
-//! decided by arrival and admission, never by hashing.
+//! Events go in ([`Scheduler::submit`], [`Scheduler::plan`], [`Scheduler::apply`],
+//! [`Scheduler::cancel`]); plans, masks and [`Effect`]s come out. Arrival and admission decide
+//! every order, never hashing.
 //!
-//! - `queue order`: requests are admitted by priority (lower is earlier), and in order of arrival
-//!   among equals; where a step has no room for more masks, those that are not guided pass those
-//!   that are. Out of blocks, the least urgent sequence, of equals the one admitted last, is
-//!   preempted and returns to the front of its equals, so the oldest of the most urgent always
-//!   makes progress. Who is less urgent may wait for ever: priorities are given on purpose. What
-//!   was computed of it goes to host memory where that has room (`swap`), else it is computed
-//!   again.
+//! - `queue order`: requests are admitted by priority (lower is earlier), then in order of arrival;
+//!   where a step has no room for more masks, unguided requests pass guided ones. When blocks run
+//!   out, the least urgent sequence (of equal priority, the last admitted) is preempted and returns
+//!   to the front of its priority, so the oldest of the most urgent always makes progress. Less
+//!   urgent requests can starve: priorities are set on purpose. What was computed for a preempted
+//!   sequence goes to host memory if that has room (`swap`); otherwise it is recomputed.
 //! - `one step ahead`: a step is planned before the one in flight is answered. Its decode entries
-//!   begin at the position of a token that only the workers know yet. A sequence that is about to
-//!   draft needs that token. While such ones wait for theirs and are fewer than half of those that
-//!   run, the others are planned ahead and those are in every other step; else no step is planned
-//!   before their tokens are there.
-//! - `masks`: guided sequences are planned ahead, too. The mask of what they may get depends on
-//!   that token, and follows its plan when it is known.
-//! - `speculation`: a sequence that repeats what it has before drafts the tokens that may come next
-//!   (`speculate`), or rank 0 drafts them by a model of its own when the step begins, as many as
-//!   the sequence's drafts are worth (`pace`); the step computes them all: its own tokens count as
-//!   far as they are those drafted, and one more. Drafts take what nobody else wants of a step; of
-//!   what a step drafts only its first token is taken for computed until the answer is there.
+//!   start at the position of a token that only the workers know yet. A sequence that is about to
+//!   draft needs that token. While such sequences wait and are fewer than half of those that run,
+//!   the others are planned ahead and the drafting ones are in every other step; otherwise no step
+//!   is planned until their tokens are known.
+//! - `masks`: guided sequences are planned ahead, too. The mask of the next token depends on the
+//!   tokens before it, and follows the plan once they are known.
+//! - `speculation`: a sequence that repeats itself drafts the tokens that may come next
+//!   (`speculate`), or rank 0 drafts them with a draft model when the step begins, as many as the
+//!   sequence's past drafts justify (`pace`). The step computes them all; its outputs count as far
+//!   as the drafts were right, plus one more. Drafts use only what others leave of a step. Of a
+//!   share with drafts, only the first token is taken for computed until the answer arrives.
 //! - `freeing early`: a sequence that turns out to be finished while a later step with it is in
-//!   flight gives its blocks back at once. Workers run plans in order, so whoever gets the blocks
+//!   flight gives its blocks back at once. Workers run plans in order, so the blocks' next owner
 //!   writes them after the late step has; the late output is ignored.
-//! - `acceptance`: an output counts only if epoch, step, admission and position match what was
-//!   planned. A token in flight of a sequence that is computed again is ignored and sampled again,
-//!   which gives the same token (law 7); that of a swapped one counts.
+//! - `acceptance`: an output counts only if epoch, step, admission and position match the plan. A
+//!   token in flight of a sequence that is recomputed is ignored and sampled again, which gives the
+//!   same token (law 7); that of a swapped sequence counts.
 //!
 //! Modules:
-//! - `queue`, `order`: how much may wait, and how requests leave; who is before whom
-//! - `resume`: requests that go on from what another coordinator accepted of them
-//! - `sequence`, `tokens`: sequences and requests, their tokens
-//! - `epochs`, `moving`: the replica's ranks come and go; requests go to another replica and come
-//! - `blocks`: KV blocks, and which of them are found again
-//! - `plan`, `accept`: a step planned; its answer accepted
+//! - `queue`, `order`: how much may wait, how requests come and leave; the order of sequences
+//! - `resume`: requests that continue from what another coordinator accepted
+//! - `sequence`, `tokens`: state of sequences and requests; their tokens
+//! - `epochs`, `moving`: epochs begin and end; requests move between replicas
+//! - `blocks`: KV blocks and prefix caching
+//! - `plan`, `accept`: plans a step; accepts its answer
 //! - `drafts`, `speculate`, `speculation`, `pace`: speculative decoding
-//! - `masks`, `swap`, `weight`: structured output; host memory; what a plan weighs
+//! - `masks`, `swap`, `weight`: structured output; swapping to host memory; bytes of a plan
 //! - `config`, `effect`: its bounds; what it decides
 mod accept;
 mod blocks;
@@ -84,11 +83,11 @@ use crate::engine::FinishReason;
 /// A mask that a step waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct AwaitedMask {
-    /// Whose.
+    /// Request the mask belongs to.
     pub request: RequestId,
-    /// Of which sequence of it.
+    /// Sequence of that request.
     pub seq: SeqId,
-    /// Behind how many tokens.
+    /// Number of tokens before the masked one.
     pub position: u32,
 }
 
@@ -96,11 +95,11 @@ pub struct AwaitedMask {
 #[derive(Clone, Copy, Debug)]
 struct Waits {
     seq: SeqId,
-    /// Its tokens.
+    /// Number of its tokens.
     length: u32,
-    /// How many free blocks it needs.
+    /// Free blocks it needs.
     blocks: u64,
-    /// [`BlockPool::gains`] when that was counted.
+    /// [`BlockPool::gains`] when `blocks` was computed.
     gains: u64,
 }
 
@@ -115,64 +114,64 @@ pub struct Scheduler {
     sequences: Vec<Option<Sequence>>,
     free_slots: Vec<usize>,
     requests: IdMap<RequestId, Request>,
-    /// Slots waiting for admission: by priority, of equals the oldest request first.
+    /// Slots waiting for admission, by priority, then by age of the request.
     waiting: VecDeque<usize>,
-    /// Slots admitted: by priority, of equals in order of admission.
+    /// Admitted slots, by priority, then by admission.
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
-    /// What the KV cache has of a sequence that is about to be admitted: kept for its memory.
+    /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
     found: Vec<Found>,
-    /// What was last found to wait for blocks.
+    /// The sequence last found to be short of blocks.
     waits_for: Option<Waits>,
-    /// Answered steps' lists, used again.
+    /// Answered steps, kept so that their lists are reused.
     spare: Vec<InFlight>,
-    /// Sequences the workers shall forget with the next plan.
+    /// Sequences that the next plan tells the workers to forget.
     forget: Vec<SeqId>,
     host: HostPool,
-    /// Sequences that go to host memory with the next plan.
+    /// Sequences that the next plan copies to host memory.
     outgoing: Vec<Swap>,
-    /// Host blocks that are free once this plan is sent.
+    /// Host blocks that become free once this plan is sent.
     left: Vec<HostBlockId>,
     next_seq: u64,
     next_admission: u64,
     num_running_requests: u32,
     num_swapped_requests: u32,
-    /// What requests that have not run take of the queue: it is bounded by that.
+    /// Queue capacity taken by requests that have not run; this is what bounds the queue.
     queued: Load,
-    /// Masks that the last look at them did not find, though all tokens before are known.
+    /// Masks that the last [`Scheduler::masks`] found pending although all tokens before are known.
     masks_awaited: Vec<AwaitedMask>,
     /// Wakes the shell when a guide that was waited for is ready.
     waker: Waker,
 }
 
-/// The state that gauges show. `running + waiting + swapped = in_flight`.
+/// State shown by the gauges. `running + waiting + swapped = in_flight`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gauges {
     /// Requests with at least one sequence admitted.
     pub running: u32,
-    /// Requests without, of which a sequence is in host memory.
+    /// Requests with no sequence admitted and at least one in host memory.
     pub swapped: u32,
-    /// All others.
+    /// All other requests.
     pub waiting: u32,
     /// Requests accepted and not ended.
     pub in_flight: u32,
     /// KV blocks in use.
     pub blocks_used: u32,
-    /// KV blocks there are.
+    /// KV blocks in total.
     pub blocks_total: u32,
     /// Blocks of host memory in use.
     pub host_used: u32,
-    /// Blocks of host memory there are.
+    /// Blocks of host memory in total.
     pub host_total: u32,
     /// Steps sent and not answered.
     pub steps_in_flight: u32,
 }
 
 impl Scheduler {
-    /// A scheduler whose replica is not there yet.
+    /// Creates a scheduler whose replica is not ready yet.
     ///
     /// # Errors
-    /// When the bounds are in conflict.
+    /// If the bounds conflict.
     pub fn new(config: SchedulerConfig) -> Result<Self, ConfigError> {
         config.validate()?;
         Ok(Self {
@@ -203,12 +202,12 @@ impl Scheduler {
         })
     }
 
-    /// Guides that are asked and do not know yet wake this: masks may be there then.
+    /// Sets the waker that pending guides wake when their masks may be ready.
     pub fn wake_with(&mut self, waker: Waker) {
         self.waker = waker;
     }
 
-    /// The present state.
+    /// Returns the present state.
     #[must_use]
     pub fn gauges(&self) -> Gauges {
         let in_flight = self.requests.len() as u32;
@@ -226,7 +225,7 @@ impl Scheduler {
         }
     }
 
-    /// Masks that are being computed, as of the last [`Scheduler::masks`]: a step waits for them.
+    /// Masks still being computed as of the last [`Scheduler::masks`]; a step waits for them.
     #[must_use]
     pub fn masks_awaited(&self) -> &[AwaitedMask] {
         &self.masks_awaited
@@ -265,7 +264,7 @@ impl Scheduler {
         }
     }
 
-    /// Tokens that the whole KV cache has room for.
+    /// Number of tokens that the whole KV cache has room for.
     fn room(&self) -> u32 {
         self.blocks.total().saturating_mul(self.config.block_size)
     }
@@ -275,13 +274,13 @@ impl Scheduler {
     }
 }
 
-/// Lets others find the blocks of a sequence that are planned whole and whose tokens are known.
+/// Makes a sequence's full blocks findable by others, as far as their tokens are known.
 fn keep_full(blocks: &mut BlockPool, seq: &mut Sequence, config: &SchedulerConfig) {
     if !config.prefix_caching {
         return;
     }
     let known = seq.computed.min(seq.tokens.len() as u32);
-    // Of one that is swapped nothing is there.
+    // A swapped sequence has no blocks.
     while (seq.kept + 1) * config.block_size <= known && (seq.kept as usize) < seq.blocks.len() {
         let start = (seq.kept * config.block_size) as usize;
         let tokens = &seq.tokens[start..start + config.block_size as usize];

@@ -1,9 +1,10 @@
-//! A coordinator that does not lead: it holds its addresses, says who leads, and waits.
+//! A coordinator that does not lead: it holds its addresses, reports who leads, and waits.
 //!
-//! Its HTTP answers that it lives, that it is not ready and why, and refuses everything else with
-//! 503 and the leader's address, so that a load balancer in front of several coordinators finds the
-//! one that serves. Its metrics are those of its membership alone: totals would begin at zero here
-//! and jump when it leads. Workers and front ends that dial it are hung up on, and dial again.
+//! Its HTTP answers that it is alive, that it is not ready and why, and refuses everything else
+//! with 503 and the leader's address, so that a load balancer in front of several coordinators
+//! finds the one that serves. Its metrics are only those of its membership: totals would begin at
+//! zero here and jump when it leads. It hangs up on workers and front ends that dial it; they dial
+//! again.
 use std::io;
 use std::net::TcpListener;
 use std::time::Duration;
@@ -31,10 +32,10 @@ pub struct Standby {
 }
 
 impl Standby {
-    /// Stands by on the addresses of `prepared`, which stay its own.
+    /// Stands by on the addresses of `prepared`, which keeps them.
     ///
     /// # Errors
-    /// When an address cannot be used.
+    /// If an address cannot be used.
     pub fn start(prepared: &Prepared, view: &watch::Receiver<View>) -> Result<Self, StartError> {
         let failed = |bound: &Bound, option| {
             let address = bound.address;
@@ -55,7 +56,7 @@ impl Standby {
         Ok(Self { servers, hanging_up: actix::spawn(hang_up(cluster)) })
     }
 
-    /// Stops; who dials from now on waits for what listens on these addresses next.
+    /// Stops. Connections from now on wait for the next listener on these addresses.
     pub async fn stop(self) {
         self.hanging_up.abort();
         let _ = self.hanging_up.await;
@@ -65,7 +66,7 @@ impl Standby {
     }
 }
 
-/// Who leads, in one sentence.
+/// Reports who leads, in one sentence.
 #[must_use]
 pub fn reason(view: &View) -> String {
     match &view.leader {
@@ -76,12 +77,12 @@ pub fn reason(view: &View) -> String {
             "this coordinator stands by: {} led when etcd last answered",
             url(&leader.record.http)
         ),
-        None if view.connected => "this coordinator stands by: nobody leads yet".to_owned(),
+        None if view.connected => "this coordinator stands by: no coordinator leads yet".to_owned(),
         None => "this coordinator stands by: etcd does not answer".to_owned(),
     }
 }
 
-/// The URL of a leader's HTTP, as its record says: an address, or a URL where it is not HTTP's.
+/// The URL of a leader's HTTP from its record: an address, or a full URL if it is not plain HTTP.
 fn url(http: &str) -> String {
     let scheme = if http.contains("://") { "" } else { "http://" };
     format!("{scheme}{http}")

@@ -1,44 +1,45 @@
-// Sums and gathers over GPUs that see each other's memory, with kernels of this project: quicker
-// for small messages than a general library, and able to leave when a rank is gone.
+// Sums and gathers over GPUs that access each other's memory, with kernels of this project: faster
+// than a general library for small messages, and able to stop when a rank is gone.
 //
-// Everything is made of one step, the exchange. In it every rank pushes data into a slot of its own
-// at each of the others, raises a flag there, and waits for their flags. Then all that was pushed
-// to it lies in its own memory. Blocks do not know of each other: block b of a rank exchanges with
-// block b of the other ranks, with slots, flags and a count of exchanges (rounds) of its own.
+// Everything is built from one step, the exchange. Every rank pushes data into a slot of its own at
+// each of the other ranks, raises a flag there, and waits for their flags. Then everything that was
+// pushed to it is in its own memory. Blocks are independent: block b of a rank exchanges with block
+// b of the other ranks, with slots, flags and a count of exchanges (rounds) of its own.
 //
 // - A flag is the number of the round, which only grows. So no flag is ever reset, a flag that is
-//   ahead counts like the one waited for, and replays of a graph continue where the last one ended.
+//   ahead counts like the expected one, and replays of a graph continue where the last one ended.
 // - Slots alternate between two halves by the round's parity, and no rank waits until a slot has
 //   been read. Two halves suffice: rank A writes round n + 2 into the half of round n after its
 //   wait of round n + 1, so after it has seen B's flag of round n + 1. B raised that flag (release)
-//   after its threads had met at a barrier, behind all their reads of round n. So B's reads are
-//   over before A's writes begin. (With one half they need not be: A may write round n + 1 when B
-//   has just raised its flag of round n, and not read yet.)
-// - A wait ends when the flag is there, when the host says so, or when its time is over. In the
-//   last two cases the block records what happened, sets a word that keeps later launches from
-//   beginning, and leaves: nothing is left spinning. Threads decide that together, so none is left
-//   at a barrier.
+//   after its threads had met at a barrier, after all their reads of round n. So B's reads are over
+//   before A's writes begin. (With one half they might not be: A could write round n + 1 when B has
+//   just raised its flag of round n and has not read yet.)
+// - A wait ends when the flag arrives, when the host aborts, or when the time is up. In the last
+//   two cases the block records what happened, sets a word that keeps later launches from
+//   beginning, and leaves: nothing keeps spinning. Threads decide that together, so none is left at
+//   a barrier.
 //
-// Launches may wait long, so they release the next kernel only after their last exchange. Otherwise
-// waiting blocks of that kernel could keep the other rank's kernels from a GPU that both share.
+// Launches can wait for a long time, so they release the next kernel only after their last
+// exchange. Otherwise waiting blocks of that kernel could keep another rank's kernels off a GPU
+// that both share.
 #include "rows.cuh"
 
 namespace tutti {
 namespace {
 
-// Loops that are not to be unrolled say so: a thread of such blocks has 128 registers.
+// Loops that must not be unrolled say so: a thread of such blocks has 128 registers.
 constexpr uint32_t PEER_THREADS = 512;
-// Looks at a flag between two looks at the clock and at the host's word, which is across the bus.
+// Polls of a flag between two checks of the clock and of the host's word, which is across the bus.
 constexpr uint32_t POLLS = 64;
 
-// What a block knows of its exchanges.
+// The state of a block's exchanges.
 struct Lane {
     const TuttiPeers* peers;
     uint32_t rank, ranks, slot, blocks;
     uint64_t round;
 };
 
-// This block's exchanges go on. False, for all threads of the block, when they are over for good.
+// Starts this block's exchanges. False, for all threads of the block, after a failure.
 __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
     lane->peers = peers;
     lane->rank = peers->rank;
@@ -49,16 +50,16 @@ __device__ __forceinline__ bool begin(const TuttiPeers* peers, Lane* lane) {
     return all_of_block(load_word(reinterpret_cast<const uint32_t*>(peers->failed)) == 0);
 }
 
-// Behind the last exchange: `round` is the one that would be next.
+// Ends the exchanges; `round` is the next one.
 __device__ __forceinline__ void end(const Lane& lane) {
     if (threadIdx.x == 0) {
         reinterpret_cast<uint64_t*>(lane.peers->rounds)[blockIdx.x] = lane.round - 1;
     }
 }
 
-// Rank `at`'s slot for what rank `from` pushes in this round.
+// Rank `at`'s slot for the data that rank `from` pushes in this round.
 __device__ __forceinline__ float* slot_of(const Lane& lane, uint32_t at, uint32_t from) {
-    // All slots of a rank are less than 2^32 elements.
+    // A rank's slots have fewer than 2^32 elements in total.
     const uint32_t half = static_cast<uint32_t>(lane.round % 2);
     const uint32_t index = (half * lane.blocks + blockIdx.x) * lane.ranks + from;
     return reinterpret_cast<float*>(lane.peers->slots[at]) + index * lane.slot;
@@ -98,9 +99,9 @@ __device__ __forceinline__ bool wait_for(const Lane& lane, uint32_t from) {
     }
 }
 
-// Behind the pushes of a round: true once all that was pushed here can be taken.
+// Ends the pushes of a round; true once everything pushed here can be read.
 __device__ __forceinline__ bool exchange(const Lane& lane) {
-    // All threads' pushes, and what they took in the round before, come before the flags.
+    // All threads' pushes, and their reads of the previous round, come before the flags.
     __syncthreads();
     const uint32_t peer = threadIdx.x;
     bool there = true;
@@ -111,14 +112,15 @@ __device__ __forceinline__ bool exchange(const Lane& lane) {
     return all_of_block(there);
 }
 
-// 4 elements of every rank's, with RANKS slots here of which this rank's own is not used.
+// 4 elements of every rank. There are RANKS slots here; this rank's own is not used.
 template <uint32_t RANKS>
 struct Terms {
     float4 of[RANKS];
 };
 
-// The elements from `at` on; `own` are this rank's. Where nothing is under a condition but which of them
-// is used, no load waits for another; that takes more registers than kernels of 1024 threads have.
+// The elements from `at` on; `own` are this rank's. With AT_ONCE, loads are unconditional and only
+// the choice among their results depends on the rank, so no load waits for another; that takes more
+// registers than kernels of 1024 threads have.
 template <uint32_t RANKS, bool AT_ONCE>
 __device__ __forceinline__ Terms<RANKS> read_terms(const Lane& lane, const float* slots,
                                                    uint32_t at, float4 own) {
@@ -126,7 +128,7 @@ __device__ __forceinline__ Terms<RANKS> read_terms(const Lane& lane, const float
         return take(reinterpret_cast<const float4*>(slots + rank * lane.slot + at));
     };
     if constexpr (RANKS == 2) {
-        // Two make the same sum in either order.
+        // Two terms have the same sum in either order.
         return {{own, taken(1 - lane.rank)}};
     } else {
         Terms<RANKS> terms;
@@ -144,7 +146,7 @@ __device__ __forceinline__ Terms<RANKS> read_terms(const Lane& lane, const float
     }
 }
 
-// Their sum, as a tree.
+// The sum of the terms, as a tree.
 template <uint32_t RANKS>
 __device__ __forceinline__ float4 add_terms(Terms<RANKS> terms) {
 #pragma unroll
@@ -163,17 +165,17 @@ __device__ __forceinline__ float4 tree(const Lane& lane, const float* slots, uin
     return add_terms(read_terms<RANKS, false>(lane, slots, at, own));
 }
 
-// 4 elements to all other ranks' slots.
+// Pushes 4 elements to all other ranks' slots.
 __device__ __forceinline__ void push_to_all(const Lane& lane, uint32_t at, float4 v) {
 #pragma unroll 1
     for (uint32_t i = 1; i < lane.ranks; i++) {
-        // Not all ranks to the same one at the same time.
+        // Staggered, so that not all ranks push to the same one at the same time.
         const uint32_t peer = (lane.rank + i) % lane.ranks;
         push(reinterpret_cast<float4*>(slot_of(lane, peer, lane.rank) + at), v);
     }
 }
 
-// 4 elements of an array of `count`, zeros behind its end.
+// 4 elements of an array of `count`, zeros past its end.
 __device__ __forceinline__ float4 load_within(const float* data, uint64_t at, uint64_t count) {
     if (at + 4 <= count) {
         return load4(data + at);
@@ -187,7 +189,7 @@ __device__ __forceinline__ float4 load_within(const float* data, uint64_t at, ui
     return v;
 }
 
-// `whole`: `data` is aligned to 16 bytes.
+// `whole`: `data` is 16-byte aligned.
 __device__ __forceinline__ void store_within(float* data, uint64_t at, uint64_t count, bool whole,
                                              float4 v) {
     if (whole && at + 4 <= count) {
@@ -203,7 +205,8 @@ __device__ __forceinline__ void store_within(float* data, uint64_t at, uint64_t 
     }
 }
 
-// How many of `count` elements a block takes per exchange: alike for all, a multiple of `unit`.
+// Number of the `count` elements that a block takes per exchange: the same for all, a multiple of
+// `unit`.
 __device__ __forceinline__ uint64_t share(uint64_t count, uint32_t unit, uint64_t most) {
     const uint64_t units = (count + unit - 1) / unit;
     const uint64_t even = (units + gridDim.x - 1) / gridDim.x * unit;
@@ -237,7 +240,7 @@ __device__ __forceinline__ bool sum_one_shot(Lane& lane, float* data, uint64_t c
 
 template <uint32_t RANKS>
 __device__ __forceinline__ bool sum_two_shot(Lane& lane, float* data, uint64_t count) {
-    // A piece is cut into one part per rank, which that rank adds up.
+    // A piece is cut into one part per rank, which that rank sums.
     const uint64_t piece = share(count, 4 * RANKS, static_cast<uint64_t>(lane.slot) * RANKS);
     const uint32_t part = static_cast<uint32_t>(piece / RANKS);
     for (uint64_t first = blockIdx.x * piece; first < count; first += gridDim.x * piece) {
@@ -292,7 +295,7 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
                                                 const NormWeights& weights, tutti_bf16* out,
                                                 uint32_t width, uint32_t out_stride, float eps,
                                                 uint32_t rows, float* scratch) {
-    // A block has the rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
+    // A block has rows blockIdx.x, + gridDim.x, ..; as many per exchange as fit into a slot.
     const uint32_t at_once = lane.slot / width;
     for (uint32_t first = blockIdx.x; first < rows;) {
         const uint32_t left = divide_up(rows - first, gridDim.x);
@@ -315,8 +318,8 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
                 add_rmsnorm_row(r, weight, weights, out + index * out_stride, width,
                                 out_stride % 4 == 0, eps, scratch, true, read, sum);
             };
-            // Of two ranks all of a thread's fours are asked for at once; of more, which has more of
-            // each on its way, registers would not hold them.
+            // With two ranks, all of a thread's loads are issued at once. With more ranks,
+            // registers would not hold their results.
             if constexpr (RANKS == 2) {
                 norm([&](uint32_t, uint32_t at) {
                          return read_terms<RANKS, true>(lane, slots, at, load4(row + at));
@@ -329,7 +332,7 @@ __device__ __forceinline__ bool sum_add_rmsnorm(Lane& lane, const float* data, f
                      },
                      AsRead{});
             }
-            // `scratch` is used again.
+            // `scratch` is reused.
             __syncthreads();
         }
         lane.round++;
@@ -374,7 +377,7 @@ __device__ __forceinline__ bool gather(Lane& lane, const float* local, float* al
 
 using namespace tutti;
 
-// The exchange that was compiled for as many ranks as there are.
+// The instance of an exchange for the number of ranks.
 #define BY_RANKS(exchange, ...)                                                                    \
     (lane.ranks == 2   ? exchange<2>(__VA_ARGS__)                                                  \
      : lane.ranks == 4 ? exchange<4>(__VA_ARGS__)                                                  \

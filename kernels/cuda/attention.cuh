@@ -1,44 +1,45 @@
-// What the attention kernels share: where a token's K and V lie, which tokens a row sees, how the
-// tokens of a sequence are split.
+// Shared by the attention kernels: where a token's K and V are, which tokens a row attends to, and
+// how the tokens of a sequence are split.
 #pragma once
 #include "device.cuh"
 
 namespace tutti {
 
 constexpr float LOG2_E = 1.4426950408889634f;
-// The exponent of nothing seen yet.
+// The exponent before any token was seen.
 constexpr float NOTHING = -INFINITY;
 
-// One sequence and KV head: where its tokens are in K or V of a layer, counted in heads of tokens.
+// One sequence and KV head: positions of its tokens in K or V of a layer, in units of head_dim
+// elements.
 struct Pages {
     const uint32_t* table;
     uint32_t num_kv_heads;
     uint32_t kv_head;
     uint32_t block_shift;
 
-    // Which block of the cache block `index` of the sequence is.
+    // Block of the cache that is block `index` of the sequence.
     __device__ __forceinline__ uint32_t block(uint32_t index) const {
         return load_input(table + index);
     }
-    // Elements (of head_dim each) before the first token of a block of the cache.
+    // Offset of the first token of a block of the cache.
     __device__ __forceinline__ size_t start_of(size_t block) const {
         return (block * num_kv_heads + kv_head) << block_shift;
     }
     __device__ __forceinline__ uint32_t in_block(uint32_t position) const {
         return position & ((1u << block_shift) - 1);
     }
-    // Where the token at `position` is.
+    // Offset of the token at `position`.
     __device__ __forceinline__ size_t token(uint32_t position) const {
         return start_of(block(position >> block_shift)) + in_block(position);
     }
 };
 
-// The first position that the row at `position` sees.
+// The first position that the row at `position` attends to.
 __device__ __forceinline__ uint32_t first_seen(uint32_t position, uint32_t window) {
     return window == 0 || position < window ? 0 : position + 1 - window;
 }
 
-// A sequence of one row, which may be read before the kernels before this one are complete.
+// A sequence of one row; can be read before earlier kernels are complete.
 struct Single {
     uint32_t row;
     uint32_t context_len;
@@ -52,10 +53,10 @@ struct Single {
     }
 };
 
-// How the tokens of a sequence with one row are divided: see kernels.h.
+// How the tokens of a sequence with one row are split: see kernels.h.
 struct Splits {
     uint32_t start;   // first visible token
-    uint32_t aligned; // that, rounded down to a multiple of 16: where the first split begins
+    uint32_t aligned; // `start` rounded down to a multiple of 16: where the first split begins
     uint32_t end;     // one past the last token
     uint32_t len;
     uint32_t count;
@@ -72,7 +73,7 @@ struct Splits {
     }
 };
 
-// The maximum and sum of a row's weights over the 4 lanes that hold its columns.
+// The maximum, or sum, over the 4 lanes that hold a row's columns.
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
     return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
@@ -82,13 +83,13 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
-// The running softmax of one row: `maximum` is of base-2 exponents.
+// The running softmax of one row: `maximum` is in base-2 exponents.
 struct Running {
     float maximum = NOTHING;
     float sum = 0.0f;
 
-    // Takes in a new maximum; returns what the sums so far are to be multiplied by. While nothing
-    // is seen the maximum stays -infinity, and `base()` is what exponents are relative to.
+    // Updates the maximum; returns the factor for the sums so far. Until a token was seen, the
+    // maximum stays -infinity; `base()` is the exponents' reference.
     __device__ __forceinline__ float raise(float candidate) {
         const float before = maximum;
         maximum = fmaxf(maximum, candidate);
@@ -97,8 +98,8 @@ struct Running {
         return factor;
     }
     __device__ __forceinline__ float base() const { return maximum == NOTHING ? 0.0f : maximum; }
-    // Takes in a sink's score before any token's. Of the lanes whose sums are added up one may be
-    // `first`, which counts it.
+    // Starts with a sink's score, before any token's. Among lanes whose sums are added up, only one
+    // may be `first`, which counts the sink.
     __device__ __forceinline__ void begin(float sink, bool first) {
         maximum = sink * LOG2_E;
         sum = first ? 1.0f : 0.0f;

@@ -1,5 +1,5 @@
 // Causal attention for head dimensions without a kernel of their own: one warp per row and head,
-// one token at a time. Correct and slow; for odd models and for tests of the others.
+// one token at a time. Correct but slow; for unusual models, and for tests of the other kernels.
 //
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V
 //
@@ -10,10 +10,10 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t WARPS = 4;
-// Dims per lane.
+// Head dimensions per lane.
 constexpr uint32_t DIMS = 8;
 
-// The sequence that a row belongs to: the last that does not begin behind it.
+// The sequence that a row belongs to: the last one that does not begin after it.
 __device__ __forceinline__ uint32_t seq_of_row(const TuttiSeq* seqs, uint32_t count, uint32_t row) {
     uint32_t low = 0;
     uint32_t high = count;

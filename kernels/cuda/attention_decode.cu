@@ -1,36 +1,36 @@
-// Attention of sequences with one row, their tokens split into parts ("split K"), and the reduction
-// of the parts' results by a second kernel.
+// Attention of sequences with one row, whose tokens are split into parts ("split K"), and a second
+// kernel that reduces the parts' results.
 //
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V, which
 //   the first warp of the first part counts
 //
-// The host lists all parts. As many blocks run as the GPU has room for, and each takes every n-th
-// part of the list, so a step's cost follows its tokens: a long sequence among short ones adds no
-// blocks for the short ones.
+// The host lists all parts. As many blocks run as are resident at once, and each takes every n-th
+// part of the list, so a step's cost follows its number of tokens: a long sequence among short ones
+// adds no blocks for the short ones.
 //
 // A block computes up to 16 query heads of one KV head over one part at a time: the heads are the
 // 16 rows of the tensor cores' A, so K and V are read once for a whole group. Every lane loads 16
 // bytes at a time, which no other lane uses:
 // - scores: B's k is head_dim, permuted so that a lane's 16 bytes are 4 registers of B. q is
-//   permuted alike.
+//   permuted in the same way.
 // - weighted sum: B's k is the token. A lane loads the same 8 dims of tokens 2t, 2t+1, 2t+8, 2t+9
 //   and pairs them; B's column n of product j is dim 8n + j.
 //
 // 4 warps take the part's tiles of 16 tokens in turn, and their results are combined in a fixed
-// order at the end. Weights are rounded to bf16 before they are summed and before they meet V, so
+// order at the end. Weights are rounded to bf16 before they are summed and multiplied by V, so
 // numerator and denominator agree: a constant V comes out exact.
 //
-// With heads up to 64, K and V of a tile go to registers, all of it before any is used. Wider heads
-// have too few registers for that, and the assembler would postpone V until K has been used. There
-// each lane copies what it will read to shared memory in the background: K and V of the next tile
-// as soon as this tile's have been used. As each lane reads only what it copied itself, no lane
-// waits for another.
+// For heads up to 64, all of a tile's K and V is loaded to registers before any of it is used.
+// Wider heads have too few registers for that, and the assembler would postpone V until K has been
+// used. Each lane then copies its part of the next tile's K and V to shared memory in the
+// background, as soon as this tile's have been used. As each lane reads only its own copies, no
+// lane waits for another.
 //
-// Heads of 256 have twice the sums: q waits in shared memory instead of registers, K is not copied
+// Heads of 256 have twice as many sums: q is in shared memory instead of registers, K is not copied
 // ahead, and the warps' results are combined 128 dims at a time.
 //
 // Result: out = sum_s 2^(m_s - m) o_s / sum_s 2^(m_s - m) l_s. For one part that is o / l, and is
-// written at once. How a sequence is split depends only on its length and the launch's constants,
+// written directly. How a sequence is split depends only on its length and the launch's constants,
 // hence so does every bit. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group.
 #include "attention.cuh"
 
@@ -40,8 +40,8 @@ namespace {
 constexpr uint32_t WARPS = 4;
 constexpr uint32_t TILE = 16;
 
-// The permutation of a row of HEAD_DIM: 16 bytes per lane of every 32 dims, 8 bytes of the last 16
-// where 32 does not divide HEAD_DIM.
+// A permuted row of HEAD_DIM: each lane has 16 bytes of every 32 dims, and 8 bytes of the last 16
+// dims if HEAD_DIM is not a multiple of 32.
 template <int HEAD_DIM>
 struct Row {
     static constexpr int FULL = HEAD_DIM / 32;
@@ -67,7 +67,7 @@ struct Row {
     }
 };
 
-// c += the products of 32 dims of rows g and g + 8 of q with a token's.
+// c += products of 32 dims of rows g and g + 8 of q with a token's K.
 __device__ __forceinline__ void add_scores(float (&c)[4], uint4 upper, uint4 lower, uint4 k) {
     const uint32_t even[4] = {upper.x, lower.x, upper.y, lower.y};
     const uint32_t odd[4] = {upper.z, lower.z, upper.w, lower.w};
@@ -75,7 +75,7 @@ __device__ __forceinline__ void add_scores(float (&c)[4], uint4 upper, uint4 low
     mma_bf16(c, odd, k.z, k.w);
 }
 
-// The rows of q that are a block's, zeros where there are fewer than 16.
+// The rows of q of a block, with zeros if there are fewer than 16.
 template <int HEAD_DIM, bool IN_REGISTERS = HEAD_DIM <= 128>
 struct Queries {
     Row<HEAD_DIM> upper;
@@ -109,7 +109,7 @@ struct Queries {
     }
 };
 
-// In shared memory, the 16 bytes that the lanes of a warp read at once one behind the other.
+// In shared memory, in the order of the lanes: 16 bytes that a warp reads at once are contiguous.
 template <int HEAD_DIM>
 struct Queries<HEAD_DIM, false> {
     static constexpr int FULL = Row<HEAD_DIM>::FULL;
@@ -146,8 +146,8 @@ __device__ __forceinline__ uint32_t word(const uint4& v, int i) {
     return i == 0 ? v.x : (i == 1 ? v.y : (i == 2 ? v.z : v.w));
 }
 
-// Where the warps' sums lie in shared memory, a row for each head: of every row a bank further on than
-// of the one before, and 8 more every 32 dims.
+// Layout of the warps' sums in shared memory, one row per head: each row is offset by one bank
+// against the previous one, and by 8 more every 32 dims.
 template <int HEAD_DIM>
 struct Mixed {
     static constexpr uint32_t WIDTH = HEAD_DIM + (HEAD_DIM - 1) / 32 * 8 + 1;
@@ -155,12 +155,13 @@ struct Mixed {
     static __device__ __forceinline__ constexpr uint32_t at(uint32_t row, uint32_t dim) {
         return row * WIDTH + dim + dim / 32 * 8;
     }
-    // The dim that lane t of a row has of sum j, 0 to 15, of a set.
+    // The dim of sum j (0 to 15) of a set that lane t of a row has.
     static __device__ __forceinline__ constexpr uint32_t dim_of(uint32_t set, uint32_t t,
                                                                 uint32_t j) {
         return 64 * set + 16 * t + j;
     }
-    // What the lanes of a warp store at once lies in different banks, of which there are 32 of a word.
+    // Whether the elements that a warp stores at once are in different banks, of which there are 32
+    // of a word each.
     static __device__ constexpr bool stores_are_spread() {
         for (uint32_t step = 0; step < (HEAD_DIM + 63) / 64 * 32; step++) {
             uint32_t banks = 0;
@@ -175,7 +176,7 @@ struct Mixed {
         }
         return true;
     }
-    // Likewise what is read at once: 32 elements in a row, of heads of 16 two rows.
+    // The same for elements read at once: 32 elements of a row, or of two rows for heads of 16.
     static __device__ constexpr bool loads_are_spread() {
         for (uint32_t first = 0; first < 16 * HEAD_DIM; first += 32) {
             uint32_t banks = 0;
@@ -193,8 +194,8 @@ struct Mixed {
     }
 };
 
-// What of a warp's next tile is on its way to shared memory: pieces of 16 bytes, each for all lanes one
-// behind the other.
+// The part of a warp's next tile that is copied to shared memory ahead: pieces of 16 bytes per
+// lane, those of all lanes contiguous.
 template <int HEAD_DIM>
 struct Ahead {
     static constexpr bool K = HEAD_DIM > 64 && HEAD_DIM <= 128;
@@ -204,7 +205,7 @@ struct Ahead {
     static constexpr uint32_t V_PIECES = V ? 4 * SETS : 0;
     static constexpr uint32_t PIECES = K_PIECES + V_PIECES;
     static_assert(!K || Row<HEAD_DIM>::REST == 0, "whole pieces of K");
-    // This lane's own of the first piece.
+    // This lane's part of the first piece.
     uint4* own;
 
     __device__ __forceinline__ uint4* k(uint32_t part, uint32_t i) const {
@@ -217,9 +218,9 @@ struct Ahead {
 
 template <int HEAD_DIM>
 __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
-    // 64 dims of V each: lane g has the 8 from 8g.
+    // Sets of 64 dims of V: lane g has 8 of them, from 8g.
     constexpr int SETS = (HEAD_DIM + 63) / 64;
-    // What of a row's dims the warps put together at a time.
+    // Number of a row's dims that the warps combine at a time.
     constexpr bool IS_WIDE = HEAD_DIM > 128;
     constexpr uint32_t PIECE = IS_WIDE ? 128 : HEAD_DIM;
     constexpr uint32_t PIECE_SETS = SETS / (HEAD_DIM / PIECE);
@@ -228,18 +229,18 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
     SHARED_ARRAY(float, totals, WARPS * 16);
     using In = Mixed<PIECE>;
     static_assert(In::stores_are_spread() && In::loads_are_spread(), "banks are met twice");
-    // Also for what is on its way, while the warps are not being put together.
+    // Also holds the copies ahead, until the warps' sums are combined.
     SHARED_ARRAY(float, mixed, WARPS * 16 * In::WIDTH);
     using Next = Ahead<HEAD_DIM>;
     static_assert(WARPS * Next::PIECES * 32 * sizeof(uint4) <= WARPS * 16 * In::WIDTH * sizeof(float),
                   "what is on its way has no room");
 
     release_successors();
-    // The step's lists came by a copy before all kernels: they are read, and K and V of the first part
-    // asked for, while the kernels before this one run.
+    // The step's lists were copied before all kernels, so they are read, and K and V of the first
+    // part are prefetched, while earlier kernels still run.
     const uint32_t num_parts = load_input(live);
     if (blockIdx.x >= num_parts) {
-        // Most blocks where few rows are decoded: see `end_without_waiting`.
+        // Most blocks, if few rows are decoded: see `end_without_waiting`.
         end_without_waiting(blockIdx.x == 0);
         return;
     }
@@ -272,7 +273,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         float sums[SETS][8][4] = {};
         Running row[2];
 
-        // Looked up a round ahead, so that K and V need not wait for it.
+        // Looked up one iteration ahead, so that K and V need not wait for it.
         const auto block_of = [&](uint32_t tile) {
             return tile_in_block && tile < end ? pages.block(tile >> block_shift) : 0;
         };
@@ -289,7 +290,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             wait_for_predecessors();
         }
 
-        // Tokens that are not seen are read as one that is: nothing else may be in memory there.
+        // Reads a token inside the range in place of those outside, which can hold anything.
         const auto token = [&](uint32_t tile, size_t start, uint32_t i) {
             uint32_t position = tile + i;
             position = position < splits.start ? splits.start : position;
@@ -297,7 +298,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             return (tile_in_block ? start + pages.in_block(position) : pages.token(position)) *
                    HEAD_DIM;
         };
-        // A group of copies each, also where nothing is left: what is waited for is counted.
+        // One group of copies each, even if there is nothing left to copy, because waits count
+        // groups.
         const auto copy_k = [&](uint32_t tile, size_t start) {
             if (tile < end) {
 #pragma unroll
@@ -330,7 +332,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         size_t this_start = pages.start_of(next_block);
         if (Next::V) {
             if (!is_first) {
-                // There the warps' results of the part before may still be read.
+                // Other threads may still be reading the previous part's sums there.
                 __syncthreads();
             }
             next_block = block_of(first + (WARPS + warp) * TILE);
@@ -360,7 +362,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             Row<HEAD_DIM> k[2];
             uint4 v[SETS][4];
             if (Next::K) {
-                // All but V.
+                // Waits for everything but V.
                 wait_copies<1>();
 #pragma unroll
                 for (int i = 0; i < Row<HEAD_DIM>::FULL; i++) {
@@ -400,7 +402,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
                     scores[part][i] = seen ? scores[part][i] * to_exponent : NOTHING;
                 }
             }
-            // Rows g and g + 8. p: columns 2t, 2t+1 of the tile's first 8 tokens, then of its last.
+            // Rows g and g + 8. p: columns 2t, 2t+1 of the tile's first 8 tokens, then of its last
+            // 8.
             uint32_t p[2][2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
@@ -424,7 +427,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
             const uint32_t a[4] = {p[0][0], p[1][0], p[0][1], p[1][1]};
             if (Next::V) {
-                // All but the next K.
+                // Waits for everything but the next K.
                 wait_copies<Next::K ? 1 : 0>();
             }
 #pragma unroll
@@ -451,7 +454,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
         }
 
-        // The warps' results become one. What they were put together from of the part before has been read.
+        // Combines the warps' results, once those of the previous part have been read.
         __syncthreads();
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -463,7 +466,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         }
         __syncthreads();
         const size_t first_slot = static_cast<size_t>(index) * num_heads + first_head;
-        // Of a head: the largest exponent of all warps, and the sum of weights relative to it.
+        // For a head: the largest exponent of all warps, and the sum of weights relative to it.
         const auto maximum_of = [&](uint32_t r) {
             float most = NOTHING;
 #pragma unroll
@@ -481,7 +484,8 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
             }
             return sum;
         };
-        // A function, not a loop over pieces: that costs narrow heads 56 registers more.
+        // A function instead of a loop over pieces, which would cost narrow heads 56 more
+        // registers.
         const auto put_together = [&](const uint32_t piece) {
 #pragma unroll
             for (uint32_t half = 0; half < 2; half++) {
@@ -530,7 +534,7 @@ __device__ __forceinline__ void decode(TUTTI_DECODE_ARGUMENTS) {
         };
         put_together(0);
         if (IS_WIDE) {
-            // The first piece has been added up.
+            // The first piece has been summed.
             __syncthreads();
             put_together(1);
         }
@@ -580,13 +584,12 @@ extern "C" __global__ void __launch_bounds__(128)
     const Splits splits(seq.context_len, window, max_splits, least_split);
     wait_for_predecessors();
     if (splits.count == 1) {
-        // The other kernel has written the result.
+        // The attention kernel has already written the result.
         return;
     }
     const size_t first = (static_cast<size_t>(index) * num_heads + head) * max_splits;
 
-    // Maxima and sums of all parts, a thread each: read at once, where one thread after the other
-    // would wait for each.
+    // Maxima and sums of all parts, one per thread: read in parallel instead of one after another.
     SHARED_ARRAY(float, maxima, WARPS);
     SHARED_ARRAY(float, factors, WARPS * 32);
     SHARED_ARRAY(float, totals, WARPS * 32);
@@ -620,7 +623,7 @@ extern "C" __global__ void __launch_bounds__(128)
     }
     for (uint32_t dim = threadIdx.x; dim < head_dim; dim += WARPS * 32) {
         float sum = 0.0f;
-        // As many on their way as sequences of 1024 tokens have.
+        // As many loads in flight as a sequence of 1024 tokens has parts.
 #pragma unroll 16
         for (uint32_t s = 0; s < splits.count; s++) {
             sum += partial_out[(first + s) * head_dim + dim] * factors[s];

@@ -3,21 +3,22 @@
 //   out = sum_j softmax(q . K_j * scale) V_j over the visible tokens j, and a sink without V
 //
 // A block computes a tile of 64 queries of one sequence and KV head: rows times the heads of the
-// group, so K and V are read once for the whole group. 4 warps have 16 queries each. K and V come
-// through shared memory in tiles of 64 tokens, two at a time: the next one is copied in the
-// background while this one is computed with. The running softmax is FlashAttention 2's.
+// group, so K and V are read once for the whole group. Each of 4 warps has 16 queries. K and V come
+// through shared memory in tiles of 64 tokens, double-buffered: the next tile is copied in the
+// background while this one is used. The running softmax is that of FlashAttention 2.
 //
-// Tiles of tokens begin at multiples of 64 of the position, and one that a query does not see
+// Tiles of tokens begin at positions that are multiples of 64, and a tile outside a query's range
 // changes none of its bits. So a row's result does not depend on how a prompt is cut into chunks or
 // which queries share its tile. Weights are rounded to bf16 before they are summed and before they
-// meet V.
+// are multiplied by V.
 //
 // Shared memory: rows of head_dim bf16 in pieces of 16 bytes, permuted within a row so that the 8
 // rows that ldmatrix reads at once lie in different banks.
 //
-// Heads of 256 have twice the sums, so their q stays in shared memory and is read from there for
-// each tile of tokens. They take 160 KiB of it, so a multiprocessor has room for one such block.
-// Limits: head_dim 16, 32, 64, 96, 128 or 256; any group; blocks of a power of two of tokens.
+// Heads of 256 have twice as many sums, so their q stays in shared memory and is read from there
+// for each tile of tokens. They take 160 KiB of shared memory, so only one such block fits on a
+// multiprocessor. Limits: head_dim 16, 32, 64, 96, 128 or 256; any group; blocks of a power of two
+// of tokens.
 #include "attention.cuh"
 
 namespace tutti {
@@ -58,7 +59,7 @@ __device__ __forceinline__ void load_tokens(tutti_bf16* k_tile, tutti_bf16* v_ti
     for (uint32_t i = 0; i < COUNT; i++) {
         const uint32_t row = (threadIdx.x + i * THREADS) / T::PIECES;
         const uint32_t piece = (threadIdx.x + i * THREADS) % T::PIECES;
-        // What no query of this tile sees becomes zero: it may be anything in memory.
+        // Tokens that no query of this tile attends to become zero: their memory can hold anything.
         const bool seen = first + row >= low && first + row < high;
         copy_async(k_tile + T::at(row, piece), k_cache + from[i] + piece * 8, seen);
         copy_async(v_tile + T::at(row, piece), v_cache + from[i] + piece * 8, seen);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     const uint32_t first_position = seq.context_len - seq.num_rows;
     const Pages pages = {block_tables + seq.table_start, num_kv_heads, kv_head,
                          block_shift};
-    // Tokens that some query of the tile sees.
+    // Tokens that some query of the tile attends to.
     const uint32_t low = first_seen(first_position + tile.first / group, window);
     const uint32_t high = first_position + last / group + 1;
 
@@ -113,14 +114,15 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t g = lane / 4;
     const uint32_t t = lane % 4;
-    // Rows and pieces that a lane names to ldmatrix: rows 0 to 15, then the same one piece on.
+    // Row and piece that a lane passes to ldmatrix: rows 0 to 15, then the same rows one piece
+    // further on.
     const uint32_t row_down = lane % 16;
     const uint32_t piece_on = lane / 16;
-    // Rows 0 to 7, the same one piece on, then rows 8 to 15.
+    // Rows 0 to 7, the same rows one piece further on, then rows 8 to 15.
     const uint32_t row_across = lane % 8 + lane / 16 * 8;
     const uint32_t piece_across = lane / 8 % 2;
 
-    // Positions one past what rows g and g + 8 of this warp see, and their first.
+    // End and start of the positions that rows g and g + 8 of this warp attend to.
     uint32_t seen_end[2];
     uint32_t seen_start[2];
 #pragma unroll
@@ -223,7 +225,7 @@ __device__ __forceinline__ void prefill(TUTTI_PREFILL_ARGUMENTS) {
                 mma_bf16(sums[2 * n + 1], a, b[2], b[3]);
             }
         }
-        // The next round's copies overwrite what this one read.
+        // The next iteration's copies overwrite what this one has read.
         __syncthreads();
     }
 

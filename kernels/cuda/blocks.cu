@@ -1,4 +1,4 @@
-// Blocks of the KV cache as a whole: copied out to a staging area, and back.
+// Copies whole blocks of the KV cache to a staging area, and back.
 //
 // Shapes and launch rules: kernels.h. 16 bytes per load and store.
 #include "device.cuh"

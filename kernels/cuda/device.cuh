@@ -1,7 +1,7 @@
-// What all kernels share: bf16, vector loads, tensor-core instructions, reductions.
+// Shared by all kernels: bf16, vector loads, tensor-core instructions, reductions.
 //
 // The only file that contains PTX. Each such function has a twin for the host in
-// `emulate/device.h`, so that kernels above this file are one source for GPU and emulation.
+// `emulate/device.h`, so that GPU and emulation share the source of the kernels.
 #pragma once
 #include "kernels.h"
 
@@ -9,7 +9,7 @@
 #include "emulate/device.h"
 #else
 
-// Shared memory of the block. The emulation gives every array guard pages and poison.
+// Shared memory of the block. The emulation adds guard pages and poison to every array.
 #define SHARED_ARRAY(type, name, count) __shared__ __align__(16) type name[count]
 #define DYNAMIC_SHARED(name)                                                                       \
     extern __shared__ uint4 tutti_dynamic_shared[];                                                \
@@ -17,24 +17,24 @@
 
 namespace tutti {
 
-// Waits until the kernels before this one are complete and their writes visible.
+// Waits until earlier kernels are complete and their writes visible.
 __device__ __forceinline__ void wait_for_predecessors() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel's blocks start once all of this one's have: called first of all, so that
-// the weights of a product are on their way while smaller kernels before it still run. Its own wait
-// is for this kernel's end, which comes after this kernel's wait, so nothing is read too early.
+// Lets the next kernel's blocks start once all of this one's have. Called first, so that a product
+// loads its weights while smaller kernels before it still run. The next kernel waits for this one's
+// end, which comes after this one's own wait, so nothing is read too early.
 __device__ __forceinline__ void release_successors() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// 16 bytes that are read once and never written while kernels run: weights. Not volatile, so the
-// compiler may move it, also above `wait_for_predecessors`.
+// 16 bytes of weights, which are read once and never written while kernels run. Not volatile, so
+// the compiler can move the load, even above `wait_for_predecessors`.
 __device__ __forceinline__ uint4 load_weights(const tutti_bf16* at) {
     uint4 v;
     asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -43,26 +43,27 @@ __device__ __forceinline__ uint4 load_weights(const tutti_bf16* at) {
     return v;
 }
 
-// A word that is never written while kernels run, and that other threads read too.
+// A word that is never written while kernels run, and that other threads read as well.
 __device__ __forceinline__ uint32_t load_constant(const uint32_t* at) {
     uint32_t v;
     asm("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(at));
     return v;
 }
 
-// A word that no kernel of the step writes: it came by a copy before them all, for which the first of
-// them has waited. So it may be read before `wait_for_predecessors`, and is. From L2, as other words lay
-// there in the step before: the non-coherent path promises nothing of memory that changes while any
-// kernel runs, and the kernels of two steps may run at once. Tokens are no such words: a kernel puts
-// those of the step before among them.
+// A word that no kernel of the step writes: it was copied before all of them, and the first of them
+// has waited for the copy. So it can be read before `wait_for_predecessors`. Read from L2, since
+// other words were there in the previous step: the non-coherent path guarantees nothing about
+// memory that changes while any kernel runs, and kernels of two steps can run at the same time. Not
+// for token ids: a kernel overwrites some of them with tokens of the previous step.
 __device__ __forceinline__ uint32_t load_input(const uint32_t* at) {
     uint32_t v;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
     return v;
 }
 
-// Likewise 4 floats of the model, 16-byte aligned: norms. Never written, but of the non-coherent path
-// the assembler would put them off to where they are used, behind the wait.
+// 4 floats of the model (norms), 16-byte aligned, readable early as well. They are never written,
+// but on the non-coherent path the assembler would move the loads to their first use, after the
+// wait.
 __device__ __forceinline__ float4 load_constants(const float* at) {
     float4 v;
     asm volatile("ld.relaxed.gpu.global.L2::128B.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -78,7 +79,7 @@ __device__ __forceinline__ float load_constant(const float* at) {
     return v;
 }
 
-// 16 bytes of a row of activations, read where it is written: before what is computed behind it.
+// 16 bytes of a row of activations; volatile, so that the load stays before later computations.
 __device__ __forceinline__ uint4 load_row(const tutti_bf16* at) {
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -88,16 +89,16 @@ __device__ __forceinline__ uint4 load_row(const tutti_bf16* at) {
     return v;
 }
 
-// Asks for memory to come to L2, and waits for nothing. `at` and `bytes` are multiples of 16. It may
-// be what a kernel writes that is not complete: L2 is where writes go, too. No more than a hint, and
-// nothing before sm_90.
+// Prefetches memory to L2 without waiting. `at` and `bytes` must be multiples of 16. A kernel may
+// still be writing to the memory, since writes go to L2, too. Only a hint; does nothing before
+// sm_90.
 __device__ __forceinline__ void prefetch(const void* at, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
 #endif
 }
 
-// 16 bytes that are read once per kernel, and that an earlier kernel wrote: K and V.
+// 16 bytes that are read once per kernel and were written by an earlier one: K and V.
 __device__ __forceinline__ uint4 load_once(const tutti_bf16* at) {
     uint4 v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -114,14 +115,14 @@ __device__ __forceinline__ tutti_bf16 to_bf16(float x) {
     return r;
 }
 
-// Two of them, `low` in the lower half.
+// A pair of bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
     uint32_t r;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 
-// a b + c of two bf16, rounded once.
+// a b + c for two bf16 each, rounded once.
 __device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
@@ -140,7 +141,7 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of bf16 from shared memory; lanes 8i .. 8i+7 name the rows of matrix i.
+// Four 8 x 8 matrices of bf16 from shared memory; lanes 8i .. 8i+7 pass the rows of matrix i.
 // r[i] = row lane / 4, columns 2 (lane % 4), + 1 of matrix i.
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
     uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -159,8 +160,8 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const
                  : "memory");
 }
 
-// Copies 16 bytes to shared memory in the background; zeros, and `from` is not read, if not
-// `valid`. Both are 16-byte aligned.
+// Copies 16 bytes to shared memory in the background. Unless `valid`, writes zeros and does not
+// read `from`. Both are 16-byte aligned.
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool valid) {
     uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(to));
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
@@ -168,12 +169,12 @@ __device__ __forceinline__ void copy_async(void* to, const void* from, bool vali
                  : "memory");
 }
 
-// Closes a group of this thread's copies.
+// Ends a group of this thread's copies.
 __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until all of this thread's groups but the last `pending` are there.
+// Waits until all of this thread's groups but the last `pending` are complete.
 template <int pending>
 __device__ __forceinline__ void wait_copies() {
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
@@ -194,7 +195,7 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* at) {
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
     return value;
 }
-// A word on its own: nothing else is ordered by it.
+// A relaxed word: nothing else is ordered by it.
 __device__ __forceinline__ void store_word(uint32_t* at, uint32_t value) {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -203,13 +204,13 @@ __device__ __forceinline__ uint32_t load_word(const uint32_t* at) {
     asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
     return value;
 }
-// 16 bytes to a peer's memory, ordered by the next flag.
+// Writes 16 bytes to a peer's memory; ordered by the next flag.
 __device__ __forceinline__ void push(float4* at, float4 v) {
     asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(v.x), "f"(v.y), "f"(v.z),
                  "f"(v.w)
                  : "memory");
 }
-// 16 bytes that a peer has pushed here; past L1, where nothing of it is used twice.
+// Reads 16 bytes that a peer has pushed here; bypasses L1, since they are used only once.
 __device__ __forceinline__ float4 take(const float4* at) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
@@ -218,9 +219,9 @@ __device__ __forceinline__ float4 take(const float4* at) {
                  : "memory");
     return v;
 }
-// The same for all threads of the block: whether all say so.
+// Whether `mine` is true for all threads of the block.
 __device__ __forceinline__ bool all_of_block(bool mine) { return __syncthreads_and(mine) != 0; }
-// A clock that runs on, in nanoseconds; its steps may be a microsecond long.
+// A monotonic clock in nanoseconds; its steps can be a microsecond long.
 __device__ __forceinline__ uint64_t nanoseconds() {
     uint64_t now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
@@ -244,21 +245,21 @@ constexpr uint32_t ALL_LANES = 0xffffffffu;
 __device__ __forceinline__ float from_bf16(tutti_bf16 x) {
     return __uint_as_float(static_cast<uint32_t>(x) << 16);
 }
-// The lower and the upper of two.
+// The lower and the upper of a pair.
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) {
     return __uint_as_float(pair & 0xffff0000u);
 }
 
-// What a block without work does before it ends: it has read nothing but inputs, and written nothing.
-// It need not wait for the kernels before, and so frees its registers for other blocks. But some block
-// of the grid has to wait: a kernel behind this one waits only for this one ("blocks until all
+// Ends a block without work, which has read only inputs and written nothing. It need not wait for
+// earlier kernels, and so frees its registers for other blocks. But some block of the grid has to
+// wait, the one with `is_chosen`: the next kernel waits only for this one ("blocks until all
 // primary kernels the secondary depends on have completed and flushed results to global memory":
-// cudaGridDependencySynchronize in the CUDA programming guide; griddepcontrol.wait in the PTX manual,
-// "until all prerequisite grids in flight have completed"), so it may read what kernels further back have
-// written only if this one does not complete before those. A grid is complete when all of its blocks have
-// ended, so one that waits is enough: `is_chosen` there. As for the start of the kernel behind, a block
-// that has ended counts as one that has released it.
+// cudaGridDependencySynchronize in the CUDA programming guide; griddepcontrol.wait in the PTX
+// manual, "until all prerequisite grids in flight have completed"), so it can only read the results
+// of kernels further back if this one does not complete before them. One waiting block is enough,
+// since a grid is complete only when all of its blocks have ended. For the start of the next
+// kernel, a block that has ended counts as one that has released it.
 __device__ __forceinline__ void end_without_waiting(bool is_chosen) {
     if (is_chosen) {
         wait_for_predecessors();
@@ -267,12 +268,12 @@ __device__ __forceinline__ void end_without_waiting(bool is_chosen) {
 
 __device__ __forceinline__ uint32_t divide_up(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-// Whether item `index` is to be computed: see kernels.h.
+// Whether item `index` has to be computed: see kernels.h.
 __device__ __forceinline__ bool is_live(const uint32_t* live, uint32_t index) {
     return live == nullptr || index < *live;
 }
 
-// How many items are to be computed. May be read before `wait_for_predecessors`.
+// Number of items to compute. Can be read before `wait_for_predecessors`.
 __device__ __forceinline__ uint32_t live_items(const uint32_t* live) {
     return live == nullptr ? 0xffffffffu : load_input(live);
 }
@@ -287,7 +288,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 
 // The sum over a block of WARPS warps, for every thread. `scratch`: WARPS floats of shared memory,
-// free to be used again after the next __syncthreads.
+// which can be reused after the next __syncthreads.
 template <int WARPS>
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
     x = warp_sum(x);
@@ -301,8 +302,8 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-// SiLU, or where `gelu` is not 0 GELU by its approximation with tanh, as x sigmoid(2 y), which is
-// x / 2 (1 + tanh(y)): the constants are 2 sqrt(2 / pi), and that times 0.044715.
+// SiLU, or, if `gelu` is not 0, GELU in its tanh approximation, computed as x sigmoid(2 y), which
+// is x / 2 (1 + tanh(y)): the constants are 2 sqrt(2 / pi), and that times 0.044715.
 __device__ __forceinline__ float activated(float x, uint32_t gelu) {
     const float factor = gelu != 0 ? 1.5957691f + 0.07135482f * (x * x) : 1.0f;
     return x / (1.0f + expf(-x * factor));

@@ -1,8 +1,8 @@
 // Drawing a token: weights, and the cuts by top-k and top-p. One block of 1024 threads.
 //
-// The cost is passes over the row, each of which is instructions of one multiprocessor (see
-// estimates.md). Top-p takes two: one adds up the weights in the bins of select.cuh, for the cut
-// and for the draw; one makes a list of all tokens that are kept. If those are too many there are
+// The cost is in the passes over the row, which are bound by the instructions of one multiprocessor
+// (see estimates.md). Top-p takes two passes: one sums the weights in the bins of select.cuh, for
+// the cut and for the draw; one lists all tokens that are kept. If those are too many, there are
 // two short lists.
 #pragma once
 #include "select.cuh"
@@ -11,39 +11,39 @@ namespace tutti {
 
 constexpr int WEIGHT_BITS = 40;
 
-// e^((logit - max) / temperature), as a whole number of 2^-WEIGHT_BITS.
+// e^((logit - max) / temperature), as a whole number of units of 2^-WEIGHT_BITS.
 struct Weights {
     float max;
     double log2_per_unit; // log2(e) / temperature
-    float least;          // tokens with less weight have none: min-p, or a unit
-    float far;            // no token that is farther from the largest logit has weight
+    float least;          // smaller weights count as zero: min-p, or a unit
+    float far;            // tokens farther than this from the largest logit have no weight
 
     __device__ __forceinline__ Weights(float max, float temperature, float min_p)
         : max(max),
           log2_per_unit(1.4426950408889634 / static_cast<double>(temperature)),
           least(fmaxf(min_p, 1.0f / (1ull << WEIGHT_BITS))) {
-        // Powers of 2 from the largest weight down to the least; 1/1000 more is a thousand times what f32
-        // and `exp2_fast` may be off.
+        // Powers of 2 from the largest weight down to the least, plus 1/1000: a thousand times the
+        // error of f32 and `exp2_fast`.
         const float bits = 0.001f - log2f(least);
         far = fmaxf(bits * 0.693147181f * temperature, 1e-30f);
     }
 
     __device__ __forceinline__ u64 of(float logit) const {
-        // f64 where a small temperature makes large exponents, f32 for the power itself.
+        // f64 for the large exponents of small temperatures, f32 for the power itself.
         const double exponent = __dmul_rn(
             static_cast<double>(logit) - static_cast<double>(max), log2_per_unit);
-        // A unit's half, so nothing; also where it is no number.
+        // At most half a unit, so no weight; also catches NaN.
         if (!(exponent > -1.0 - WEIGHT_BITS)) {
             return 0;
         }
-        // Added to 2^52 + 2^51 it is rounded to the nearest whole number, in the sum's lower bits.
+        // Adding 2^52 + 2^51 rounds to the nearest whole number, in the sum's lower bits.
         const double shifted = __dadd_rn(exponent, 6755399441055744.0);
         const double whole = __dadd_rn(shifted, -6755399441055744.0);
         const float part = exp2_fast(static_cast<float>(__dadd_rn(exponent, -whole)));
         const uint32_t n = static_cast<uint32_t>(__double2loint(shifted));
         const float weight = __fmul_rn(part, __uint_as_float((127 + n) << 23));
-        // In two words: all of this is exact, for a weight has 24 bits and is at most 1. Added to 2^23,
-        // and rounded down, 2^8 weights are whole.
+        // In two words, exactly: a weight has 24 bits and is at most 1. Adding 2^23, rounded down,
+        // extracts the whole part of 2^8 times the weight.
         const float upper = weight < least ? 0.0f : __fmul_rn(weight, 256.0f);
         const float shifted_upper = __fadd_rd(upper, 8388608.0f);
         const float lower = __fsub_rn(upper, __fsub_rn(shifted_upper, 8388608.0f));
@@ -51,13 +51,13 @@ struct Weights {
                static_cast<uint32_t>(__fmul_rn(lower, 4294967296.0f));
     }
 
-    // Whether it may have any: so may a few tokens that have none, behind all that have some.
+    // Whether a token can have weight; also true for a few that have none, after all those that do.
     __device__ __forceinline__ bool may_be(float logit) const {
         return __fsub_rn(max, logit) <= far;
     }
 };
 
-// Philox4x32-10, as kernels/src/philox.rs; the upper 53 of 64 random bits.
+// Philox4x32-10, as in kernels/src/philox.rs; the upper 53 of 64 random bits.
 __device__ __forceinline__ u64 random_bits(u64 seed, uint32_t choice, uint32_t position) {
     uint32_t c0 = position;
     uint32_t c1 = 0;
@@ -83,16 +83,16 @@ __device__ __forceinline__ u64 random_bits(u64 seed, uint32_t choice, uint32_t p
     return (static_cast<u64>(c0) << 32 | c1) >> 11;
 }
 
-// The token at `bits` / 2^53 of the way through the weights in order of id; `otherwise` where there
-// are none.
+// The token at `bits` / 2^53 of the cumulative weights in order of id; `otherwise` if there are no
+// weights.
 __device__ __forceinline__ uint32_t draw_by_id(const Tokens& row, const Weights& weights, u64 bits,
                                                uint32_t otherwise, SelectScratch& s) {
-    // Every warp has a part of the row, of whole 128s; a lane 4 of each.
+    // Each warp has a part of the row, in multiples of 128; each lane has 4 of every 128.
     const uint32_t lane = threadIdx.x % 32;
     const uint32_t part = divide_up(divide_up(row.count, 32), 128) * 128;
     const uint32_t start = threadIdx.x / 32 * part;
     const uint32_t end = start + part < row.count ? start + part : row.count;
-    // A token that is not there has the logit -infinity, hence no weight.
+    // A missing token has the logit -infinity, and so no weight.
     const auto weights_of = [&](uint32_t first, u64 (&w)[4]) {
         const float4 x = row.four(first);
         w[0] = weights.of(x.x);
@@ -110,7 +110,7 @@ __device__ __forceinline__ uint32_t draw_by_id(const Tokens& row, const Weights&
     const u64 before_thread = block_sum_before(sum, s, &total);
     const u64 before = __shfl_sync(ALL_LANES, before_thread, 0);
     const u64 mine = __shfl_sync(ALL_LANES, before_thread + sum, 31) - before;
-    // floor(u * total): a whole number is above u * total if and only if it is above its floor.
+    // floor(u * total): a whole number is above u * total if and only if it is above this.
     const u64 target = __umul64hi(bits << 11, total);
     if (total == 0) {
         return otherwise;
@@ -146,8 +146,8 @@ __device__ __forceinline__ uint32_t draw_by_id(const Tokens& row, const Weights&
     return token;
 }
 
-// How many tokens make up bins up to `last`, in 256ths: by what the lightest of a bin may weigh, so a
-// little too many.
+// Number of tokens in the bins up to `last`, in 256ths. Estimated from the least weight possible in
+// each bin, so slightly too high.
 __device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, SelectScratch& s) {
     const auto tokens = [&](uint32_t bin, u64 sum) {
         const float bits = fminf(static_cast<float>(bin + 1) * s.bits_per_bin, WEIGHT_BITS);
@@ -160,7 +160,7 @@ __device__ __forceinline__ u64 tokens_up_to(uint32_t last, const Pair& pair, Sel
     return all;
 }
 
-// Draws a token of a row that is sound.
+// Draws a token from a sound row.
 __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Tokens& row,
                                          const RowSummary& summary, SelectScratch& s) {
     const Weights weights(logit_of(summary.best), p.temperature, p.min_p);
@@ -211,20 +211,20 @@ __device__ __forceinline__ uint32_t draw(const TuttiSampleParams& p, const Token
         wanted = share < 1.0 ? 1 : static_cast<u64>(share);
         wanted = wanted < total ? wanted : total;
     }
-    // First the last token of top-p, then the one drawn among those up to it.
+    // First finds the last token of top-p, then draws among those up to it.
     bool draws = !cuts_share;
 #pragma unroll 1
     for (;; draws = true) {
         if (wanted <= s.begin || wanted > s.end) {
             const Pair bins = pair_of_bins(s, &total);
             const Place bin = reach(bins, wanted, s);
-            // With all tokens up to it in the list, the one drawn is there as well.
+            // If all tokens up to it are in the list, so is the one drawn.
             const bool all = !draws && tokens_up_to(bin.index, bins, s) <= 256 * LIST_MAX;
             uint32_t first = all ? 0 : bin.index;
 #pragma unroll 1
             for (;; first = bin.index) {
                 listed = list_bins(row, scale, measure, first, bin.index, s);
-                // It was a guess.
+                // `all` was only an estimate.
                 if (listed <= LIST_MAX || first == bin.index) {
                     break;
                 }

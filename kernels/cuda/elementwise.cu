@@ -1,13 +1,13 @@
 // Rows of activations: embedding, add + RMSNorm, an activation times up, sums, copies, conversions.
 //
 //   add_rmsnorm:        r += d;  y = r / sqrt(mean(r^2) + eps) * w
-//   add_normed_rmsnorm: r += d / sqrt(mean(d^2) + eps) * v;  y as there
-//   activate_mul:       y = g / (1 + e^-h) * u, where h = g (SiLU) or 2 sqrt(2 / pi) (g + 0.044715 g^3)
-//                       (GELU by tanh)
+//   add_normed_rmsnorm: r += d / sqrt(mean(d^2) + eps) * v;  y as in add_rmsnorm
+//   activate_mul:       y = g / (1 + e^-h) * u, with h = g (SiLU) or
+//                       2 sqrt(2 / pi) (g + 0.044715 g^3) (GELU, tanh approximation)
 //
-// Shapes and launch rules: kernels.h. All are bound by memory; loads and stores are 16 bytes wide
-// where rows allow it (width a multiple of 4), else one element at a time with the same sums in the
-// same order. Limits: none on widths.
+// Shapes and launch rules: kernels.h. All are bound by memory. Loads and stores are 16 bytes wide
+// if rows allow it (width a multiple of 4), otherwise one element at a time, with the same sums in
+// the same order. Limits: none on widths.
 #include "rows.cuh"
 #include "skinny_int4.cuh"
 #include "skinny_int8.cuh"
@@ -15,7 +15,7 @@
 namespace tutti {
 namespace {
 
-// The first of the 4 elements of this thread in the tile of 1024 that blockIdx.y is.
+// The first of this thread's 4 elements in the tile of 1024 given by blockIdx.y.
 __device__ __forceinline__ uint32_t first_of_tile() { return (blockIdx.y * 256 + threadIdx.x) * 4; }
 
 __device__ __forceinline__ Four read_four(const tutti_bf16* at) {
@@ -38,7 +38,7 @@ extern "C" __global__ void __launch_bounds__(256)
     if (!is_live(live, row)) {
         return;
     }
-    // An id below first_id wraps round to a large number.
+    // An id below first_id wraps around to a large number.
     const uint32_t table_row = ids[row] - first_id;
     const bool here = table_row < table_rows;
     const tutti_bf16* from = table + static_cast<size_t>(here ? table_row : 0) * table_stride;
@@ -96,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
         sum += v * v;
     }
     const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
-    // What a thread reads again here it wrote itself.
+    // A thread rereads only elements that it wrote itself.
     for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
         y[at] = to_bf16(r[at] * scale * weight[at]);
     }
@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(512)
         sum += v * v;
     }
     const float scale = norm_scale(block_sum<NORM_WARPS>(sum, scratch), width, eps);
-    // What a thread reads again here it wrote itself.
+    // A thread rereads only elements that it wrote itself.
     for (uint32_t at = threadIdx.x; at < width; at += NORM_THREADS) {
         y[at] = to_bf16(r[at] * scale * weight[at]);
     }
@@ -319,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(256)
         return;
     }
     const size_t row = static_cast<size_t>(blockIdx.x) * width;
-    // Subtrees of 64, 32, .. 1 ranks: there is one of a size where the bits of the number so far
-    // say so. Indexed by constants alone, so that it stays in registers.
+    // Subtrees of 64, 32, .. 1 ranks: one of a size exists if that bit of the number of ranks so
+    // far is set. Indexed only by constants, so that it stays in registers.
     Four levels[7] = {};
     for (uint32_t rank = 0; rank < ranks; rank++) {
         Four v = load_up_to_4(parts + rank * part_stride + row, first, width);
@@ -340,7 +340,7 @@ extern "C" __global__ void __launch_bounds__(256)
             }
         }
     }
-    // What is left, the smallest first: each is added to the one before it.
+    // Combines the remaining subtrees, smallest first: each is added to the next larger one.
     Four total = {};
     bool any = false;
 #pragma unroll
@@ -419,8 +419,8 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
-// All of a thread's loads are on their way before the first is used, and blocks are small: as many
-// bytes as a multiprocessor can ask for at once.
+// All of a thread's loads are issued before the first is used, and blocks are small, so that a
+// multiprocessor has as many bytes in flight as it can.
 extern "C" __global__ void __launch_bounds__(256)
     tutti_read(const uint32_t* from, uint32_t* out, uint32_t n) {
     constexpr uint32_t LOADS_READ = 8;

@@ -1,22 +1,22 @@
-// Mixtures of experts: the choice of experts for each row, rows grouped by expert, their products,
-// and the weighted sum of the experts' results for a row. A slot is one row at one of its experts:
-// row r's expert j is slot r * top_k + j.
+// Mixtures of experts: the choice of experts for each row, the grouping of rows by expert, their
+// products, and the weighted sum of the experts' results for a row. A slot is one row at one of its
+// experts: row r's expert j is slot r * top_k + j.
 //
 // Everything stays on the device, and grids depend only on the number of slots, so a decode step
 // with experts is captured like any other. Grouping makes a list of tiles, each some slots of one
-// expert. A product has a block for each possible tile, and those behind the last tile end at once.
-// A tile's product is that of skinny.cu: its sums depend on k alone, so a row's result has the same
-// bits in every tile. Many rows (prefill) go the same way: an expert's weights are read once per
-// tile. Tiles are the grid's first axis, features its second: blocks that run at one time have few
-// features of many tiles. So the tiles of one expert, which are neighbours, read the same weights
-// at about the same time, from memory once and then from L2, however large the expert is.
+// expert. A product has a block for each possible tile; those past the last tile end immediately. A
+// tile's product is that of skinny.cu: its sums depend only on k, so a row's result has the same
+// bits in every tile. Many rows (prefill) take the same path: an expert's weights are read once per
+// tile. Tiles are the grid's first axis, features its second: blocks that run at the same time have
+// few features of many tiles. So the tiles of one expert, which are neighbours, read the same
+// weights at about the same time, from memory once and then from L2, however large the expert is.
 #include "rows.cuh"
 #include "skinny_int8.cuh"
 
 namespace tutti {
 namespace {
 
-// `a` comes before `b`: larger, or equal with a lower number. No number is below all numbers.
+// A candidate: larger logits come first, ties by lower number. NaN is below all numbers.
 struct Pick {
     float logit;
     uint32_t expert;
@@ -55,8 +55,8 @@ __device__ __forceinline__ uint32_t sum_before(uint32_t mine) {
 
 constexpr uint32_t GROUP_WARPS = 32;
 
-// Features of W that a lane loads, and rows of x that are its columns: see skinny.cu. A column
-// without a slot takes the tile's last one.
+// Rows of x that are this lane's columns of the instruction: see skinny.cu. A column without a slot
+// takes the tile's last one.
 template <int ROWS>
 __device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_t* slots,
                                               const TuttiExpertTile& tile, uint32_t per_row,
@@ -69,8 +69,7 @@ __device__ __forceinline__ void rows_of_slots(const tutti_bf16* x, const uint32_
     }
 }
 
-// What gate and up become: see kernels.h. Comparisons that are false for what is no number, so that it
-// goes through.
+// Combines gate and up: see kernels.h. The comparisons are false for NaN, so that it propagates.
 __device__ __forceinline__ float gated(float gate, float up, float alpha, float limit,
                                        float shift) {
     gate = gate > limit ? limit : gate;
@@ -210,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(32)
     const float* own = logits + static_cast<size_t>(blockIdx.x) * num_experts;
     Pick last = {};
     float most = 0.0f;
-    // Lane i keeps what was chosen as number i.
+    // Lane i keeps the i-th choice.
     float mine = -INFINITY;
     for (uint32_t i = 0; i < top_k; i++) {
         Pick best = {-INFINITY, NO_EXPERT};
@@ -346,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(256)
 namespace tutti {
 namespace {
 
-// What a thread of an assigned row's block keeps of the row.
+// This thread's elements of a row that is assigned to a matrix; zeros if it is assigned to none.
 __device__ __forceinline__ Four assigned(const float* parts, const uint32_t* experts, uint32_t at,
                                          uint32_t width) {
     Four kept = {};
@@ -388,7 +387,8 @@ extern "C" __global__ void __launch_bounds__(256)
                width % 4 == 0 && out_stride % 4 == 0, assigned(parts, experts, at, width));
 }
 
-// Of int8 how many blocks a multiprocessor is to run, where the compiler would spill for one more.
+// For int8, the number of resident blocks per multiprocessor, where the compiler would spill for
+// one more.
 #define EXPERTS_GATE_UP(number, ...)                                                               \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_experts_gate_up_##number(TUTTI_EXPERTS_GATE_UP_ARGUMENTS) {                          \

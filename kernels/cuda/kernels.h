@@ -1,50 +1,51 @@
-/* Every kernel that a host may launch: the one list of entry points, their arguments and limits.
+/* Every kernel that a host can launch: the only list of entry points, their arguments and limits.
  *
  * A host mirrors the structs below field by field and passes the arguments in this order. All
- * pointers are device memory unless an entry says otherwise. Strides count elements.
+ * pointers point to device memory unless an entry says otherwise. Strides count elements.
  *
  * Rules that hold for every kernel
  * - `bf16` is 16 raw bits. Weights, K, V and the inputs of matrix products are bf16; the residual
  *   stream, results of matrix products, norms, biases, tables and logits are f32. Sums are f32
  *   (tensor cores), except where an entry says f64.
  * - Pointers are 16-byte aligned, and so are rows where an entry says `rows 16-byte aligned`:
- *   the stride is a multiple of 8 (bf16) or 4 (f32). Padding up to it must be readable and is
- *   never used.
+ *   the stride is a multiple of 8 (bf16) or 4 (f32). Padding up to the stride must be readable;
+ *   its values are never used.
  * - `live`: null, or a word in device memory. Items (rows, tiles, sequences) at or beyond `*live`
- *   are skipped: nothing of theirs is read or written. So a captured graph serves any number of
+ *   are skipped: their data is neither read nor written. So a captured graph serves any number of
  *   items up to its grid.
  * - Arguments that change from step to step are read from device memory, so every launch can be
  *   captured in a graph.
  * - A result depends on its own row or sequence, the shapes of weights and constants of the model:
- *   never on what else is in the batch, on the grid, or on the order of blocks.
- * - Every kernel begins by releasing the next and waiting for those before it (griddepcontrol): each
- *   block that does anything, and one at least of every grid, so it is complete after those. So
- *   launches may have the attribute programmatic-stream-serialization. Without it, and before
- *   sm_90, that does nothing. Read before the wait are constants of the model (weights, norms, tables)
- *   and what the host gives a step: `live`, positions, slots, sequences, items, parts, block tables,
- *   rows' numbers. So no kernel may write those, and a copy that does must be complete before the first
- *   kernel behind it begins. Tokens, which a kernel may write, are read behind the wait.
- * - Rows, of which a step may have more than 65535, are the grid's x.
+ *   never on the rest of the batch, the grid, or the order of blocks.
+ * - Every kernel begins by releasing the next kernel and waiting for the preceding ones
+ *   (griddepcontrol). Every block that does any work waits, and at least one block of every grid
+ *   does, so a kernel completes after its predecessors. So launches may have the attribute
+ *   programmatic-stream-serialization; without it, and before sm_90, griddepcontrol does nothing.
+ *   Before the wait, kernels read only constants of the model (weights, norms, tables) and the
+ *   host's inputs to a step: `live`, positions, slots, sequences, items, parts, block tables, row
+ *   indices. So no kernel may write those, and a copy that does must be complete before the next
+ *   kernel begins. Tokens, which a kernel may write, are read after the wait.
+ * - Rows are the grid's x, since a step may have more than 65535 of them.
  * - Static shared memory is not listed. `shared` is the dynamic shared memory to launch with; above
  *   48 KiB the host must raise the function's limit first.
  */
 #pragma once
 #include <stdint.h>
 
-/* 16 raw bits in every interface; `device.cuh` computes with them. */
+/* 16 raw bits in every interface; `device.cuh` has the arithmetic. */
 typedef uint16_t tutti_bf16;
 
 /* One sequence's rows in a step: `kernels::backend::SeqRows`. 20 bytes. */
 typedef struct {
     uint32_t row_start;   /* first row */
-    uint32_t num_rows;    /* rows, at least 1 */
+    uint32_t num_rows;    /* at least 1 */
     uint32_t context_len; /* tokens in the cache, this step's included: at least num_rows */
-    uint32_t table_start; /* where its block table begins in `block_tables` */
-    uint32_t table_len;   /* blocks in it */
+    uint32_t table_start; /* start of its block table in `block_tables` */
+    uint32_t table_len;   /* blocks in its table */
 } TuttiSeq;
 
-/* A tile of 64 queries of one sequence and KV head. Query p of a KV head is the head p % group of
- * the sequence's row p / group, where group = num_heads / num_kv_heads. 8 bytes. */
+/* A tile of 64 queries of one sequence and KV head. Query p of a KV head belongs to head p % group
+ * of the sequence's row p / group, where group = num_heads / num_kv_heads. 8 bytes. */
 typedef struct {
     uint32_t seq;   /* index into `seqs` */
     uint32_t first; /* first query: a multiple of 64 below num_rows * group */
@@ -76,12 +77,12 @@ typedef struct {
     uint32_t prompt_len;
     uint32_t output_start;       /* into `ids` */
     uint32_t output_len;
-    uint32_t top_n;              /* most likely tokens wanted; TUTTI_NO_LOGPROBS: nothing */
+    uint32_t top_n;              /* most likely tokens to return; TUTTI_NO_LOGPROBS: no logprobs */
     uint32_t mask_start;         /* into `masks`; TUTTI_NO_MASK: every token may be chosen */
     uint32_t reserved;
 } TuttiSampleParams;
 
-/* `kernels::sampling::Sampled` without its list. 16 bytes. */
+/* `kernels::sampling::Sampled` without its list of top tokens. 16 bytes. */
 typedef struct {
     uint32_t token;     /* 0 when corrupted */
     uint32_t corrupted; /* 1: a logit is NaN or +infinity, or all are -infinity */
@@ -89,56 +90,56 @@ typedef struct {
     uint32_t rank;      /* 1-based; 0 unless asked for */
 } TuttiSampled;
 
-/* Ranks of a group that see each other's memory; the table is in each rank's own, made before the
- * first launch and never written by kernels. 192 bytes, aligned to 8. Addresses are those of this
- * rank's address space. `blocks` is the largest grid. */
+/* A group of ranks that can access each other's memory. Each rank has its own table, in its own
+ * memory, filled in before the first launch and never written by kernels. Addresses are valid in
+ * this rank's address space. `blocks` is the largest grid. 192 bytes, aligned to 8. */
 #define TUTTI_PEERS_MAX 8u
 typedef struct {
     uint64_t slots[8];  /* rank r's slots: f32 [2, blocks, ranks, slot] */
-    uint64_t flags[8];  /* rank r's flags: u64 [blocks, ranks], 0 at first, never set back */
-    uint64_t rounds;    /* u64 [blocks], 0 at first: how many exchanges each block has made */
-    uint64_t failed;    /* u32, 0 at first; once it is not, launches do nothing */
-    uint64_t abort;     /* u32 in host memory, 0 at first: the host ends all waiting by another */
-    uint64_t outcome;   /* u32 in host memory, 0 at first: TUTTI_PEERS_* of what went wrong */
-    uint64_t spin_ns;   /* how long a block waits for one exchange */
+    uint64_t flags[8];  /* rank r's flags: u64 [blocks, ranks], 0 at first, never reset */
+    uint64_t rounds;    /* u64 [blocks], 0 at first: number of exchanges of each block */
+    uint64_t failed;    /* u32, 0 at first; while nonzero, launches do nothing */
+    uint64_t abort;     /* u32 in host memory, 0 at first: the host sets it to end all waits */
+    uint64_t outcome;   /* u32 in host memory, 0 at first: the failure, as TUTTI_PEERS_* */
+    uint64_t spin_ns;   /* how long a block waits in one exchange */
     uint32_t rank;
     uint32_t ranks;     /* 2, 4 or 8 */
-    uint32_t slot;      /* f32 elements of a slot: a multiple of 4 */
+    uint32_t slot;      /* f32 elements per slot: a multiple of 4 */
     uint32_t blocks;
     uint64_t reserved;
 } TuttiPeers;
-/* Outcomes: which of them, and the rank that was waited for in the lower 8 bits. */
+/* Outcomes: one of these, with the rank that was waited for in the low 8 bits. */
 #define TUTTI_PEERS_ABORTED 0x100u
 #define TUTTI_PEERS_TIMEOUT 0x200u
 
-/* Some slots of one expert: slots[first .. first + slots]. 12 bytes. */
+/* Slots of one expert: slots[first .. first + slots]. 12 bytes. */
 typedef struct {
     uint32_t expert;
     uint32_t first;
-    uint32_t slots; /* at least 1, at most as many as the product's variant takes */
+    uint32_t slots; /* at least 1, at most the product variant's number */
 } TuttiExpertTile;
-/* Experts of a layer; of a row's. */
+/* Experts of a layer, and (TUTTI_TOP_EXPERTS_MAX) of one row. */
 #define TUTTI_EXPERTS_MAX 1024u
-/* Of a row that goes to no matrix: NOT_ASSIGNED of kernels::backend. */
+/* A row that no matrix is assigned to: NOT_ASSIGNED of kernels::backend. */
 #define TUTTI_NOT_ASSIGNED 0xffffffffu
 #define TUTTI_TOP_EXPERTS_MAX 32u
 
 #define TUTTI_NO_LOGPROBS 0xffffffffu
 #define TUTTI_NO_MASK 0xffffffffu
 #define TUTTI_NO_ROW 0xffffffffu
-/* In place of a token's id. */
+/* In place of a token id. */
 #define TUTTI_CORRUPTED 0xffffffffu
 #define TUTTI_NOTHING_ALLOWED 0xfffffffeu
 #define TUTTI_BIAS_MAX 1024u
 /* Most likely tokens per row. */
 #define TUTTI_TOP_MAX 128u
-/* Vocabulary, whole: weights of sampling are summed as integers that this bounds. */
+/* Size of the whole vocabulary: it bounds the integers in which sampling weights are summed. */
 #define TUTTI_VOCAB_MAX (1u << 20)
 
 /* Queries per tile of prefill attention; its shared memory in bytes. */
 #define TUTTI_PREFILL_QUERIES 64u
 #define TUTTI_PREFILL_SHARED(head_dim) (320u * 2u * (head_dim))
-/* How the parts of decode attention are named. */
+/* A part of decode attention is seq << TUTTI_PART_SHIFT | split. */
 #define TUTTI_PART_SHIFT 8u
 /* Query heads that one block of decode attention computes; blocks per KV head. */
 #define TUTTI_DECODE_HEADS 16u
@@ -152,14 +153,14 @@ extern "C" {
 
 /* ---- elementwise.cu ------------------------------------------------------------------------ */
 
-/* out[i] = table[ids[i] - first_id] * scale, or zeros where that row is not on this rank.
+/* out[i] = table[ids[i] - first_id] * scale, or zeros if that row is not on this rank.
  * ids u32 [rows]; table bf16 [table_rows, table_stride]; out f32 [rows, width] contiguous.
  * grid (rows), block 256. */
 __global__ void tutti_embed(const uint32_t* ids, const tutti_bf16* table, float* out, uint32_t width,
                             uint32_t table_stride, uint32_t first_id, uint32_t table_rows,
                             float scale, const uint32_t* live);
 
-/* residual += delta (where not null); out = residual / rms(residual) * weight.
+/* residual += delta (if not null); out = residual / rms(residual) * weight.
  * residual f32 [rows, width], in and out; delta f32 [rows, width] or null; weight f32 [width];
  * out bf16 [rows, out_stride]; residual and delta contiguous. grid (rows), block 512. */
 __global__ void tutti_add_rmsnorm(float* residual, const float* delta, const float* weight,
@@ -174,9 +175,9 @@ __global__ void tutti_add_normed_rmsnorm(float* residual, const float* delta,
                                          float eps, const uint32_t* live);
 
 /* out = a(gate) * up, where input row = gate ++ up, each `inner` wide, plus `bias` (f32
- * [2 * inner], or null), and a is SiLU, or GELU by its approximation with tanh where `gelu` is not 0.
- * input [rows, 2 * inner] contiguous, f32;
- * out bf16 [rows, out_stride]. grid (rows, ceil(inner / 1024)), block 256; `live` counts rows. */
+ * [2 * inner], or null), and a is SiLU, or the tanh approximation of GELU if `gelu` is not 0.
+ * input f32 [rows, 2 * inner] contiguous; out bf16 [rows, out_stride].
+ * grid (rows, ceil(inner / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_activate_mul_f32(const float* input, const float* bias, tutti_bf16* out,
                                        uint32_t inner, uint32_t out_stride, uint32_t gelu,
                                        const uint32_t* live);
@@ -185,19 +186,20 @@ __global__ void tutti_activate_mul_f32(const float* input, const float* bias, tu
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_add_bias(float* data, const float* bias, uint32_t width, const uint32_t* live);
 
-/* data = data * scales + bias, per row: what the sums of int8 weights become. data f32 [rows, width]
- * contiguous; scales f32 [width]; bias f32 [width] or null.
+/* data = data * scales + bias, per row: the end of a product with int8 weights.
+ * data f32 [rows, width] contiguous; scales f32 [width]; bias f32 [width] or null.
  * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_scale_add_bias(float* data, const float* scales, const float* bias,
                                      uint32_t width, const uint32_t* live);
 
-/* out = w - 128, exactly: int8 weights, as tutti_skinny_int8_8 takes them, for products that take
- * bf16. w u8, out bf16, both [rows, stride], the stride a multiple of 16.
+/* out = w - 128, exactly: widens int8 weights in the layout of tutti_skinny_int8_8, for products
+ * that take bf16. w u8, out bf16, both [rows, stride], the stride a multiple of 16.
  * grid (rows, ceil(stride / 4096)), block 256. */
 __global__ void tutti_widen_int8(const uint8_t* w, tutti_bf16* out, uint32_t stride);
 
-/* out = (integer - zero) * scale, rounded: weights of 4 bits, as tutti_skinny_int4_8 takes them. out
- * bf16 [rows, stride], `k` of each row, zeros behind them. grid (rows, ceil(stride / 8192)), block 256. */
+/* out = (integer - zero) * scale, rounded: widens 4-bit weights in the layout of
+ * tutti_skinny_int4_8. out bf16 [rows, stride]: `k` weights per row, then zeros.
+ * grid (rows, ceil(stride / 8192)), block 256. */
 __global__ void tutti_widen_int4(const uint8_t* w, const uint32_t* groups, tutti_bf16* out,
                                  uint32_t stride, uint32_t k, uint32_t shift);
 
@@ -205,34 +207,33 @@ __global__ void tutti_widen_int4(const uint8_t* w, const uint32_t* groups, tutti
  * `live` counts rows. */
 __global__ void tutti_add(float* sum, const float* other, uint32_t width, const uint32_t* live);
 
-/* out = the sum of `ranks` arrays [rows, width] that lie one behind the other, `part_stride`
- * elements apart, as a binary tree over the ranks in order: (0 + 1) + (2 + 3). f32; ranks 1 to 64;
- * out may be the first of the arrays. grid (rows, ceil(width / 1024)), block 256; `live`: rows. */
+/* out = the sum of `ranks` arrays [rows, width], `part_stride` elements apart, as a binary tree
+ * over the ranks in order: (0 + 1) + (2 + 3). f32; ranks 1 to 64; out may be the first array.
+ * grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_tree_sum(const float* parts, float* out, uint32_t ranks, uint64_t part_stride,
                                uint32_t width, const uint32_t* live);
 
-/* out[i] = in[rows[i]], or as it was where rows[i] is TUTTI_NO_ROW. in, out bf16 [.., width], rows
- * `stride` apart; rows u32 [n].
+/* out[i] = in[rows[i]]; unchanged if rows[i] is TUTTI_NO_ROW. in, out bf16 [.., width], rows
+ * `in_stride` and `out_stride` apart; rows u32 [n].
  * grid (n, ceil(width / 1024)), block 256; `live` counts n. */
 __global__ void tutti_gather_rows(const tutti_bf16* in, const uint32_t* rows, tutti_bf16* out,
                                   uint32_t width, uint32_t in_stride, uint32_t out_stride,
                                   const uint32_t* live);
 
-/* out = in[.., first .. first + width]: makes a product over some of the columns possible where
- * `first` is not a multiple of 8. bf16. grid (rows, ceil(width / 1024)), block 256; `live`: rows. */
+/* out = in[.., first .. first + width], bf16: allows a product over a range of columns whose
+ * `first` is no multiple of 8. grid (rows, ceil(width / 1024)), block 256; `live` counts rows. */
 __global__ void tutti_copy_columns(const tutti_bf16* in, tutti_bf16* out, uint32_t first,
                                    uint32_t width, uint32_t in_stride, uint32_t out_stride,
                                    const uint32_t* live);
 
-/* full[row, rank * width + i] = gathered[rank][row][i], f32: logits gathered from all ranks become
- * rows. `gathered` is [ranks, rows, width]. grid (rows, ceil(width / 1024), ranks), block 256.
- * `rows` is the number of rows gathered, grid or not; `live` counts rows. */
+/* full[row, rank * width + i] = gathered[rank][row][i], f32: turns logits gathered from all ranks
+ * into rows. `gathered`: [ranks, rows, width]. grid (rows, ceil(width / 1024), ranks), block 256.
+ * `rows` is the number of rows gathered, whatever the grid; `live` counts rows. */
 __global__ void tutti_interleave_ranks(const float* gathered, float* full, uint32_t rows,
                                        uint32_t width, uint32_t full_stride, const uint32_t* live);
 
-/* Reads `n` times 16 bytes, and writes what shows that it did: out[i] is the exclusive or of the words
- * that warp i reads, i < 8 ceil(n / 2048). What a GPU's memory gives is measured by it.
- * grid (ceil(n / 2048)), block 256. */
+/* Reads `n` times 16 bytes, to measure a GPU's memory bandwidth: out[i] is the exclusive or of the
+ * words that warp i reads, i < 8 ceil(n / 2048). grid (ceil(n / 2048)), block 256. */
 __global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
 
 /* to[i] = from[i], i < words, not before `delay` nanoseconds have passed; the kernel behind it may begin
@@ -241,24 +242,25 @@ __global__ void tutti_read(const uint32_t* from, uint32_t* out, uint32_t n);
 __global__ void tutti_late(const uint32_t* from, uint32_t* to, uint64_t words, uint64_t delay);
 
 /* ---- all_reduce.cu --------------------------------------------------------------------------
- * Exchange between GPUs that see each other's memory. Every rank launches the same entries with the
- * same sizes and grids in the same order, each on one stream; grids up to `peers->blocks`, all of
- * whose blocks must be able to run at once, beside those of other ranks on the same GPU. Sums are
- * f32, as a binary tree over the ranks: (0 + 1) + (2 + 3), the same bits on every rank, and those
- * of tutti_tree_sum. No launch waits longer than `peers->spin_ns` for another rank: then, or when
- * the host sets *abort, it sets *outcome, leaves, and all later ones do nothing. Results are
- * undefined once *outcome is not 0. A launch changes nothing that the host would have to renew, so
- * graphs can replay it. */
+ * Exchange between GPUs that can access each other's memory. Every rank launches the same entries
+ * with the same sizes and grids in the same order, each rank on one stream. A grid has at most
+ * `peers->blocks` blocks, all of which must be able to run at once, beside those of other ranks on
+ * the same GPU. Sums are f32, as a binary tree over the ranks: (0 + 1) + (2 + 3). They have the
+ * same bits on every rank and as with tutti_tree_sum. No launch waits longer than `peers->spin_ns`
+ * for another rank: then, or when the host sets *abort, it sets *outcome and returns, and all later
+ * launches do nothing. Results are undefined once *outcome is not 0. A launch leaves no state that
+ * the host would have to reset, so graphs can replay it. */
 
-/* data = the sum of all ranks' data. data f32 [count]. One exchange: every rank sends all to all.
+/* data = the sum of all ranks' data. data f32 [count]. One exchange: every rank sends all of its
+ * data to all others.
  * grid (any), block: a multiple of 32 from 32 to 512. */
 __global__ void tutti_peer_sum(const TuttiPeers* peers, float* data, uint64_t count);
 
-/* The same in two exchanges: every rank adds up its part, and sends it to all. */
+/* The same in two exchanges: every rank sums its part, then sends the sum to all others. */
 __global__ void tutti_peer_sum_two_shot(const TuttiPeers* peers, float* data, uint64_t count);
 
-/* data = the sum of all ranks' data, then residual += data; out = residual / rms(residual) * weight:
- * the bits of tutti_peer_sum and tutti_add_rmsnorm, except that data is left as it is.
+/* data = sum of all ranks' data, then residual += data; out = residual / rms(residual) * weight:
+ * the bits of tutti_peer_sum and tutti_add_rmsnorm, except that data is left unchanged.
  * data f32 [rows, width] contiguous, width a multiple of 4 and at most `peers->slot`; the others
  * as for tutti_add_rmsnorm. grid (any), block 512. */
 __global__ void tutti_peer_sum_add_rmsnorm(const TuttiPeers* peers, const float* data,
@@ -275,9 +277,9 @@ __global__ void tutti_peer_gather(const TuttiPeers* peers, const float* local, f
  * The cache of one layer is two arrays, K and V, bf16 [num_blocks, num_kv_heads, block_size,
  * head_dim], block_size = 1 << block_shift. A slot is block * block_size + offset. */
 
-/* What follows the fused QKV product: bias (f32 [width], or null), RMSNorm per q and k head
- * (q_norm, k_norm: f32 [head_dim], or null), RoPE (cos, sin: f32 [positions, head_dim / 2]), K and
- * V to the cache, q to q_out.
+/* All that follows the fused QKV product: adds the bias (f32 [width], or null), applies RMSNorm per
+ * q and k head (q_norm, k_norm: f32 [head_dim], or null) and RoPE (cos, sin: f32 [positions,
+ * head_dim / 2]), and writes K and V to the cache, q to q_out.
  * qkv f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim] contiguous: q, k, v;
  * positions, slots u32 [rows]; q_out bf16 [rows, num_heads * head_dim] contiguous.
  * head_dim even, at most 256. grid (rows, ceil((num_heads + 2 * num_kv_heads) / 8)), block 256. */
@@ -292,9 +294,9 @@ __global__ void tutti_qkv_finish(const float* qkv, const float* bias, const floa
  * Causal attention of every row over its sequence's K and V, on tensor cores. q and out bf16
  * [rows, num_heads * head_dim] contiguous. Row i of a sequence is at position context_len -
  * num_rows + i. `window`: attend to the last `window` tokens, the current one included; 0: to all.
- * `scale` is 1 / sqrt(head_dim). sinks f32 [num_heads] or null: a score, not scaled, of a token besides
- * without V, which is in the sum that weights are divided by. Writes the rows of the tiles named.
- * tiles: any order, longest first is best; `live` counts tiles.
+ * `scale` is 1 / sqrt(head_dim). sinks f32 [num_heads] or null: the score (not scaled) of one more
+ * token, without V, which adds to the softmax's denominator. Writes the rows of the given tiles.
+ * tiles: in any order, longest first is best; `live` counts tiles.
  * grid (tiles, num_kv_heads), block 128, shared TUTTI_PREFILL_SHARED(head_dim). */
 #define TUTTI_PREFILL_ARGUMENTS                                                                    \
     const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
@@ -309,23 +311,25 @@ __global__ void tutti_prefill_attention_128(TUTTI_PREFILL_ARGUMENTS);
 __global__ void tutti_prefill_attention_256(TUTTI_PREFILL_ARGUMENTS);
 
 /* ---- attention_decode.cu --------------------------------------------------------------------
- * The same for sequences with one row, whose tokens are split into parts, each with a partial result,
- * which a second kernel puts together. The split depends on the sequence's length, the window,
- * `max_splits` and `least_split` alone: `max_splits` is a constant of the model (64 is good, 128 the
- * most); `least_split`, a multiple of 64, is the host's choice by how many sequences there are, and the
- * one thing by which a result may depend on the batch. With n = the tokens from the first visible one,
- * rounded down to a multiple of 16, to the last:
+ * The same for sequences with one row. Their tokens are split into parts, each with a partial
+ * result; a second kernel combines these. The split depends only on the sequence's length, the
+ * window, `max_splits` and `least_split`. `max_splits` is a constant of the model (64 is good, 128
+ * the maximum). `least_split`, a multiple of 64, is chosen by the host for the number of sequences:
+ * the only way in which a result can depend on the batch. With n = the tokens from the first
+ * visible one, rounded down to a multiple of 16, to the last:
  * split_len = max(least_split, round_up(ceil(n / max_splits), 16)),
  * splits = ceil(n / split_len) <= max_splits.
- * parts u32 [*live]: index into `seqs` << TUTTI_PART_SHIFT | number of the split, each split of each
- * such sequence once, in any order, parts of long splits first is best. A block computes every
- * gridDim.x-th part, so grid.x may be anything; as many blocks as run at once are best. `live` counts
+ * parts u32 [*live]: index into `seqs` << TUTTI_PART_SHIFT | number of the split: each split of
+ * each such sequence once, in any order; long splits first is best. A block computes every
+ * gridDim.x-th part, so grid.x is free; best are as many blocks as can run at once. `live` counts
  * parts and is not null.
  * partial_out f32 [seqs, num_heads, max_splits, head_dim];
- * partial_ml f32 [seqs, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum, a sink's
- * weight in the first split's. A sequence of one split has no partial result: its row of out is written at once.
+ * partial_ml f32 [seqs, num_heads, max_splits, 2]: maximum (of base-2 exponents) and sum; the first
+ * split's include the sink. A sequence with one split has no partial result: its row of out is
+ * written directly.
  * attention: grid (any, num_kv_heads * TUTTI_DECODE_BLOCKS(group)), block 128.
- * reduce: items u32 [n]: indices into `seqs`, readable for the whole grid; `live` counts items.
+ * reduce: items u32 [n]: indices into `seqs`, readable up to the size of the grid; `live` counts
+ * items.
  * grid (num_heads, n), block 128; any head_dim. */
 #define TUTTI_DECODE_ARGUMENTS                                                                     \
     const tutti_bf16 *q, const tutti_bf16 *k_cache, const tutti_bf16 *v_cache,                     \
@@ -374,7 +378,7 @@ __global__ void tutti_skinny_16(TUTTI_SKINNY_ARGUMENTS);
 __global__ void tutti_skinny_32(TUTTI_SKINNY_ARGUMENTS);
 __global__ void tutti_skinny_64(TUTTI_SKINNY_ARGUMENTS);
 
-/* The same with weights of int8: w u8 [n, w_stride], each weight plus 128, rows 16-byte aligned (the
+/* The same with int8 weights: w u8 [n, w_stride], each weight plus 128, rows 16-byte aligned (the
  * stride is a multiple of 16); scales f32 [n]: out = (x W^T) * scales + bias. */
 #define TUTTI_SKINNY_INT8_ARGUMENTS                                                                \
     const tutti_bf16 *x, const uint8_t *w, const float *scales, const float *bias, float *out,     \
@@ -385,10 +389,10 @@ __global__ void tutti_skinny_int8_16(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_32(TUTTI_SKINNY_INT8_ARGUMENTS);
 __global__ void tutti_skinny_int8_64(TUTTI_SKINNY_INT8_ARGUMENTS);
 
-/* The same with weights of 4 bits: w u8 [n, w_stride / 2], rows 64-byte aligned (w_stride, in weights,
- * is a multiple of 128); 128 weights are 64 bytes, of which word 4t + j has k = 32j + 8t + 2i in its
- * bits 4i and the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], shift in 5..31: a scale in
- * f32, in whose last four bits the zero is; a weight is (integer - zero) * scale. */
+/* The same with 4-bit weights: w u8 [n, w_stride / 2], rows 64-byte aligned (w_stride, in weights,
+ * is a multiple of 128). 128 weights are 64 bytes: word 4t + j has k = 32j + 8t + 2i at bit 4i and
+ * the next k 16 bits above. groups u32 [n, ceil(k / 2^shift)], shift in 5..31: a scale in f32
+ * with the zero in its last four bits; a weight is (integer - zero) * scale. */
 #define TUTTI_SKINNY_INT4_ARGUMENTS                                                                \
     const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias, float *out,  \
         const uint32_t *row_index, uint32_t rows, uint32_t n, uint32_t k, uint32_t x_stride,       \
@@ -397,8 +401,9 @@ __global__ void tutti_skinny_int4_8(TUTTI_SKINNY_INT4_ARGUMENTS);
 __global__ void tutti_skinny_int4_16(TUTTI_SKINNY_INT4_ARGUMENTS);
 __global__ void tutti_skinny_int4_32(TUTTI_SKINNY_INT4_ARGUMENTS);
 
-/* out = a(x Wg^T + bg) * (x Wu^T + bu), a as of tutti_activate_mul_f32. As above with w bf16 [2 * inner, w_stride]: gate rows,
- * then up rows; bias f32 [2 * inner] or null; out bf16 [rows, out_stride].
+/* out = a(x Wg^T + bg) * (x Wu^T + bu), with the a of tutti_activate_mul_f32. As above, with w bf16
+ * [2 * inner, w_stride]: gate rows, then up rows; bias f32 [2 * inner] or null; out bf16 [rows,
+ * out_stride].
  * grid (ceil(inner / 16), ceil(rows / number)), block 256. */
 #define TUTTI_SKINNY_GATE_UP_ARGUMENTS                                                             \
     const tutti_bf16 *x, const tutti_bf16 *w, const float *bias, tutti_bf16 *out, uint32_t rows,   \
@@ -419,7 +424,7 @@ __global__ void tutti_skinny_gate_up_int8_16(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS
 __global__ void tutti_skinny_gate_up_int8_32(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_skinny_gate_up_int8_64(TUTTI_SKINNY_GATE_UP_INT8_ARGUMENTS);
 
-/* The same with w u8 [2 * inner, w_stride / 2] and groups u32 [2 * inner, ..] of 4 bits, as above. */
+/* The same with 4-bit weights: w u8 [2 * inner, w_stride / 2], groups u32 [2 * inner, ..]. */
 #define TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS                                                        \
     const tutti_bf16 *x, const uint8_t *w, const uint32_t *groups, const float *bias,              \
         tutti_bf16 *out, uint32_t rows, uint32_t inner, uint32_t k, uint32_t x_stride,             \
@@ -430,32 +435,34 @@ __global__ void tutti_skinny_gate_up_int4_16(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS
 __global__ void tutti_skinny_gate_up_int4_32(TUTTI_SKINNY_GATE_UP_INT4_ARGUMENTS);
 
 /* ---- experts.cu -----------------------------------------------------------------------------
- * A slot is one row at one of its experts: row r's expert j is slot r * top_k + j.
+ * A slot is a pair of a row and one of its experts: slot r * top_k + j is row r's expert j.
  * At most TUTTI_EXPERTS_MAX experts, TUTTI_TOP_EXPERTS_MAX of them for each row. */
 
-/* The experts of the top_k largest logits, largest first, of equal ones the lowest first (what is
- * not a number comes last), and their weights: softmax over all logits, divided by the sum of the
- * chosen ones' where `normalise` is not 0. logits f32 [rows, num_experts]; experts u32, weights f32
- * [rows, top_k]. grid (rows), block 32. */
+/* The experts with the top_k largest logits, largest first, ties by lower index (NaN comes last),
+ * and their weights: softmax over all logits, divided by the sum of the chosen weights if
+ * `normalise` is not 0. logits f32 [rows, num_experts]; experts u32, weights f32 [rows, top_k].
+ * grid (rows), block 32. */
 __global__ void tutti_route(const float* logits, uint32_t* experts, float* weights,
                             uint32_t num_experts, uint32_t top_k, uint32_t normalise,
                             const uint32_t* live);
 
-/* Groups slots by their experts, `chunk_rows` rows at a time: block c makes of the slots of the
- * rows c * chunk_rows and on the tiles [c * tiles_stride ..], num_tiles[c] of them, by expert and
- * then by slot, and slots[c * chunk_rows * top_k ..], which tiles name. experts u32 [rows, top_k];
- * slots u32 [rows * top_k]; tiles_stride at least the least of a chunk's slots and its slots /
+/* Groups slots by expert, `chunk_rows` rows at a time. For the rows from c * chunk_rows on, block c
+ * writes num_tiles[c] tiles to tiles[c * tiles_stride ..], ordered by expert, then by slot, and the
+ * slots that the tiles refer to, to slots[c * chunk_rows * top_k ..]. experts u32 [rows, top_k];
+ * slots u32 [rows * top_k]; tiles_stride is at least the smaller of a chunk's slots and its slots /
  * tile_slots + num_experts. grid (ceil(rows / chunk_rows)), block 1024; `live` counts rows. */
 __global__ void tutti_group_experts(const uint32_t* experts, uint32_t* slots, TuttiExpertTile* tiles,
                                     uint32_t* num_tiles, uint32_t rows, uint32_t top_k,
                                     uint32_t num_experts, uint32_t chunk_rows, uint32_t tile_slots,
                                     uint32_t tiles_stride, const uint32_t* live);
 
-/* out[slot] = a(x[slot / top_k] Wg^T + bg, x[slot / top_k] Wu^T + bu) for the slots of all tiles, with
- * a(g, u) = m * sigmoid(alpha * m) * (v + shift), where m = g, at most `limit`, and v = u, in
- * -limit..limit: silu(g) * u with 1, infinity, 0. bias f32 [num_experts * 2 * inner] or null. Tiles are of at most so many slots as the name's number. x bf16, rows 16-byte aligned; w bf16
- * [num_experts * 2 * inner, w_stride], rows 16-byte aligned: each expert's gate rows, then its up
- * rows; out bf16 [slots, out_stride]. A slot's result is the same bits with each variant.
+/* out[slot] = a(x[slot / top_k] Wg^T + bg, x[slot / top_k] Wu^T + bu) for the slots of all tiles,
+ * with a(g, u) = m * sigmoid(alpha * m) * (v + shift), where m is g limited to at most `limit` and
+ * v is u clamped to -limit..limit: silu(g) * u for alpha 1, limit infinity, shift 0. The name's
+ * number is the most slots of a tile. bias f32 [num_experts * 2 * inner] or null; x bf16, rows
+ * 16-byte aligned; w bf16 [num_experts * 2 * inner, w_stride], rows 16-byte aligned: each expert's
+ * gate rows, then its up rows; out bf16 [slots, out_stride]. A slot's result is the same bits with
+ * each variant.
  * grid (most tiles, ceil(inner / 16)), block 256. */
 #define TUTTI_EXPERTS_GATE_UP_ARGUMENTS                                                            \
     const tutti_bf16 *x, const tutti_bf16 *w, tutti_bf16 *out, const uint32_t *slots,              \
@@ -467,7 +474,7 @@ __global__ void tutti_experts_gate_up_16(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_32(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 __global__ void tutti_experts_gate_up_64(TUTTI_EXPERTS_GATE_UP_ARGUMENTS);
 
-/* The same with weights of int8: see tutti_skinny_int8_8. w u8 [num_experts * 2 * inner, w_stride],
+/* The same with int8 weights: see tutti_skinny_int8_8. w u8 [num_experts * 2 * inner, w_stride],
  * scales f32 [num_experts * 2 * inner]. */
 #define TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS                                                       \
     const tutti_bf16 *x, const uint8_t *w, const float *scales, tutti_bf16 *out,                   \
@@ -479,9 +486,9 @@ __global__ void tutti_experts_gate_up_int8_16(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMEN
 __global__ void tutti_experts_gate_up_int8_32(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 __global__ void tutti_experts_gate_up_int8_64(TUTTI_EXPERTS_GATE_UP_INT8_ARGUMENTS);
 
-/* out[slot - first_slot] = x[slot] W^T + bias for the slots of all tiles. x bf16 [slots, x_stride], w
- * bf16 [num_experts * n, w_stride], rows 16-byte aligned; bias f32 [num_experts * n] or null; out f32
- * [.., out_stride].
+/* out[slot - first_slot] = x[slot] W^T + bias for the slots of all tiles. x bf16 [slots, x_stride],
+ * w bf16 [num_experts * n, w_stride], rows 16-byte aligned; bias f32 [num_experts * n] or null;
+ * out f32 [.., out_stride].
  * grid (most tiles, ceil(n / R)), block 256, with R = TUTTI_SKINNY_FEATURES(number). */
 #define TUTTI_EXPERTS_DOWN_ARGUMENTS                                                               \
     const tutti_bf16 *x, const tutti_bf16 *w, float *out, const uint32_t *slots,                   \
@@ -492,7 +499,7 @@ __global__ void tutti_experts_down_16(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_32(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 __global__ void tutti_experts_down_64(TUTTI_EXPERTS_DOWN_ARGUMENTS);
 
-/* The same with weights of int8: w u8 [num_experts * n, w_stride], scales f32 [num_experts * n]. */
+/* The same with int8 weights: w u8 [num_experts * n, w_stride], scales f32 [num_experts * n]. */
 #define TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS                                                          \
     const tutti_bf16 *x, const uint8_t *w, const float *scales, float *out, const uint32_t *slots, \
         const TuttiExpertTile *tiles, const uint32_t *num_tiles, uint32_t first_slot, uint32_t n,  \
@@ -504,15 +511,15 @@ __global__ void tutti_experts_down_int8_64(TUTTI_EXPERTS_DOWN_INT8_ARGUMENTS);
 
 /* out[r] = sum over j, in order, of weights[r, j] * parts[r, j]. parts f32 [rows, top_k, width],
  * weights f32 [rows, top_k], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256;
- * `live` counts rows from `first_row` before the first of these on. */
+ * `live` counts from `first_row` rows before the first of these. */
 __global__ void tutti_experts_sum(const float* parts, const float* weights, float* out,
                                   uint32_t top_k, uint32_t width, uint32_t first_row,
                                   const uint32_t* live);
 
-/* out[r] = parts[r] where row r went to a matrix (experts[r] is not TUTTI_NOT_ASSIGNED), else 0: of
- * rows with one slot each, whose matrices others chose. parts f32 [rows, width], experts u32 [rows],
- * out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256; `live` counts rows from
- * `first_row` before the first of these on. */
+/* out[r] = parts[r] if row r has a matrix (experts[r] is not TUTTI_NOT_ASSIGNED), otherwise 0: for
+ * rows with one slot each, whose matrices the caller chose. parts f32 [rows, width], experts u32
+ * [rows], out f32 [rows, width]. grid (rows, ceil(width / 1024)), block 256; `live` counts from
+ * `first_row` rows before the first of these. */
 __global__ void tutti_assigned_rows(const float* parts, const uint32_t* experts, float* out,
                                     uint32_t width, uint32_t first_row, const uint32_t* live);
 
@@ -522,19 +529,19 @@ __global__ void tutti_assigned_rows_bf16(const float* parts, const uint32_t* exp
                                          uint32_t first_row, const uint32_t* live);
 
 /* ---- sample.cu ------------------------------------------------------------------------------
- * logits f32 [rows, stride], of which the first `vocab` columns count; at most TUTTI_VOCAB_MAX. */
+ * logits f32 [rows, stride], only the first `vocab` columns used; at most TUTTI_VOCAB_MAX. */
 
-/* Samples each row as `params[row]` says, in the order of kernels::reference: the mask, bias,
- * suppression, penalties, then arg-max or temperature, min-p, top-k, top-p and one uniform number.
+/* Samples each row with `params[row]`, in the order of kernels::reference: mask, bias, suppression,
+ * penalties, then arg-max or temperature, min-p, top-k, top-p and one uniform number.
  * biases: all rows' logit biases; ids u32: all rows' suppressed, prompt and output tokens.
- * masks u32: the tokens that rows may choose, where they may not choose all: bit i % 32 of a mask's
- * word i / 32 is token i's, ceil(vocab / 32) words each; may be null when no row has one.
+ * masks u32: the allowed tokens of rows with a mask: bit i % 32 of a mask's word i / 32 is for
+ * token i, ceil(vocab / 32) words each; may be null when no row has one.
  * edited f32 [rows, vocab], scratch; counts u32 [rows, vocab], scratch that must be all 0 before
  * the first call and is all 0 again after each; both may be null when no row has bias,
  * suppression or penalties. top_ids u32, top_logprobs f32 [rows, top_stride]: the most likely
  * tokens, best first; at most min(top_n, vocab, TUTTI_TOP_MAX, top_stride) are written; may be
- * null when no row wants any.
- * Weights are whole multiples of 2^-40 of the largest, summed exactly.
+ * null when no row asks for any.
+ * Weights are integer multiples of 2^-40 of the largest, summed exactly.
  * grid (rows), block 1024. */
 __global__ void tutti_sample(const float* logits, const TuttiSampleParams* params,
                              const TuttiIdValue* biases, const uint32_t* ids,
@@ -551,16 +558,17 @@ __global__ void tutti_logprobs(const float* logits, const uint32_t* targets, Tut
                                const uint32_t* live);
 
 /* The largest logit of each row, ties by lower id, plus first_id: TuttiIdValue [rows]; id
- * TUTTI_CORRUPTED when the row is corrupted. The tokens are those from first_id on of a vocabulary of
- * which params[row] has a mask (the only word of params that is read; params may be null): id
- * TUTTI_NOTHING_ALLOWED when it leaves none of them above -infinity. grid (rows), block 1024. */
+ * TUTTI_CORRUPTED when the row is corrupted. The columns are the tokens from first_id on of a
+ * vocabulary; params[row] can have a mask over all of it (the only field of params that is read;
+ * params may be null): id TUTTI_NOTHING_ALLOWED when the mask leaves no column above -infinity.
+ * grid (rows), block 1024. */
 __global__ void tutti_argmax(const float* logits, const TuttiSampleParams* params,
                              const uint32_t* masks, TuttiIdValue* out, uint32_t stride,
                              uint32_t vocab, uint32_t first_id, const uint32_t* live);
 
-/* The best of what tutti_argmax found of each rank's part of the vocabulary, ties by lower id:
+/* The best of tutti_argmax's results for each rank's part of the vocabulary, ties by lower id:
  * found TuttiIdValue [ranks, rows], parts in the order of their ids. Corrupted when any part is,
- * or when no part has anything that is allowed; logprob and rank are 0. grid (ceil(rows / 256)),
+ * or when no part has an allowed token; logprob and rank are 0. grid (ceil(rows / 256)),
  * block 256; `live` counts rows. */
 __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out, uint32_t ranks,
                                    uint32_t rows, const uint32_t* live);
@@ -569,8 +577,9 @@ __global__ void tutti_argmax_merge(const TuttiIdValue* found, TuttiSampled* out,
  * A KV cache is `planes` arrays (K and V of every layer), `plane_stride` elements apart, of blocks
  * of `block_elements` (= num_kv_heads * block_size * head_dim, a multiple of 8) bf16. */
 
-/* staging[i] = block blocks[i] of all planes, and back. staging bf16 [n, planes, block_elements]:
- * device memory, or host memory that the device can address. grid (n, planes), block 256. */
+/* out: staging[i] = block blocks[i] of all planes; in: the reverse. staging bf16 [n, planes,
+ * block_elements]: device memory, or host memory that the device can address.
+ * grid (n, planes), block 256. */
 __global__ void tutti_blocks_out(const tutti_bf16* cache, const uint32_t* blocks,
                                  tutti_bf16* staging, uint64_t plane_stride,
                                  uint32_t block_elements, const uint32_t* live);

@@ -1,6 +1,6 @@
 // What follows the fused QKV product: bias, RMSNorm per head, RoPE, K and V to the paged cache.
 //
-//   x = qkv + bias;  q, k: x = x / sqrt(mean(x^2) + eps) * norm (where the model has it), then
+//   x = qkv + bias;  q, k: x = x / sqrt(mean(x^2) + eps) * norm (if the model has it), then
 //   x[i], x[i + h/2] = x[i] cos - x[i + h/2] sin, x[i + h/2] cos + x[i] sin   (h = head_dim)
 //
 // One warp per row and head; a lane holds the pairs lane, lane + 32, .. of the head, both halves,
@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const uint32_t half = head_dim / 2;
     const bool is_v = head >= num_heads + num_kv_heads;
     const bool idle = row >= live_items(live) || head >= heads;
-    // Where the row is, and the tables: read while the product still runs.
+    // The row's slot, cos and sin are read while the product still runs.
     float c[PAIRS];
     float s[PAIRS];
     uint32_t slot = 0;

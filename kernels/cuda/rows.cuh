@@ -1,5 +1,5 @@
-// Rows of activations: 16-byte accesses, and the norm of a row, which is also the end of a fused
-// all-reduce: the same sums in the same order, so that both give the same bits.
+// Rows of activations: 16-byte accesses, and the norm of a row. The norm is also the end of a fused
+// all-reduce, with the same sums in the same order, so that both give the same bits.
 #pragma once
 #include "device.cuh"
 
@@ -8,8 +8,8 @@ namespace {
 
 constexpr uint32_t NORM_WARPS = 16;
 constexpr uint32_t NORM_THREADS = 32 * NORM_WARPS;
-// float4 per thread that stay in registers between the two passes of a norm: rows of up to
-// 512 * 4 * 4 = 8192 are read once, the rest of longer ones twice.
+// Number of float4 per thread that stay in registers between the two passes of a norm: rows of up
+// to 512 * 4 * 4 = 8192 are read once; the rest of longer ones is read twice.
 constexpr uint32_t NORM_KEPT = 4;
 
 __device__ __forceinline__ float4 load4(const float* at) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ float squares(float4 v) {
     return (v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w);
 }
 
-// Up to 4 elements of a row from `at`: 16 bytes where all 4 are there and aligned.
+// Up to 4 elements of a row: 16-byte accesses if all 4 exist and are aligned.
 struct Four {
     float v[4];
 };
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_up_to_4(float* row, uint32_t first, uint32
     }
 }
 
-// `whole`: 4 elements are there, and the address is a multiple of 8 bytes.
+// `whole`: all 4 elements exist, and the address is a multiple of 8 bytes.
 __device__ __forceinline__ void store_bf16(tutti_bf16* row, uint32_t first, uint32_t width,
                                            bool whole, Four r) {
     if (whole) {
@@ -86,12 +86,12 @@ __device__ __forceinline__ float norm_scale(float square_sum, uint32_t width, fl
     return 1.0f / sqrtf(square_sum / static_cast<float>(width) + eps);
 }
 
-// What is read is what is added.
+// For terms that are already the sum to add.
 struct AsRead {
     __device__ __forceinline__ float4 operator()(float4 v) const { return v; }
 };
 
-// What a thread multiplies by: a constant of the model, so read before anything is waited for.
+// This thread's norm weights: constants of the model, so they are loaded before any wait.
 struct NormWeights {
     float4 kept[NORM_KEPT];
 
@@ -107,13 +107,13 @@ struct NormWeights {
     }
 };
 
-// y = x / rms(x) * weight for one row of x, by a block of NORM_THREADS. x is the row at r, to which
-// `adds` says whether `sum(read(i, at))` is added first, and left there: the 4 elements from `at`, the
-// i-th four of this thread (NORM_KEPT: any behind those that are kept). width: a multiple of 4.
-// `whole`: y's stride is one too.
+// y = x / rms(x) * weight for one row x at r, by a block of NORM_THREADS. If `adds`,
+// `sum(read(i, at))` is first added to x and stored there: the 4 elements from `at`, which are the
+// i-th four of this thread (NORM_KEPT for all beyond the kept ones). width must be a multiple of 4.
+// `whole`: so is y's stride.
 //
-// All that is kept is asked for before any of it is used: a store between two loads would hold the
-// second back, as what it writes might be what is read, and each four would be a round trip.
+// All kept elements are loaded before any is used: a store between two loads would delay the
+// second, since it could write what is loaded, and each four would take a round trip.
 template <class Read, class Sum>
 __device__ __forceinline__ void add_rmsnorm_row(float* r, const float* weight,
                                                 const NormWeights& weights, tutti_bf16* y,
@@ -166,7 +166,7 @@ __device__ __forceinline__ void add_rmsnorm_row(float* r, const float* weight,
             finish(at, kept[i], weights.kept[i]);
         }
     }
-    // What a thread reads again here it wrote itself.
+    // A thread rereads only elements that it wrote itself.
     for (uint32_t at = threadIdx.x * 4 + NORM_KEPT * step; at < width; at += step) {
         finish(at, load4(r + at), load4(weight + at));
     }

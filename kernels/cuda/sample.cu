@@ -1,12 +1,13 @@
 // Choosing a token from a row of logits, and log-probabilities. One block per row.
 //
-// Order: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency, presence); then
-// the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and one uniform number
-// of Philox4x32-10 (key: seed; counter: position, draw 0, choice), which goes up the cumulated
-// weights: in order of probability where top-k or top-p may cut, else in order of token id. Ties go
-// to the lower id. The same steps as `kernels::reference`, whose sums are f64: here weights are
-// whole multiples of 2^-40 of the largest (see draw.cuh), so a draw differs from the reference's
-// only where a uniform number falls within about 1e-6 of a boundary.
+// Order: the mask, logit bias, suppression of end tokens, penalties (repetition, frequency,
+// presence); then the arg-max if the temperature is 0; otherwise temperature, min-p, top-k, top-p
+// and one uniform number of Philox4x32-10 (key: seed; counter: position, draw 0, choice). The
+// number selects from the cumulative weights, in order of probability if top-k or top-p can cut,
+// otherwise in order of token id. Ties go to the lower id. The same steps as in
+// `kernels::reference`, whose sums are f64: here weights are whole multiples of 2^-40 of the
+// largest (see draw.cuh), so a draw differs from the reference's only if a uniform number falls
+// within about 1e-6 of a boundary.
 //
 // Log-probabilities are of the unmodified logits: x - max - ln(sum of e^(x - max)), the sum in f64.
 // Shapes and launch rules: kernels.h. Limits: vocabulary up to 2^20, 1024 biases per row, 128 most
@@ -17,7 +18,7 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t THREADS = SELECT_THREADS;
-// Most likely tokens are looked for this far from the likeliest: e^-28.
+// Distance from the largest logit at which the most likely tokens are searched: e^-28.
 constexpr float LIKELY = 28.0f;
 
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
@@ -30,27 +31,27 @@ __device__ __forceinline__ u64 warp_largest(u64 x) {
     return x;
 }
 
-// The tokens that a row may choose from; null: all.
+// The mask of a row; null if it allows all tokens.
 __device__ __forceinline__ const uint32_t* mask_of(const TuttiSampleParams& p,
                                                    const uint32_t* masks) {
     return p.mask_start == TUTTI_NO_MASK ? nullptr : masks + p.mask_start;
 }
 
-// Looks at all logits of a row; `out` is in shared memory.
+// Summarizes all logits of a row; `out` is in shared memory.
 __device__ __forceinline__ void summarize(const Tokens& row, SelectScratch& s, RowSummary* out) {
-    // Of float keys, so counted that -infinity is the largest of all.
+    // Subtracted from keys of floats, so that the key of -infinity wraps around to the largest.
     constexpr uint32_t LOWEST_FINITE = 0x00800000u;
     uint32_t lowest = 0xffffffffu;
     uint32_t key = 0;
     uint32_t id_of_best = 0;
     bool bad = false;
     row.each([&](float x, uint32_t id) {
-        // Written so that NaN is bad.
+        // Written so that NaN counts as bad.
         bad = bad || !(x < INFINITY);
         const uint32_t own = float_key(x);
         const uint32_t above = own - LOWEST_FINITE;
         lowest = above < lowest ? above : lowest;
-        // A thread's ids grow: of equal logits the first stays.
+        // A thread's ids are ascending, so the first of equal logits stays.
         id_of_best = own > key ? id : id_of_best;
         key = own > key ? own : key;
     });
@@ -74,14 +75,14 @@ __device__ __forceinline__ void summarize(const Tokens& row, SelectScratch& s, R
     __syncthreads();
 }
 
-// The largest order key of a token of the row that `mask` allows, whose bit `first_id` is that of the
-// row's first token, and whose logit is above -infinity; 0 when there is none.
+// The largest order key among the row's tokens that `mask` allows and whose logit is above
+// -infinity, or 0 if there is none. Bit `first_id` of the mask belongs to the row's first token.
 __device__ __forceinline__ u64 best_allowed(const Tokens& row, const uint32_t* mask,
                                             uint32_t first_id, SelectScratch& s) {
     u64 best = 0;
     row.each([&](float x, uint32_t id) {
         const uint32_t bit = first_id + id;
-        // Behind the row there may be no mask any more.
+        // Tests x first: past the row, the mask may have ended as well.
         const bool allowed = x > -INFINITY && (mask[bit / 32] >> (bit % 32) & 1u) != 0;
         best = larger(best, allowed ? order_key(x, id) : 0);
     });
@@ -108,7 +109,7 @@ __device__ __forceinline__ void edit(const TuttiSampleParams& p, const TuttiIdVa
         for (uint32_t j = 0; j < i && first; j++) {
             first = bias[j].id != id;
         }
-        // An id's first entry applies all of them, in order.
+        // An id's first entry applies all of the id's entries, in order.
         for (uint32_t j = i; j < p.bias_len && first; j++) {
             if (bias[j].id == id) {
                 edited[id] = __fadd_rn(edited[id], bias[j].value);
@@ -123,7 +124,8 @@ __device__ __forceinline__ void edit(const TuttiSampleParams& p, const TuttiIdVa
             store_alike(&edited[id], -INFINITY);
         }
     }
-    // The highest bit says that a token was seen at all, the others how often it was generated.
+    // The highest bit marks a token that was seen at all; the others count how often it was
+    // generated.
     for (uint32_t i = threadIdx.x; i < p.prompt_len; i += THREADS) {
         const uint32_t id = ids[p.prompt_start + i];
         if (id < vocab) {
@@ -140,7 +142,7 @@ __device__ __forceinline__ void edit(const TuttiSampleParams& p, const TuttiIdVa
     for (uint32_t i = threadIdx.x; i < p.prompt_len + p.output_len; i += THREADS) {
         const uint32_t id = i < p.prompt_len ? ids[p.prompt_start + i]
                                              : ids[p.output_start + (i - p.prompt_len)];
-        // The thread that takes the count applies it, and leaves 0 behind.
+        // The thread that takes the count applies it and resets it to 0.
         const uint32_t count = id < vocab ? atomicExch(&counts[id], 0u) : 0;
         if (count != 0) {
             float x = edited[id];
@@ -178,7 +180,7 @@ __device__ __forceinline__ void score(const Tokens& row, const RowSummary& summa
         s.warp_sum[threadIdx.x / 32] = sum;
     }
     u64 all_better;
-    // Its barriers also make the sums visible.
+    // The barriers within also make the sums visible.
     block_sum_before(better, s, &all_better);
     sum = s.warp_sum[lane];
 #pragma unroll
@@ -232,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     }
     SelectScratch& s = scratch[0];
     const float* own = logits + static_cast<size_t>(row) * stride;
-    // Read where it is used: there are too few registers for a copy.
+    // Read from memory at each use: there are too few registers for a copy.
     const TuttiSampleParams& p = params[row];
     const Tokens given = row_of_tokens(own, vocab, stride);
     summarize(given, s, &s.given);
@@ -319,12 +321,12 @@ extern "C" __global__ void __launch_bounds__(1024, 1)
     bool any = true;
     const uint32_t* mask = params == nullptr ? nullptr : mask_of(params[row], masks);
     if (plain.sound && mask != nullptr) {
-        // Of this part of the vocabulary the mask's bits may begin anywhere in a word.
+        // The mask's bits for this part of the vocabulary can begin anywhere in a word.
         best = best_allowed(given, mask, first_id, scratch[0]);
         any = best != 0;
     }
     if (threadIdx.x == 0) {
-        // Of a row that is not sound there may be no such token.
+        // A row that is not sound may have no such token.
         const uint32_t id = plain.sound && any ? id_of(best) : 0;
         const TuttiIdValue found = {first_id + id, own[id]};
         const TuttiIdValue nothing = {TUTTI_NOTHING_ALLOWED, -INFINITY};
@@ -347,7 +349,8 @@ extern "C" __global__ void __launch_bounds__(256)
     for (uint32_t rank = 1; rank < ranks; rank++) {
         const TuttiIdValue other = found[static_cast<size_t>(rank) * rows + row];
         sound = sound && other.id != TUTTI_CORRUPTED;
-        // Of equal ones the first: ids grow with ranks. What is allowed nowhere is -infinity.
+        // The first of equal ones wins, since ids ascend with ranks. If nothing is allowed, it is
+        // -infinity.
         if (other.value > best.value) {
             best = other;
         }

@@ -1,34 +1,33 @@
-// Finding a token by rank or by cumulated weight, without sorting a row. One block of 1024 threads.
+// Finds a token by rank or by cumulative weight, without sorting a row. One block of 1024 threads.
 //
-// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps that to one u64
-// whose larger values come first. A pass over the row counts, or weighs, its tokens in bins of
-// equal distance to the largest logit: a bin's tokens come before all of the next. So the bins'
-// sums tell which bin has the wanted token. A second pass collects that bin's tokens in a list (and
-// those before, if they are few), which is sorted. If a bin has more tokens than the list has
-// places (a row of equal logits), the key is found digit by digit instead: six passes.
+// Tokens are ordered by logit, larger first, ties by lower id. `order_key` maps this order to one
+// u64, larger for earlier tokens. A pass over the row counts, or weighs, its tokens in bins of
+// equal distance to the largest logit: a bin's tokens come before all those of the next. So the
+// bins' sums tell which bin has the wanted token. A second pass collects that bin's tokens in a
+// list (with those before, if they are few), which is sorted. If a bin has more tokens than the
+// list can hold (a row of equal logits), the key is found digit by digit instead, in six passes.
 //
-// Bins are linear because logits are. The upper bits of the float, as a first digit would have
-// them, put a whole vocabulary into a dozen bins, and lanes that add to one address do so one after
-// the other.
+// Bins are linear because logits are. Binning by the upper bits of the float would put a whole
+// vocabulary into a dozen bins, and lanes that add to the same address are serialized.
 //
 // Weights are whole numbers (see draw.cuh), so sums are exact: independent of the order of threads,
-// and equal however they are divided. 2^20 tokens of weight 2^40 fit into 64 bits.
+// and of how they are divided. 2^20 tokens of weight 2^40 fit into 64 bits.
 #pragma once
 #include "device.cuh"
 
 namespace tutti {
 
 constexpr uint32_t SELECT_THREADS = 1024;
-// Two for each thread.
+// Two per thread.
 constexpr uint32_t SELECT_BINS = 2 * SELECT_THREADS;
 constexpr uint32_t LIST_MAX = 2 * SELECT_THREADS;
 
 typedef unsigned long long u64;
 
-// As f32's total order: -infinity, .., -0, +0, .., +infinity.
+// Maps floats to keys in their total order: -infinity, .., -0, +0, .., +infinity.
 __device__ __forceinline__ uint32_t float_key(float x) {
     const uint32_t bits = __float_as_uint(x);
-    // All bits turn where the first is set, else the first.
+    // Flips all bits if the sign is set, otherwise only the sign.
     return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
 
@@ -50,10 +49,10 @@ struct Tokens {
     const float* logits;
     uint32_t count;
     bool wide; // logits begin at a multiple of 16 bytes
-    const uint32_t* mask; // a bit for each token, 1 where it may be chosen; null: all may
+    const uint32_t* mask; // a bit for each token, 1 if it may be chosen; null: all may
 
-    // The logits of the 4 tokens from `first` on, a multiple of 4; -infinity where there is none or
-    // it may not be chosen.
+    // The logits of the 4 tokens from `first` on, a multiple of 4; -infinity for tokens that do not
+    // exist or may not be chosen.
     __device__ __forceinline__ float4 four(uint32_t first) const {
         float4 x = loaded(first);
         if (mask != nullptr && first < count) {
@@ -76,8 +75,8 @@ struct Tokens {
                            first + 3 < count ? logits[first + 3] : -INFINITY);
     }
 
-    // Calls `look(logit, id)` once for every token, and for some ids behind the last, whose logit is
-    // -infinity. A thread's ids grow.
+    // Calls `look(logit, id)` once for every token, and for some ids past the last, with a logit of
+    // -infinity. A thread's ids are ascending.
     template <class Look>
     __device__ __forceinline__ void each(const Look& look) const {
         constexpr uint32_t STEP = SELECT_THREADS * 4;
@@ -85,7 +84,7 @@ struct Tokens {
         float4 x = four(id);
 #pragma unroll 1
         while (id < count) {
-            // On its way while this is looked at.
+            // Loads the next four while these are processed.
             const float4 next = four(id + STEP);
             look(x.x, id);
             look(x.y, id + 1);
@@ -97,46 +96,46 @@ struct Tokens {
     }
 };
 
-// A row of `stride` between it and the next.
+// A row of tokens; `stride` elements separate it from the next.
 __device__ __forceinline__ Tokens row_of_tokens(const float* logits, uint32_t vocab,
                                                 uint32_t stride,
                                                 const uint32_t* mask = nullptr) {
     return {logits, vocab, stride % 4 == 0, mask};
 }
 
-// What a pass over a row says first of all.
+// Result of the first pass over a row.
 struct RowSummary {
     u64 best;     // the largest order key
     float lowest; // the smallest logit above -infinity
     bool sound;   // no NaN, no +infinity, and something above -infinity
 };
 
-// Distances from a row's largest logit, in bins of equal width; what is too far is in the last. The
-// distance, and so the bin, never falls as the logit falls: both operations round, and are rounded
-// alike in every pass.
+// Distances from a row's largest logit, in bins of equal width; the last bin has all that are too
+// far. The distance, and so the bin, never decreases as the logit decreases: both operations round
+// monotonically, and in the same way in every pass.
 struct Scale {
     float max;
     float per_unit;
 
-    // Covers distances up to `far` at least, or all of the row.
+    // Covers distances of at least `far`, or the whole row.
     __device__ __forceinline__ Scale(const RowSummary& row, float far) : max(logit_of(row.best)) {
         const float range = fminf(__fsub_rn(max, row.lowest), far);
-        // Never 0, infinity or NaN, of which `place` would make NaN.
+        // Never 0, infinity or NaN, which would make `place` NaN.
         per_unit = fminf(fmaxf(__fdiv_rn(SELECT_BINS - 1.0f, range), 1e-30f), 1e30f);
     }
 
-    // Its whole part is the bin.
+    // The whole part is the bin.
     __device__ __forceinline__ float place(float logit) const {
         return fminf(__fmul_rn(__fsub_rn(max, logit), per_unit), SELECT_BINS - 1.0f);
     }
 
     __device__ __forceinline__ uint32_t bin(float logit) const {
-        // Added to 2^23, and rounded down, it is the sum's lower bits.
+        // Adding 2^23, rounded down, puts the whole part into the lower bits.
         return __float_as_uint(__fadd_rd(place(logit), 8388608.0f)) % SELECT_BINS;
     }
 };
 
-// Sums of 64 bits, by 32-bit additions alone: shared memory has those, and not the others.
+// 64-bit sums made of 32-bit atomic additions, the only ones native to shared memory.
 struct Sums {
     uint32_t low[SELECT_BINS];
     uint32_t high[SELECT_BINS];
@@ -148,7 +147,7 @@ struct Sums {
         }
     }
 
-    // A weight. Few are 2^32 or more, and the lower word overflows once in 2^32.
+    // Adds a weight. Few weights are 2^32 or more, and the lower word overflows once per 2^32.
     __device__ __forceinline__ void add(uint32_t at, u64 x) {
         const uint32_t own = static_cast<uint32_t>(x);
         const uint32_t old = atomicAdd(&low[at], own);
@@ -158,7 +157,7 @@ struct Sums {
         }
     }
 
-    // A count.
+    // Adds a count.
     __device__ __forceinline__ void add(uint32_t at, bool one) {
         atomicAdd(&low[at], one ? 1u : 0u);
     }
@@ -168,32 +167,32 @@ struct Sums {
     }
 };
 
-// Where a running sum reaches what is wanted.
+// The place at which a running sum reaches the wanted value.
 struct Place {
     uint32_t index;
-    u64 before; // the sum in front of it
+    u64 before; // the sum before it
     u64 own;
 };
 
-// What all threads of the block share.
+// State shared by the threads of the block.
 struct SelectScratch {
     Sums bins;
-    // Order keys; or the sums of one digit's values, when no list is wanted.
+    // Order keys; or the sums of one digit's values, when no list is needed.
     union {
         u64 keys[LIST_MAX];
         Sums digits;
     };
-    uint32_t length; // of the list, or what it would be
-    // What is drawn from the row; by how many powers of 2 weights fall from one bin to the next; the
-    // list has the tokens that running sums above `begin`, and up to `end`, lead to. Here and below:
-    // not in registers, of which there are too few.
+    uint32_t length; // of the list, even if it does not fit
+    // Random bits of the row's draw; powers of 2 by which weights decrease per bin; and the range
+    // of running sums (above `begin`, up to `end`) whose tokens are in the list. These and those
+    // below are not in registers, because there are too few.
     u64 random;
     float bits_per_bin;
     u64 begin;
     u64 end;
     Place place;
     uint32_t found; // an id
-    // The row as it was given, and as it is after masks and edits.
+    // The row as given, and after masks and edits.
     RowSummary given;
     RowSummary edited;
     u64 warp_total[32];
@@ -203,7 +202,7 @@ struct SelectScratch {
     uint32_t warp_bad[32];
 };
 
-// The inclusive sum over lanes up to this one.
+// Inclusive prefix sum over the lanes.
 __device__ __forceinline__ u64 warp_running_sum(u64 x) {
     const uint32_t lane = threadIdx.x % 32;
 #pragma unroll
@@ -214,7 +213,7 @@ __device__ __forceinline__ u64 warp_running_sum(u64 x) {
     return x;
 }
 
-// The sum over the threads in front of this one; `total` becomes that of all.
+// Exclusive prefix sum over the threads; sets `total` to the sum of all.
 __device__ __forceinline__ u64 block_sum_before(u64 x, SelectScratch& s, u64* total) {
     const uint32_t warp = threadIdx.x / 32;
     const uint32_t lane = threadIdx.x % 32;
@@ -230,7 +229,7 @@ __device__ __forceinline__ u64 block_sum_before(u64 x, SelectScratch& s, u64* to
     return (warp > 0 ? up_to_warp : 0) + running - x;
 }
 
-// Two sums of a thread, of places 2i and 2i + 1, and what is in front of them.
+// A thread's two sums, at places 2i and 2i + 1, and the sum before them.
 struct Pair {
     u64 first;
     u64 second;
@@ -241,7 +240,8 @@ __device__ __forceinline__ Pair pair_of(u64 first, u64 second, SelectScratch& s,
     return {first, second, block_sum_before(first + second, s, total)};
 }
 
-// Where the running sum over all pairs reaches `wanted`, which is at least 1 and at most all.
+// The place where the running sum over all pairs reaches `wanted`, which is between 1 and the
+// total.
 __device__ __forceinline__ Place reach(const Pair& pair, u64 wanted, SelectScratch& s) {
     if (pair.before < wanted && wanted <= pair.before + pair.first + pair.second) {
         const bool in_first = wanted <= pair.before + pair.first;
@@ -255,7 +255,7 @@ __device__ __forceinline__ Place reach(const Pair& pair, u64 wanted, SelectScrat
     return place;
 }
 
-// Sorts the list's first `padded` keys, a power of two: the largest first.
+// Sorts the list's first `padded` keys, a power of two, in descending order.
 __device__ __forceinline__ void sort_list(uint32_t padded, SelectScratch& s) {
 #pragma unroll 1
     for (uint32_t size = 2; size <= padded; size *= 2) {
@@ -271,7 +271,7 @@ __device__ __forceinline__ void sort_list(uint32_t padded, SelectScratch& s) {
                     s.keys[i + stride] = a;
                 }
             }
-            // Up to this stride a warp's pairs are of 64 keys that no other warp's are of.
+            // Up to this stride, each warp's pairs are within 64 keys of its own.
             const uint32_t next = stride > 1 ? stride / 2 : size;
             if (stride > 32 || next > 32) {
                 __syncthreads();
@@ -283,8 +283,8 @@ __device__ __forceinline__ void sort_list(uint32_t padded, SelectScratch& s) {
     __syncthreads();
 }
 
-// Makes a sorted list of the tokens that `wanted(logit, id)` names. Returns how many they are: more
-// than LIST_MAX when there is no list.
+// Makes a sorted list of the tokens for which `wanted(logit, id)` is true. Returns their number;
+// there is no list if it exceeds LIST_MAX.
 template <class Wanted>
 __device__ __forceinline__ uint32_t list_tokens(const Tokens& tokens, const Wanted& wanted,
                                                 SelectScratch& s) {
@@ -306,7 +306,7 @@ __device__ __forceinline__ uint32_t list_tokens(const Tokens& tokens, const Want
     while (padded < length && padded < LIST_MAX) {
         padded *= 2;
     }
-    // No key is 0: they stay behind the others.
+    // No key is 0, so the padding comes last.
     for (uint32_t i = length + threadIdx.x; i < padded; i += SELECT_THREADS) {
         s.keys[i] = 0;
     }
@@ -317,7 +317,7 @@ __device__ __forceinline__ uint32_t list_tokens(const Tokens& tokens, const Want
     return length;
 }
 
-// The same of the tokens in bins `first` to `last` whose measure is not 0.
+// As `list_tokens`, for the tokens in bins `first` to `last` whose measure is not 0.
 template <class Measure>
 __device__ __forceinline__ uint32_t list_bins(const Tokens& tokens, const Scale& scale,
                                               const Measure& measure, uint32_t first,
@@ -337,7 +337,7 @@ __device__ __forceinline__ Pair pair_of_bins(SelectScratch& s, u64* total) {
     return pair_of(s.bins.at(2 * threadIdx.x), s.bins.at(2 * threadIdx.x + 1), s, total);
 }
 
-// Fills the bins by what `measure(logit, id)` says of tokens: a weight, or whether to count it.
+// Fills the bins with `measure(logit, id)` of all tokens: a weight, or whether to count the token.
 template <class Measure>
 __device__ __forceinline__ Pair fill_bins(const Tokens& tokens, const Scale& scale,
                                           const Measure& measure, SelectScratch& s, u64* total) {
@@ -353,14 +353,14 @@ __device__ __forceinline__ Pair fill_bins(const Tokens& tokens, const Scale& sca
     return pair_of_bins(s, total);
 }
 
-// A token, and the sum up to it and with it.
+// A token, and the sum up to and including it.
 struct Reached {
     u64 key;
     u64 through;
 };
 
-// The token at which the running sum of `measure`, the best token first, reaches `wanted`, which is
-// at least 1 and at most all. Leaves the bins as they are, but no list.
+// The token at which the running sum of `measure`, from the best token on, reaches `wanted`, which
+// is between 1 and the total. Keeps the bins, but overwrites the list.
 template <class Measure>
 __device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const Measure& measure,
                                                    u64 wanted, SelectScratch& s) {
@@ -383,7 +383,7 @@ __device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const M
             }
         });
         __syncthreads();
-        // The largest digit first.
+        // The largest digit comes first.
         const uint32_t first = SELECT_BINS - 1 - 2 * threadIdx.x;
         u64 total;
         const Pair pair = pair_of(s.digits.at(first), s.digits.at(first - 1), s, &total);
@@ -395,8 +395,8 @@ __device__ __forceinline__ Reached reach_by_digits(const Tokens& tokens, const M
     return {prefix, wanted - rest + s.place.own};
 }
 
-// The best `wanted` tokens of those that `measure` counts: a sorted list, which has them first, or
-// where that may be too long (`listed` is 0) the last of them.
+// The best `wanted` of the tokens that `measure` counts: the length of a sorted list that begins
+// with them, or, if there is no such list (`listed` is 0), the key of the last of them.
 struct Best {
     uint32_t listed;
     u64 last;

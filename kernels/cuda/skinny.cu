@@ -1,21 +1,21 @@
 // Products of few rows of activations with a large weight matrix: out = x W^T + bias.
 //
-// Bound by reading W once, so W goes straight from memory to registers, 16 bytes per lane, in the
-// layout in which a tensor-core instruction takes it: a permutation of k, applied to W and x alike,
-// changes no sum. W's rows are the instruction's 16 rows, the rows of x its 8 columns.
+// Bound by reading W once. W goes straight from memory to registers, 16 bytes per lane, in the
+// layout of a tensor-core instruction: a permutation of k, applied to both W and x, changes no sum.
+// W's rows are the instruction's 16 rows, the rows of x its 8 columns.
 //
 //   block:  16 (or 32) features, all of k, up to 8, 16, 32 or 64 rows of x; 8 warps
 //   warp w: the chunks w, w + 8, w + 16, .. of 128 k each; its sums stay in registers
 //   lane (g, t): features g and g + 8, k = 8t .. 8t + 7 of every 32
 //   end:    the 8 warps' sums are added as a tree, ((0+4) + (2+6)) + ((1+5) + (3+7))
 //
-// Weights of int8 take the same way (skinny_int8.cuh): a lane has k = 16t .. 16t + 15 of every 64, and
-// each sum is multiplied by its feature's scale at the end. Those of 4 bits (skinny_int4.cuh): k as of
-// bf16, chunks of 256, and a scale for each group of k.
+// int8 weights work the same way (skinny_int8.cuh): a lane has k = 16t .. 16t + 15 of every 64, and
+// each sum is multiplied by its feature's scale at the end. 4-bit weights (skinny_int4.cuh) have
+// the k of bf16, chunks of 256, and a scale for each group of k.
 //
-// The order of every sum depends on k alone, so each row's result has the same bits with any number
+// The order of every sum depends only on k, so each row's result has the same bits with any number
 // of rows, in any variant. Shapes and launch rules: kernels.h. Limits: rows of x and W begin at
-// multiples of 16 bytes. Best up to 32 rows; each further 64 read W again.
+// multiples of 16 bytes. Best up to 32 rows; every 64 rows read W again.
 #include "skinny_int4.cuh"
 #include "skinny_int8.cuh"
 
@@ -23,7 +23,7 @@ namespace tutti {
 namespace {
 
 // Rows of x that are this lane's columns of the instruction. A column without a row takes the last
-// one: its sums are not used, and columns do not touch each other.
+// row: its sums are not used, and columns do not affect each other.
 template <int ROWS>
 __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t* row_index,
                                              uint32_t first, uint32_t rows, uint32_t stride,
@@ -40,10 +40,10 @@ __device__ __forceinline__ void rows_of_lane(const tutti_bf16* x, const uint32_t
     }
 }
 
-// Waits for the kernels before this one, and finds out which rows there are: returns how many. That
-// came by copies before the step, so it is read while those kernels run, but of 64 rows, whose
-// addresses would not leave registers for what the weights' loads hold across the wait. All threads
-// wait, also of blocks without rows: what comes behind this kernel relies on it.
+// Waits for earlier kernels and determines this block's rows; returns the number of rows. The row
+// lists were copied before the step, so they are read while those kernels still run, except for 64
+// rows, whose addresses would take registers from the weights that are loaded across the wait. All
+// threads wait, even in blocks without rows, since later kernels rely on it.
 template <int ROWS>
 __device__ __forceinline__ uint32_t wait_for_rows(const tutti_bf16* x, const uint32_t* row_index,
                                                   uint32_t first, uint32_t rows, uint32_t stride,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
     for (int f = 0; f < FEATURES; f++) {
 #pragma unroll
         for (uint32_t half = 0; half < 2; half++) {
-            // A row without a feature takes the last one, too.
+            // A row without a feature takes the last feature.
             const size_t feature = at_most(first_feature + 16 * f + 8 * half + g, n - 1);
             weights.rows[f][half] = w + feature * w_stride;
             scale.attach(weights, f, half, feature);
@@ -90,7 +90,7 @@ __device__ __forceinline__ void skinny(const tutti_bf16* x, const typename W::El
     }
     release_successors();
     if (ROWS <= 2) {
-        // Not behind the first loads, which wait in registers that another block would have.
+        // Before the first loads: after them, it would take registers and cost a resident block.
         ask_for_more<W>(k, [=](uint32_t row) {
             return w + static_cast<size_t>(at_most(first_feature + row, n - 1)) * w_stride;
         });
@@ -169,8 +169,8 @@ __device__ __forceinline__ void skinny_gate_up(const tutti_bf16* x, const typena
     }
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
-        // Not all rows at once, which would take registers of the loop before: of 16 rows those that
-        // the second block of a multiprocessor has.
+        // One r at a time: all at once would take registers from the loop above, and for 16 rows
+        // cost a multiprocessor its second block.
         __syncwarp();
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
@@ -229,7 +229,7 @@ SKINNY_GATE_UP(16)
 SKINNY_GATE_UP(32)
 SKINNY_GATE_UP(64)
 
-// Of 64 rows two sums for each output would not stay in registers.
+// No variant for 64 rows: two sums per output would not fit in registers.
 #define SKINNY_INT4(number, features)                                                              \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         tutti_skinny_int4_##number(TUTTI_SKINNY_INT4_ARGUMENTS) {                                  \

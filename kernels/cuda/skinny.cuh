@@ -1,6 +1,6 @@
 // The inner loop of products of few rows with a large matrix: 16 (or 32) rows of W times up to 64
-// rows of x, by 8 warps that share k among them. What it is for, and how its sums are made: skinny.cu.
-// Weights of int8: skinny_int8.cuh; of 4 bits: skinny_int4.cuh.
+// rows of x, by 8 warps that share k. Purpose, and order of the sums: skinny.cu. int8 weights:
+// skinny_int8.cuh; 4-bit weights: skinny_int4.cuh.
 #pragma once
 #include "device.cuh"
 
@@ -8,23 +8,23 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t WARPS = 8;
-// k per load of the 4 lanes of a row, and loads on their way: a chunk.
+// k per load of a row's 4 lanes, and number of loads in flight: a chunk.
 constexpr uint32_t K_LOAD = 32;
 constexpr uint32_t LOADS = 4;
 constexpr uint32_t CHUNK = K_LOAD * LOADS;
 
-// What blocks that wait may have on their way to L2 besides their first loads: half to two thirds of an
-// H200's 50 MiB, which the kernels before use too. And the blocks that are taken to run at once (4 on
-// each of 132 multiprocessors, about): those behind them have nothing to wait for when they begin.
+// Bytes that waiting blocks can prefetch to L2 in addition to their first loads: half to two thirds
+// of an H200's 50 MiB, which the kernels before use as well. And the number of blocks assumed to
+// run at once (about 4 on each of 132 multiprocessors): later ones have nothing to wait for when
+// they begin.
 constexpr uint32_t AHEAD_BYTES = 32u << 20;
 constexpr uint32_t AHEAD_BLOCKS = 512;
 
 __device__ __forceinline__ uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-// About the first loads, before the wait for the kernels before: asks for what comes next of the
-// block's rows of W, which `row_of` finds, to come to L2, as much as is the block's share. What those
-// kernels leave of the memory's time is used, and W found in L2 when it is read. Nothing where other
-// blocks read the same rows of W.
+// Prefetches the parts of the block's rows of W that follow the first loads to L2, up to the
+// block's share, before the wait for earlier kernels; `row_of` returns the rows. This uses the
+// memory bandwidth that those kernels leave. Does nothing if other blocks read the same rows of W.
 template <class W, class RowOf>
 __device__ __forceinline__ void ask_for_more(uint32_t k, const RowOf& row_of) {
 #if defined(TUTTI_EMULATE) || __CUDA_ARCH__ >= 900
@@ -34,7 +34,8 @@ __device__ __forceinline__ void ask_for_more(uint32_t k, const RowOf& row_of) {
         row_bytes <= W::FIRST_BYTES) {
         return;
     }
-    // As if there were a power of two of blocks: to divide takes registers, and rounding does not matter.
+    // Rounds the number of blocks up to a power of two: a division takes registers, and precision
+    // does not matter.
     const uint32_t blocks = at_most(gridDim.x, AHEAD_BLOCKS);
     const uint32_t share = AHEAD_BYTES / COUNT >> (32 - __clz(static_cast<int>(2 * blocks - 1)) - 1);
     const uint32_t bytes = at_most(row_bytes - W::FIRST_BYTES, share) & ~15u;
@@ -49,8 +50,8 @@ __device__ __forceinline__ void ask_for_more(uint32_t k, const RowOf& row_of) {
 #endif
 }
 
-// What of 8 elements from column `k` of a row lies before column `end`; zeros for the rest, so that
-// whatever is behind the row's end, NaN too, does not count.
+// The part of 8 elements from column `k` of a row that is before column `end`; zeros for the rest,
+// so that anything past the row's end, even NaN, does not count.
 template <bool WEIGHTS>
 __device__ __forceinline__ uint4 load8_before(const tutti_bf16* row, uint32_t k, uint32_t end) {
     uint4 v = make_uint4(0, 0, 0, 0);
@@ -68,12 +69,12 @@ __device__ __forceinline__ uint4 load8_before(const tutti_bf16* row, uint32_t k,
     return v;
 }
 
-// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
+// One lane's part of 16 * FEATURES rows of W, and one chunk of it.
 template <int FEATURES>
 struct Weights {
     using Element = tutti_bf16;
     static constexpr int COUNT = FEATURES;
-    // Of a row, what all warps' first chunks are.
+    // Bytes of a row in the first chunks of all warps.
     static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK * sizeof(tutti_bf16);
     const tutti_bf16* rows[FEATURES][2];
     uint4 chunk[FEATURES][2][LOADS];
@@ -103,8 +104,8 @@ struct Weights {
         mma_bf16(sums, even, b.x, b.y);
         mma_bf16(sums, odd, b.z, b.w);
     }
-    // Loads the first chunk of a warp, if it is a whole one. It needs nothing from the kernels
-    // before, so it may run while they do.
+    // Loads the first chunk of a warp, if it is a whole one. Needs nothing from earlier kernels, so
+    // it can run at the same time.
     __device__ __forceinline__ void load_first(uint32_t k) {
         const uint32_t start = threadIdx.x / 32 * CHUNK;
         if (start + CHUNK <= k) {
@@ -116,7 +117,7 @@ struct Weights {
     }
 };
 
-// What a sum becomes: nothing else of bf16 weights, of int8 ones that many times the output's scale.
+// Finishes a sum: bf16 weights need nothing, int8 weights a product with the output's scale.
 struct Unscaled {
     __device__ __forceinline__ float operator()(float sum, size_t) const { return sum; }
     template <class W>
@@ -132,8 +133,8 @@ struct Scaled {
     __device__ __forceinline__ void attach(W&, int, int, size_t) const {}
 };
 
-// Adds up the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of
-// k. `w` has its first chunk.
+// Sums the products of FEATURES * 16 rows of W with ROWS * 8 rows of x over this warp's part of k.
+// `w` holds its first chunk.
 template <int FEATURES, int ROWS>
 __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16* const (&x)[ROWS],
                                          uint32_t k, float (&sums)[FEATURES][ROWS][4]) {
@@ -142,8 +143,8 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
     for (; start + CHUNK <= k; start += WARPS * CHUNK) {
         const uint32_t next = start + WARPS * CHUNK;
         const bool more = next + CHUNK <= k;
-        // Of few rows, all of the chunk's x is asked for at once: what is waited for is then W alone.
-        // Not where it would cost a block of the multiprocessor: 16 rows of x and 16 of W.
+        // For few rows, all of the chunk's x is loaded at once, so that waits are only for W. Not
+        // for 16 rows of x with 16 of W, where it would cost a resident block.
         constexpr bool AT_ONCE = ROWS == 1 || (ROWS == 2 && FEATURES == 2);
         uint4 all[AT_ONCE ? LOADS : 1][ROWS];
         if (AT_ONCE) {
@@ -167,7 +168,7 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
                     w.multiply(i, b, sums[f][r], f);
                 }
             }
-            // What was used is replaced at once, so the same amount is always in flight.
+            // Used weights are replaced immediately, so that the same amount is always in flight.
             if (more) {
                 w.load(i, next + K_LOAD * i + lane_k);
             }
@@ -190,9 +191,9 @@ __device__ __forceinline__ void multiply(Weights<FEATURES>& w, const tutti_bf16*
     }
 }
 
-// Adds the sums of the 8 warps into warp 0's; once per block. Of few rows shared memory holds those of
-// all warps, and warp 0 makes the whole tree behind one barrier; of more each half of the warps adds
-// the other's. The tree is the same.
+// Adds the sums of the 8 warps into warp 0's; once per block. For few rows, shared memory holds the
+// sums of all warps, and warp 0 adds the whole tree after one barrier; for more, half of the warps
+// add the other half's at each level. The tree is the same.
 template <int FEATURES, int ROWS>
 __device__ __forceinline__ void add_warps(float (&sums)[FEATURES][ROWS][4]) {
     constexpr int COUNT = FEATURES * ROWS * 4;

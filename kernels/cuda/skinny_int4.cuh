@@ -1,10 +1,10 @@
-// The inner loop of skinny.cuh for weights of 4 bits, with a scale and a zero for each group of k.
+// The inner loop of skinny.cuh for 4-bit weights, with a scale and a zero for each group of k.
 //
-// A lane's 16 bytes are four words of 8 k, and the same word of 4 lanes is 32 k in a row: word j of
-// lane t has k = 32j + 8t .. 32j + 8t + 7 of 128, as x is read for bf16 weights. The two k of a
-// pair are 16 bits apart in a word, so a shift, a mask and an exponent make two bf16 of it, 128 +
-// integer; one instruction then subtracts 128 + zero, exactly. Each group is summed up from zero
-// and added times its scale: one group, at most 128 k, at a time.
+// A lane's 16 bytes are four words of 8 k, and the same word of 4 lanes is 32 consecutive k: word j
+// of lane t has k = 32j + 8t .. 32j + 8t + 7 of 128, as x is read for bf16 weights. The two k of a
+// pair are 16 bits apart in a word, so a shift, a mask and an exponent turn it into two bf16, 128 +
+// integer; one instruction then subtracts 128 + zero, exactly. Each group is summed from zero and
+// added times its scale: one group, at most 128 k, at a time.
 #pragma once
 #include "skinny.cuh"
 
@@ -12,7 +12,7 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t K_LOAD_INT4 = 128;
-// As many bytes on their way as of int8.
+// As many bytes in flight as for int8.
 constexpr uint32_t LOADS_INT4 = 2;
 constexpr uint32_t CHUNK_INT4 = K_LOAD_INT4 * LOADS_INT4;
 
@@ -25,15 +25,15 @@ __device__ __forceinline__ uint32_t zeros_of(uint32_t group) {
     return 0xc300c300u | (group & 15u) * 0x00010001u;
 }
 
-// Pair `at` of a word less its zeros, as bf16.
+// Pair `at` of a word minus its zeros, as bf16.
 template <uint32_t at>
 __device__ __forceinline__ uint32_t widen_pair(uint32_t word, uint32_t zeros) {
     const uint32_t biased = (word >> (4 * at) & 0x000f000fu) | 0x43004300u;
     return fma_bf16x2(biased, 0x3f803f80u, zeros);
 }
 
-// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them with the groups that
-// its loads begin in.
+// One lane's part of 16 * FEATURES rows of W, and one chunk of it, with the groups in which its
+// loads begin.
 template <int FEATURES>
 struct Int4Weights {
     using Element = uint8_t;
@@ -41,13 +41,13 @@ struct Int4Weights {
     static constexpr uint32_t FIRST_BYTES = WARPS * CHUNK_INT4 / 2;
     const uint8_t* rows[FEATURES][2];
     const uint32_t* groups[FEATURES][2];
-    // Of two: k of a group.
+    // Logarithm of the k per group.
     uint32_t shift;
     uint4 chunk[FEATURES][2][LOADS_INT4];
     uint32_t first[FEATURES][2][LOADS_INT4];
 
     static __device__ __forceinline__ uint32_t row_bytes(uint32_t k) { return k / 2; }
-    // 128 k from `k` on, this lane's part of them.
+    // Loads this lane's part of 128 k from `k` on.
     __device__ __forceinline__ void load(uint32_t i, uint32_t k) {
 #pragma unroll
         for (int f = 0; f < FEATURES; f++) {
@@ -59,7 +59,7 @@ struct Int4Weights {
             }
         }
     }
-    // Rows have 128 k and more of them behind their end, which meet zeros of x.
+    // Rows are padded to a multiple of 128 k; the padding is multiplied by zeros of x.
     __device__ __forceinline__ void load_before(uint32_t i, uint32_t k, uint32_t end) {
         if (k < end) {
             load(i, k);
@@ -85,7 +85,7 @@ struct Int4Weights {
     }
 };
 
-// What sums become: nothing else; where groups are.
+// Finishes sums, which need nothing more; and gives the weights their groups.
 struct Grouped {
     const uint32_t* groups;
     uint32_t stride;
@@ -100,7 +100,7 @@ struct Grouped {
     }
 };
 
-// Adds the products of 128 k from `at` on. x is read up to `end` alone unless all is WHOLE.
+// Adds the products of 128 k from `at` on. Reads x only up to `end`, unless WHOLE.
 template <int FEATURES, int ROWS, bool WHOLE>
 __device__ __forceinline__ void multiply_load(const Int4Weights<FEATURES>& w, uint32_t i,
                                               const tutti_bf16* const (&x)[ROWS], uint32_t at,

@@ -1,9 +1,8 @@
-// The inner loop of skinny.cuh for weights of int8, which are kept with 128 added: bytes.
+// The inner loop of skinny.cuh for int8 weights, stored as bytes with 128 added.
 //
-// A lane's 16 bytes are 16 k, so 4 lanes have 64 k of a row with one load. They become bf16 in
-// registers, exactly, 8 at a time, and are then used like bf16 weights. A byte below the exponent
-// of 2^23 is a float, from which 2^23 + 128 is subtracted; the upper half of the result is all of
-// it.
+// A lane's 16 bytes are 16 k, so 4 lanes load 64 k of a row at once. They are converted to bf16 in
+// registers, exactly, 8 at a time, and then used like bf16 weights. A byte below the exponent of
+// 2^23 is a float, from which 2^23 + 128 is subtracted; the result is exact in its upper half.
 #pragma once
 #include "skinny.cuh"
 
@@ -11,8 +10,8 @@ namespace tutti {
 namespace {
 
 constexpr uint32_t K_LOAD_INT8 = 64;
-// As much k on its way as of bf16, in half the bytes: more would not leave registers for what is made
-// of them.
+// As many k in flight as for bf16, in half the bytes: more would not leave registers for the
+// converted weights.
 constexpr uint32_t LOADS_INT8 = CHUNK / K_LOAD_INT8;
 
 // Byte `at` of a word as a float.
@@ -28,7 +27,7 @@ __device__ __forceinline__ uint32_t widen_two(uint32_t word) {
                        __float_as_uint(widen_byte<at + 1>(word)), 0x7632u);
 }
 
-// 16 * FEATURES rows of W, as far as one lane has them, and one chunk of them.
+// One lane's part of 16 * FEATURES rows of W, and one chunk of it.
 template <int FEATURES>
 struct Int8Weights {
     using Element = uint8_t;
@@ -49,7 +48,7 @@ struct Int8Weights {
             }
         }
     }
-    // What lies behind the row's end meets zeros of x, and any byte is a number.
+    // Bytes past the row's end are multiplied by zeros of x, and any byte is a number.
     __device__ __forceinline__ void load_before(uint32_t i, uint32_t k, uint32_t end) {
         if (k < end) {
             load(i, k);
@@ -61,7 +60,7 @@ struct Int8Weights {
             chunk[f][1][i] = make_uint4(0, 0, 0, 0);
         }
     }
-    // The operands of two instructions: 8 k of load `i`, the first or the second half of it.
+    // The operands of two instructions: 8 k, the first or second half of load `i`.
     __device__ __forceinline__ void widen(uint32_t i, int second,
                                           uint32_t (&a)[FEATURES][2][4]) const {
 #pragma unroll
@@ -90,7 +89,7 @@ struct Int8Weights {
     }
 };
 
-// As of bf16 weights. x is read up to `end` alone when that is within the chunk.
+// As for bf16 weights. Reads x only up to `end`, unless WHOLE.
 template <int FEATURES, int ROWS, bool WHOLE>
 __device__ __forceinline__ void multiply_load(const Int8Weights<FEATURES>& w, uint32_t i,
                                               const tutti_bf16* const (&x)[ROWS], uint32_t at,

@@ -1,9 +1,9 @@
-//! How fast this machine computes a layer's experts:
+//! Measures how fast this machine computes a layer's experts:
 //! `cargo run --release -p kernels --example experts_bench [THREADS] [bfloat16|float32]`.
 //!
-//! The shape is that of Qwen3-30B-A3B (128 experts of 768, 8 for each row, hidden 2048); beside it,
-//! an MLP of as many columns as a row's experts have together. Of few rows the bytes of weights
-//! that are read per second count, of 512 the arithmetic. Prints; asserts nothing.
+//! The shape is that of Qwen3-30B-A3B (128 experts of 768, 8 for each row, hidden 2048), compared
+//! with an MLP as wide as a row's experts together. With few rows, memory bandwidth for weights
+//! matters; with 512 rows, arithmetic. It asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
@@ -16,10 +16,10 @@ use kernels::error::KernelError;
 const HIDDEN: usize = 2048;
 const INNER: usize = 768;
 const ROUTING: Routing = Routing { num_experts: 128, top_k: 8, normalise: true };
-/// MLPs that together do not fit in the caches.
+/// Number of MLPs: together they do not fit in the caches.
 const DENSE: usize = 6;
 
-/// Small numbers that do not repeat soon.
+/// Small pseudorandom numbers with a long period.
 fn noise(state: &mut u64) -> f32 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     ((*state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 0.1
@@ -78,7 +78,7 @@ fn main() -> Result<(), KernelError> {
         let mut dense_inner = backend.new_buffer(rows, wide)?;
         let mut routes = backend.new_routes(rows, ROUTING)?;
         let rounds = if rows > 64 { 10 } else { 100 };
-        // Interleaved, and the best of each: the machine has others to serve.
+        // Interleaved, and the best of each: other load may share the machine.
         let (mut sparse_rates, mut dense_rates, mut routing) = (vec![], vec![], 0.0);
         for round in 0..rounds {
             fill(&mut x, &mut state);

@@ -1,10 +1,10 @@
-//! How fast this machine multiplies:
+//! Measures matrix products on this machine:
 //! `cargo run --release -p kernels --example gemm_bench [THREADS] [ROWS,..] [INSTRUCTIONS]`,
 //! the last as in `avx512_bf16 bfloat16`, or a part of that.
 //!
 //! One row against matrices that together do not fit in the caches shows memory bandwidth; 512 rows
-//! show arithmetic. Formats of weights take turns, so that what else runs on the machine meets them
-//! alike. Prints; asserts nothing.
+//! show arithmetic. Weight formats take turns, so that other load affects them equally. It asserts
+//! nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
@@ -23,10 +23,10 @@ const GROUP: usize = 128;
 const FLOAT_GROUP: usize = 32;
 /// Inputs and outputs of a matrix.
 const SHAPE: (usize, usize) = (2048, 5632);
-/// Matrices per format: together larger than the caches, in 4 bits too.
+/// Matrices per format: together larger than the caches, even with 4 bits.
 const MATRICES: usize = 24;
 
-/// What weights are kept in.
+/// Format of weights in memory.
 #[derive(Clone, Copy, PartialEq)]
 enum Format {
     Bf16,
@@ -70,7 +70,7 @@ impl Format {
             HostMatrix { data, dtype: DType::Bf16, rows, cols, col_start, row_stride, scales };
         let is_float = self == Self::Mxfp4;
         let group = if is_float { FLOAT_GROUP } else { GROUP };
-        // Scales of floats are powers of two near 1.
+        // Scales of 4-bit floats are powers of two near 1.
         let powers = vec![127; cols * rows / FLOAT_GROUP];
         let packed = Packed {
             packing: if is_float { Packing::Mxfp4 { step: 1 } } else { Packing::Compressed },

@@ -1,8 +1,8 @@
-//! How fast weights are packed while they are loaded:
+//! Measures how fast weights are packed while they are loaded:
 //! `cargo run --release -p kernels --example load_bench [THREADS]`.
 //!
-//! A bf16 matrix that is in memory already, taken as it is and in int8; whole, and as the column
-//! parts that a rank makes of a row-parallel matrix. Prints; asserts nothing.
+//! Packs a bf16 matrix that is already in memory, as bf16 and as int8; whole, and as the column
+//! parts that a rank takes of a row-parallel matrix. It asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 

@@ -1,10 +1,9 @@
-//! Where the time of a prompt goes: `cargo run --release -p kernels --example prefill_bench`, with
-//! `[THREADS] [ROWS] [bfloat16|float32] [ROUNDS]` behind it.
+//! Breaks down the time of a prompt: `cargo run --release -p kernels --example prefill_bench --`,
+//! then `[THREADS] [ROWS] [bfloat16|float32] [ROUNDS]`.
 //!
-//! The operations of a decoder in the shape of a Llama of 160M parameters (hidden 768, 12 layers,
-//! 12 heads of 64 over 4 KV heads, intermediate 2048), one after the other as a step calls them,
-//! each timed: the best of all rounds, for the machine may have others to serve. Prints; asserts
-//! nothing.
+//! Times the operations of a decoder in the shape of a Llama with 160M parameters (hidden 768, 12
+//! layers, 12 heads of 64 over 4 KV heads, intermediate 2048), in the order of a step. Takes the
+//! best of all rounds, since other load may share the machine. It asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
@@ -38,7 +37,7 @@ struct Layer {
     down: CpuMatrix,
 }
 
-/// Numbers about zero that do not repeat soon.
+/// Pseudorandom numbers about zero with a long period.
 fn noise(state: &mut u64) -> f32 {
     *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     ((*state >> 40) as f32 / (1u64 << 24) as f32 - 0.5) * 0.07
@@ -59,7 +58,7 @@ fn matrix(
     backend.load_matrix(&[host])
 }
 
-/// What is timed, and the operations of it: two for each weight and row.
+/// Timed parts of a step.
 const NAMES: [&str; 8] =
     ["embed", "norm", "qkv+rope+kv", "attention", "output", "gate+up", "down", "head"];
 
@@ -165,7 +164,7 @@ fn main() -> Result<(), KernelError> {
         let time = times.iter().map(|spent| spent[what]).fold(f64::INFINITY, f64::min);
         let weights = match what {
             2 => LAYERS * QKV * HIDDEN,
-            // Half of all scores and weighted sums.
+            // Half of all scores and of all weighted sums, because of causality.
             3 => LAYERS * rows * HIDDEN,
             4 => LAYERS * HIDDEN * HIDDEN,
             5 => LAYERS * 2 * INNER * HIDDEN,

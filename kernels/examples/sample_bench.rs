@@ -1,12 +1,12 @@
-//! How long a CPU samples one row, with masks and without:
-//! `cargo run --release -p kernels --example sample_bench`. Prints; asserts nothing.
+//! Measures how long a CPU takes to sample one row, with and without masks:
+//! `cargo run --release -p kernels --example sample_bench`. It asserts nothing.
 #![allow(clippy::print_stdout, reason = "a tool that prints")]
 use std::time::Instant;
 
 use kernels::cpu::sample::Sampler;
 use kernels::sampling::{SampleParams, SampleRow};
 
-/// Each time the best of so many runs.
+/// Number of runs, of which the best counts.
 const RUNS: u32 = 200;
 
 fn main() {
@@ -29,7 +29,7 @@ fn main() {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
             random >> 33
         };
-        // A bell, as of a model: the sum of four.
+        // A bell curve like a model's: sums of four random numbers.
         let logits: Vec<f32> = (0..vocab)
             .map(|_| (0..4).map(|_| (next() % 1000) as f32 / 100.0).sum::<f32>() - 20.0)
             .collect();

@@ -1,44 +1,44 @@
-//! The list of operations a device must offer. The decoder is written once over [`Backend`], which
-//! is all of these together:
-//! - [`tensors`]: what a device holds, and how it comes there
+//! The operations a device must offer. The decoder is written once, over [`Backend`], which
+//! combines all of these traits:
+//! - [`tensors`]: what a device holds, and how it is loaded
 //! - [`rows`], [`products`], [`attention`], [`experts`]: the arithmetic
-//! - [`exchange`]: what ranks exchange
+//! - [`exchange`]: exchanges between ranks
 //! - [`steps`]: steps as a whole, and sampling
 //!
-//! `arguments` are sizes, and what is in a step; [`inspect`] is for tests and tools, and not a part
-//! of [`Backend`]. Code that is generic over `B: Backend` may call everything; code that has a
-//! device's own type imports [`prelude`].
+//! `arguments` holds their argument types: sizes, and the contents of a step. [`inspect`] is for
+//! tests and tools and not part of [`Backend`]. Code generic over `B: Backend` can call everything;
+//! code that uses a concrete device type imports [`prelude`].
 //!
-//! All activations are row-major `[rows, width]`, accumulated in f32. Weights are stored bf16 (or
-//! as the file has them). `tokens` of all sequences of a step are concatenated along the rows.
-//! Reductions run in an order that depends on the shapes of weights and of one sequence alone,
-//! never on what else is in the batch (law 7).
+//! All activations are row-major `[rows, width]`, accumulated in f32. Weights are stored in bf16 or
+//! as in the file. The tokens of all sequences of a step are concatenated along the rows. The order
+//! of a reduction depends only on the shapes of the weights and of one sequence, never on what else
+//! is in the batch (law 7).
 //!
-//! A backend is owned by one executor thread and owns its threads, streams and collective.
+//! A backend is owned by one executor thread, and owns its threads, streams and collective.
 //!
 //! # Steps as a whole
-//! A device may run a step as one recorded graph instead of call by call. For that the caller
-//! frames each step by [`StepOps::begin_step`], which names everything that the step reads, and
-//! [`StepOps::end_step`]. Between them a backend is free to put work off: it may record the calls,
-//! or only check that they are the ones it recorded for an earlier step of this kind and run its
-//! record at the end. So until `sample`, `logprobs`, `read_buffer`, a collective operation or
-//! `end_step` returns, no result needs to be there, and errors of a call may come from a later one.
-//! Both hooks do nothing by default; without them every call stands for itself.
-//! [`KernelError::Again`] from any of these calls means that the whole step, beginning with
-//! `begin_step`, is to be called once more.
+//! A device can run a step as one recorded graph instead of call by call. For this, the caller
+//! brackets each step with [`StepOps::begin_step`], which names everything that the step reads, and
+//! [`StepOps::end_step`]. In between, a backend is free to defer work: it can record the calls, or
+//! only check that they match those it recorded for an earlier step of this kind, and run the
+//! recording at the end. So no result needs to be available until `sample`, `logprobs`,
+//! `read_buffer`, a collective operation or `end_step` returns, and a later call may report the
+//! error of an earlier one. Both hooks do nothing by default; without them every call stands on its
+//! own. [`KernelError::Again`] from any of these calls means that the caller must repeat the whole
+//! step, starting with `begin_step`.
 //!
 //! # Masks
-//! Which tokens a row may get may be known later than all else that its step reads. The step is
-//! begun without masks ([`StepInputs::masked`]), [`StepOps::launch_step`] has the device compute
-//! what was called so far, and its rows are sampled when the masks are there; no other step is
-//! begun before.
+//! The tokens that a row is allowed to choose can become known later than everything else that its
+//! step reads. The step is then begun without masks ([`StepInputs::masked`]),
+//! [`StepOps::launch_step`] makes the device compute what was called so far, and the rows are
+//! sampled once the masks have arrived. No other step begins before that.
 //!
 //! # One step ahead
-//! A device may also be given a step before the tokens of the one before are known, so that it
-//! never waits for its host: [`StepOps::queue_sample`] leaves the tokens on the device, the next
-//! step names them by their rows ([`StepInputs::feed`]), and [`StepOps::take_sampled`] fetches them
-//! later, in the order of the steps. Two steps whose tokens are not fetched are under way at most;
-//! those that sample nothing stand anywhere among them.
+//! A device can also be given a step before the tokens of the previous one are known, so that it
+//! never waits for the host: [`StepOps::queue_sample`] leaves the tokens on the device, the next
+//! step refers to them by row ([`StepInputs::feed`]), and [`StepOps::take_sampled`] fetches them
+//! later, in step order. At most two steps with unfetched tokens are in flight; steps that sample
+//! nothing can come anywhere among them.
 mod arguments;
 pub mod attention;
 pub mod exchange;
@@ -66,7 +66,7 @@ pub use tensors::{Buffer, Tensors};
 use crate::error::KernelError;
 pub use crate::weights::{BlockScales, DType, HostMatrix, Scales};
 
-/// A device. Methods are called from its executor thread alone.
+/// A device. Only its executor thread calls these methods.
 pub trait Backend:
     Tensors + RowOps + ProductOps + AttentionOps + ExpertOps + ExchangeOps + StepOps
 {
@@ -77,7 +77,7 @@ impl<B> Backend for B where
 {
 }
 
-/// All operations by name, where a device's own type calls them: `use backend::prelude::*`.
+/// All operations, for code that uses a concrete device type: `use backend::prelude::*`.
 pub mod prelude {
     pub use super::{
         AttentionOps as _, Buffer as _, ExchangeOps as _, ExpertOps as _, Inspect as _,

@@ -1,5 +1,5 @@
-//! Checks of arguments before memory is touched, the same for all backends. A failed check is a
-//! caller's bug and an error, not a panic; nothing has been written then.
+//! Argument checks, shared by all backends and made before memory is touched. A failed check is a
+//! bug in the caller and returns an error instead of panicking; nothing has been written by then.
 //!
 //! - here: rows, products, logits
 //! - `attention`: heads, sequences, the cache
@@ -26,18 +26,18 @@ macro_rules! ensure {
 }
 pub(crate) use ensure;
 
-/// What is asked of a weight matrix `[rows, cols]`.
+/// Shape of a weight matrix `[rows, cols]`.
 pub(crate) trait Matrix {
     fn rows(&self) -> usize;
     fn cols(&self) -> usize;
 }
 
-/// What is asked of a vector.
+/// Length of a vector.
 pub(crate) trait Vector {
     fn len(&self) -> usize;
 }
 
-/// That a buffer has rows of this width.
+/// Checks the width of a buffer.
 pub(crate) fn width(
     op: &'static str,
     name: &str,
@@ -49,7 +49,7 @@ pub(crate) fn width(
     Ok(())
 }
 
-/// `out` = rows of a buffer that holds `values` on the host.
+/// Copies ranges of rows to `out`, from a buffer whose `values` are on the host.
 pub(crate) fn read_rows(
     buffer: &impl Buffer,
     values: &[f32],
@@ -65,7 +65,7 @@ pub(crate) fn read_rows(
     Ok(())
 }
 
-/// The one shape of a stack's matrices, `(rows, cols)`.
+/// Returns the common shape of a stack's matrices, `(rows, cols)`.
 pub(crate) fn stack(matrices: &[HostMatrix<'_>]) -> Result<(usize, usize), KernelError> {
     let shape = |matrix: &HostMatrix<'_>| (matrix.rows, matrix.cols);
     let wanted = matrices.first().map_or((0, 0), shape);
@@ -75,7 +75,7 @@ pub(crate) fn stack(matrices: &[HostMatrix<'_>]) -> Result<(usize, usize), Kerne
     Ok(wanted)
 }
 
-/// That a buffer, where there is one, is `[rows, width]`.
+/// Checks that a buffer, if there is one, is `[rows, width]`.
 pub(crate) fn shape(
     op: &'static str,
     name: &str,
@@ -87,7 +87,7 @@ pub(crate) fn shape(
     Ok(())
 }
 
-/// The number of elements of a vector, where there is one.
+/// Checks the number of elements of a vector, if there is one.
 pub(crate) fn vector(
     op: &'static str,
     name: &str,
@@ -99,7 +99,7 @@ pub(crate) fn vector(
     Ok(())
 }
 
-/// That none of these numbers, which name one of `bound` things each, is too large.
+/// Checks that all `numbers` are below `bound`.
 pub(crate) fn named(
     op: &'static str,
     what: &str,
@@ -111,7 +111,7 @@ pub(crate) fn named(
     Ok(())
 }
 
-/// `residual += delta`, normalised by `delta_weight` where there is one; `out = norm(residual)`.
+/// Checks `residual += delta`, with `delta` normalised if it has a weight; `out = norm(residual)`.
 pub(crate) fn norm<B: Buffer, V: Vector>(
     op: &'static str,
     residual: &B,
@@ -126,7 +126,7 @@ pub(crate) fn norm<B: Buffer, V: Vector>(
     shape(op, "delta", delta, (rows, columns))
 }
 
-/// `out = x weight^T + bias`; `out` has `out_width` columns.
+/// Checks `out = x weight^T + bias`; `out` has `out_width` columns.
 pub(crate) fn product<B: Buffer>(
     op: &'static str,
     x: &B,
@@ -140,7 +140,7 @@ pub(crate) fn product<B: Buffer>(
     vector(op, "bias", bias, weight.rows())
 }
 
-/// Columns `first..first + cols` of x; where they end.
+/// Checks columns `first..first + cols` of x and returns their end.
 pub(crate) fn columns(
     op: &'static str,
     x: &impl Buffer,
@@ -152,7 +152,7 @@ pub(crate) fn columns(
     Ok(end)
 }
 
-/// Gate and up, one above the other in `weight`; how wide each is.
+/// Checks gate and up, stacked vertically in `weight`, and returns the width of each.
 pub(crate) fn gate_up<B: Buffer>(
     x: &B,
     weight: &impl Matrix,
@@ -167,7 +167,7 @@ pub(crate) fn gate_up<B: Buffer>(
     Ok(rows / 2)
 }
 
-/// Rows `first..first + count` of logits.
+/// Checks rows `first..first + count` of logits.
 pub(crate) fn logits(
     op: &'static str,
     logits: &impl Buffer,
@@ -186,7 +186,7 @@ pub(crate) fn logits(
     Ok(())
 }
 
-/// That `full` has the columns of all ranks.
+/// Checks that `full` has room for the columns of all ranks.
 pub(crate) fn gathered<B: Buffer>(local: &B, full: &B, world: usize) -> Result<(), KernelError> {
     let (wide, width) = (full.width(), local.width());
     ensure!("gather_logits", wide == world * width, "full.width is {wide}, not {world} x {width}");

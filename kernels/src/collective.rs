@@ -1,19 +1,18 @@
-//! How tensor-parallel ranks on CPUs exchange data: all-reduce, gather, broadcast and barrier in
-//! host memory, in f32.
+//! Data exchange between tensor-parallel ranks on CPUs: all-reduce, gather, broadcast and barrier
+//! in host memory, in f32.
 //!
-//! All ranks call the same operations in the same order with the same sizes. Data goes round by
-//! round; every round has the deadline given at set-up, and can be aborted from another thread.
-//! Every rank adds up in the same order, a binary tree over the wanted number of ranks
-//! ((0 + 1) + (2 + 3), `exchange::Tree`), so all ranks hold bitwise equal results, and smaller
-//! groups get the same ones.
+//! All ranks call the same operations in the same order with the same sizes. Data moves in rounds;
+//! every round has the deadline given at set-up and can be aborted from another thread. Every rank
+//! sums in the same order, a binary tree over the ranks ((0 + 1) + (2 + 3), `exchange::Tree`), so
+//! all ranks hold bitwise equal results, and smaller groups get the same ones.
 //!
 //! - [`abort`]: aborts several collectives at once
-//! - `exchange`: the operations in terms of one: each rank shows its data to all others
+//! - `exchange`: the operations in terms of a single one, in which each rank shows its data to all
 //! - [`single`]: one rank
 //! - [`local`]: threads of one process
 //! - `region`: the protocol of ranks that share memory, used by `local` and `shared_memory`
 //! - [`mod@shared_memory`]: processes of one host
-//! - [`tally`]: how many bytes each transport carried
+//! - [`tally`]: bytes that each transport carried
 //! - [`mod@tcp`]: processes of several hosts
 pub mod abort;
 mod exchange;
@@ -51,15 +50,15 @@ pub trait Collective: Send + Debug {
     /// Number of ranks.
     fn world_size(&self) -> u32;
 
-    /// Replaces `data` by the element-wise sum over all ranks, added as a binary tree: `(0 + 1) +
-    /// (2 + 3)`.
+    /// Replaces `data` with the element-wise sum over all ranks, added as a binary tree:
+    /// `(0 + 1) + (2 + 3)`.
     ///
     /// # Errors
     /// [`CollectiveError`]; the contents of `data` are then undefined.
     fn all_reduce_sum(&mut self, data: &mut [f32]) -> Result<(), CollectiveError>;
 
-    /// Concatenates the `local` of all ranks (of equal lengths), in the order of ranks, into
-    /// `global` on rank `root`. On other ranks `global` is not touched and may be empty.
+    /// Concatenates the `local` of all ranks (of equal lengths), in rank order, into `global` on
+    /// rank `root`. On other ranks `global` is not touched and can be empty.
     ///
     /// # Errors
     /// [`CollectiveError`].
@@ -76,7 +75,7 @@ pub trait Collective: Send + Debug {
     /// [`CollectiveError`].
     fn all_gather(&mut self, local: &[f32], global: &mut [f32]) -> Result<(), CollectiveError>;
 
-    /// Overwrites `data` on every rank with that of rank `root`.
+    /// Overwrites `data` on every rank with the data of rank `root`.
     ///
     /// # Errors
     /// [`CollectiveError`].

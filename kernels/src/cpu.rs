@@ -1,24 +1,23 @@
 //! The CPU backend: SIMD kernels over packed bf16, int8 or 4-bit weights, f32 activations, its own
 //! threads.
 //!
-//! The operations, which have their arguments checked first (`crate::check`), and what they are
-//! made of:
+//! The operations check their arguments first (`crate::check`). Modules:
 //! - [`isa`]: which instruction set is used
 //! - `simd`, `math`: vectors, scalar functions
-//! - `precision`: how precisely activations enter matrix products
+//! - `precision`: the precision of activations in matrix products
 //! - `pack`: the weight layout
-//! - `products` over `gemm`: matrix products, and those of an MLP's first half
+//! - `products` over `gemm`: matrix products, and an MLP's gate and up
 //! - `attend` over `attention`: paged attention; `qkv`: norm, RoPE and KV cache after the QKV
 //!   projection
 //! - `rows` over `elementwise`: embedding, norms, RoPE and activations
 //! - `experts`: mixtures of experts (MoE)
 //! - `steps` over [`sample`], `mask`: sampling, token masks
-//! - `exchange`: sums, and gathering what other ranks have
-//! - `loading`, `kv`, `buffer`, `memory`: what is held, the KV cache's layout, activations, aligned
+//! - `exchange`: all-reduce, and gathering data of other ranks
+//! - `loading`, `kv`, `buffer`, `memory`: weights, the KV cache's layout, activations, aligned
 //!   memory
 //!
 //! The results of a row depend only on that row and its sequence, bit for bit, whatever else is in
-//! the batch and however many threads there are.
+//! the batch and whatever the number of threads.
 #![allow(unsafe_code, reason = "vector instructions, and tasks that write disjoint places")]
 use std::fmt;
 use std::time::Duration;
@@ -65,9 +64,9 @@ use memory::Scratch;
 use precision::Arithmetic;
 use sample::Sampler;
 
-/// How CPUs exchange data, as named by devices that have other ways, too.
+/// Name of CPU exchanges, also used by devices that have other transports.
 const WAY: &str = "host";
-/// Elements of an elementwise operation that are worth a task of their own.
+/// Number of elements of an elementwise operation that are worth a task of their own.
 const GRAIN: usize = 16 * 1024;
 
 /// One rank on CPU cores. Created on, or moved to, the thread that calls it; owns its thread pool.
@@ -101,12 +100,12 @@ impl fmt::Debug for CpuBackend {
 }
 
 impl CpuBackend {
-    /// A backend with `threads` threads (including the caller), the fastest instruction set of this
-    /// machine, and matrix products of this precision.
+    /// Creates a backend with `threads` threads (including the caller), the fastest instruction set
+    /// of this machine, and matrix products of this precision.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] when `threads` is not in 1..=[`THREADS_MAX`],
-    /// [`KernelError::Device`] when threads cannot be started.
+    /// [`KernelError::Unsupported`] if `threads` is not in 1..=[`THREADS_MAX`],
+    /// [`KernelError::Device`] if threads cannot be started.
     pub fn new(
         threads: usize,
         precision: Precision,
@@ -118,7 +117,7 @@ impl CpuBackend {
     /// As [`CpuBackend::new`], with a given instruction set.
     ///
     /// # Errors
-    /// As [`CpuBackend::new`]; also [`KernelError::Unsupported`] when this machine lacks the
+    /// As [`CpuBackend::new`]; also [`KernelError::Unsupported`] if this machine lacks the
     /// instructions.
     pub fn with_isa(
         threads: usize,

@@ -1,17 +1,18 @@
 //! The CUDA backend: NVIDIA's driver and cuBLASLt, loaded at run time, and this project's kernels.
 //!
-//! Builds without CUDA; where a library is missing, an error says so and nothing else happens.
-//! - [`libraries`]: finds them; `context`, `stream`, [`memory`], [`module`]: the driver, safely
-//! - [`devices`]: what there is on this host, for people; `failure`: what went wrong, in a line
-//! - [`device`]: a GPU made ready
-//! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: by what they do it;
-//!   [`connect`]: how they find each other; [`nccl`]: NCCL; [`peer`]: GPUs that see each other's
-//!   memory
+//! Builds without CUDA; if a library is missing, creating a backend fails with an error that names
+//! it.
+//! - [`libraries`]: finds the libraries; `context`, `stream`, [`memory`], [`module`]: safe driver
+//!   API
+//! - [`devices`]: survey of this host's GPUs, for people; `failure`: error messages of one line
+//! - [`device`]: a GPU ready for launches
+//! - `group`: ranks that exchange data in GPU memory; [`choice`]: PURE: how they exchange it;
+//!   [`connect`]: how they join; [`nccl`]: NCCL; [`peer`]: GPUs that access each other's memory
 //! - `fatbin`: the embedded kernels; [`launch`]: their names, grids and arguments
-//! - [`bucket`], [`batch`], [`sample_lists`], [`parts`], [`capacity`]: PURE: graphs and plans, a
-//!   step's inputs, what sampling is told, what sequences are decoded by, memory
-//! - `backend`: a rank; `step`: what a step is in, and its graph; `uploads`: lists on their way to
-//!   the GPU; `readback`: rows on theirs to the host
+//! - [`bucket`], [`batch`], [`sample_lists`], [`parts`], [`capacity`]: PURE: buckets of graphs and
+//!   plans, a step's inputs, inputs of sampling, splits of decode attention, memory
+//! - `backend`: a rank; `step`: the state of a step, and its graph; `uploads`: lists copied to the
+//!   GPU; `readback`: rows copied to the host
 //! - [`tensors`]: buffers, weights, caches; `swap`: blocks in host memory
 //! - the operations: `loading`, `rows`, `attention`, `products` (of many rows: `matmul`),
 //!   `experts`, `exchange`, `sample`; what sampling keeps: `sampling`, `results`; `edits`: PURE:

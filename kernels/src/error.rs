@@ -1,13 +1,13 @@
-//! Errors of arithmetic, and of exchanges between ranks.
+//! Errors of arithmetic and of exchanges between ranks.
 use std::time::Duration;
 
 /// Why an operation of a backend failed.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
-    /// The arguments do not fit together: a bug in the caller, found before memory is accessed.
+    /// The arguments do not fit together: a bug in the caller, detected before any memory access.
     #[error("{op}: {message}")]
     Shape {
-        /// The operation.
+        /// Operation that failed.
         op: &'static str,
         /// What does not fit.
         message: String,
@@ -15,19 +15,19 @@ pub enum KernelError {
     /// Memory for a buffer, matrix or cache could not be allocated.
     #[error("cannot allocate {bytes} bytes for {what}")]
     OutOfMemory {
-        /// Its purpose.
+        /// Purpose of the memory.
         what: &'static str,
-        /// Its size.
+        /// Size of the allocation.
         bytes: u64,
     },
     /// The ranks could not exchange data.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    /// The device cannot do this.
+    /// The device does not support this.
     #[error("{0}")]
     Unsupported(String),
-    /// Nothing of the step was computed. Running it again helps, since the device will do it
-    /// another way.
+    /// Nothing of the step was computed. A retry helps, because the device will then compute it
+    /// differently.
     #[error("{0}")]
     Again(String),
     /// The device failed while computing; its buffers are undefined.
@@ -45,17 +45,17 @@ pub enum CollectiveError {
     /// Other ranks did not arrive in time.
     #[error("{op} timed out after {waited:?} waiting for rank {rank}")]
     TimedOut {
-        /// The operation.
+        /// Operation that timed out.
         op: &'static str,
         /// How long this rank waited.
         waited: Duration,
-        /// The first rank that has not arrived.
+        /// First rank that has not arrived.
         rank: u32,
     },
-    /// An exchange of the ranks' devices did not end in time.
+    /// The ranks' devices did not finish an exchange in time.
     #[error("{algorithm}: the ranks' devices did not finish an exchange in {waited:?}")]
     Stalled {
-        /// The algorithm of the exchange.
+        /// Algorithm of the exchange.
         algorithm: &'static str,
         /// How long this rank waited.
         waited: Duration,
@@ -63,26 +63,26 @@ pub enum CollectiveError {
     /// The devices' communication library reported an error.
     #[error("{algorithm}: {message}")]
     Failed {
-        /// The algorithm of the exchange.
+        /// Algorithm of the exchange.
         algorithm: &'static str,
-        /// The error, in one line.
+        /// Error message, in one line.
         message: String,
     },
     /// The link to a rank broke.
     #[error("lost the link to rank {rank}: {message}")]
     LinkLost {
-        /// The rank.
+        /// Rank at the other end.
         rank: u32,
-        /// The operating system's error.
+        /// The operating system's error message.
         message: String,
     },
     /// The collective could not be set up.
     #[error("cannot set up the collective: {0}")]
     Setup(String),
-    /// Ranks called different operations, or with different sizes.
+    /// Ranks called different operations, or the same one with different sizes.
     #[error("{op}: rank {rank} takes part with {theirs} elements, this rank with {ours}")]
     Mismatch {
-        /// The operation.
+        /// Operation that this rank called.
         op: &'static str,
         /// The other rank.
         rank: u32,

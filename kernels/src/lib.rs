@@ -1,20 +1,20 @@
 //! All arithmetic of Tutti, and the only crate with `unsafe`.
 //!
 //! Map:
-//! - [`backend`]: the list of operations a device must offer; shapes and dtypes of every argument
-//! - `check`: what all backends ask of their arguments
-//! - [`collective`]: how tensor-parallel ranks on CPUs exchange data
+//! - [`backend`]: the operations a device must offer; shapes and dtypes of every argument
+//! - `check`: argument checks that all backends share
+//! - [`collective`]: data exchange between tensor-parallel ranks on CPUs
 //! - [`cpu`]: the CPU backend, SIMD and portable
 //! - [`cuda`]: the CUDA backend
-//! - [`mapped`]: model files in memory
-//! - [`error`]: what can go wrong
+//! - [`mapped`]: memory-mapped model files
+//! - [`error`]: error types
 //! - [`philox`]: the random numbers of sampling
-//! - `pool`: threads that work through tasks
-//! - [`mod@reference`]: the float32 backend that is every other backend's oracle
+//! - `pool`: thread pool of the CPU backend
+//! - [`mod@reference`]: the float32 backend that all other backends are tested against
 //! - [`sampling`]: the parameters and results of token sampling
-//! - [`weights`]: weights as files have them, and how they are quantised
+//! - [`weights`]: weights as stored in files, and how they are quantised
 //!
-//! Names no other crate of the workspace.
+//! Depends on no other crate of the workspace.
 
 pub mod backend;
 mod check;

@@ -1,4 +1,4 @@
-//! Files mapped into memory, read only.
+//! Read-only memory-mapped files.
 #![allow(unsafe_code, reason = "mapping a file is unsafe: someone may change it meanwhile")]
 use std::fs::File;
 use std::io;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use memmap2::Mmap;
 
-/// A file's bytes, mapped: only what is touched is read, and it can be dropped by the system again.
+/// A memory-mapped file: only the pages touched are read, and the system can evict them again.
 #[derive(Debug)]
 pub struct MappedFile {
     file: File,
@@ -17,28 +17,28 @@ impl MappedFile {
     /// Maps a file.
     ///
     /// # Errors
-    /// When it cannot be opened or mapped.
+    /// If it cannot be opened or mapped.
     pub fn open(path: &Path) -> io::Result<Self> {
         let file = File::open(path)?;
-        // SAFETY: the map is read only and private to this process. A model file that is changed
-        // or truncated while it is mapped is outside of what can be checked for good; security.md
-        // tells operators to replace model folders, not to write into them, and `len_now` finds
-        // most of those that were cut.
+        // SAFETY: the map is read only and private to this process. Nothing can rule out for good
+        // that a model file is changed or truncated while it is mapped; security.md tells operators
+        // to replace model folders instead of writing into them, and `len_now` detects most
+        // truncated files.
         let map = unsafe { Mmap::map(&file)? };
         Ok(Self { file, map })
     }
 
-    /// Its bytes. Reading some that the file does not have any more ends the process (SIGBUS): ask
-    /// [`Self::len_now`] before, which leaves only what is cut while they are read.
+    /// The file's bytes. Reading beyond the end of a file that has been truncated kills the process
+    /// (SIGBUS). Call [`Self::len_now`] first; this leaves only truncation during the read.
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         &self.map
     }
 
-    /// How many bytes the file has at present.
+    /// Current length of the file in bytes.
     ///
     /// # Errors
-    /// When it cannot be asked.
+    /// If the metadata cannot be read.
     pub fn len_now(&self) -> io::Result<u64> {
         self.file.metadata().map(|metadata| metadata.len())
     }

@@ -1,8 +1,8 @@
 //! Philox4x32-10: the counter-based random numbers of token sampling.
 //!
-//! Owns the generator, and the mapping from a token's place to its input; the sampler decides what
-//! to do with the number. There is no state: the same (seed, choice, position, draw) gives the same
-//! number on any machine, in any batch, after any failover.
+//! Owns the generator and the mapping from a token's place to the generator's input; the sampler
+//! decides what to do with the number. It is stateless: the same (seed, choice, position, draw)
+//! gives the same number on any machine, in any batch, after any failover.
 //!
 //! J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011.
 

@@ -1,10 +1,10 @@
 //! A backend's threads: a fixed number, parked when idle, one job at a time.
 //!
-//! Owns waking, claiming and waiting. Each thread begins with its own share of the tasks, the same
-//! share of every job: where jobs order their tasks alike (by rows, for instance), the data that a
-//! thread wrote in one job is in its cache in the next. A thread without tasks left steals the last
-//! ones of other threads, so tasks must not care where they run; a task's result never depends on
-//! it. Jobs do not allocate.
+//! Owns waking, claiming and waiting. Each thread starts with its own share of the tasks, the same
+//! share in every job: if jobs order their tasks alike (by rows, for instance), the data that a
+//! thread wrote in one job is in its cache in the next. A thread that runs out of tasks steals the
+//! last ones of other threads, so a task's result must not depend on the thread that runs it. Jobs
+//! do not allocate.
 #![allow(unsafe_code, reason = "a job is lent to threads that end with it")]
 use std::cell::UnsafeCell;
 use std::fmt;
@@ -19,15 +19,15 @@ use crate::error::KernelError;
 /// A job: called with (task, worker); worker 0 is the calling thread.
 type Task = dyn Fn(usize, usize) + Sync;
 
-/// How often an idle thread polls for work: a few microseconds, the gap between two operations of a
+/// Number of polls of an idle thread: a few microseconds, the gap between two operations of a
 /// decoder layer.
 const SPINS: u32 = 200;
 
-/// How often it then polls while yielding its core, before it parks: as long as the last task of
-/// another thread may take. Waking up takes longer than most waits.
+/// Number of further polls that yield the core, before the thread parks: as long as the last task
+/// of another thread can take. Waking up takes longer than most waits.
 const YIELDS: u32 = 200;
 
-/// Most threads a pool may have.
+/// Maximum number of threads in a pool.
 pub const THREADS_MAX: usize = 1024;
 
 /// Threads that process the tasks of one job at a time.
@@ -68,8 +68,8 @@ struct Job {
 // by a thread that holds a claim; `shares` and `ended` order the two.
 unsafe impl Sync for Shared {}
 
-/// The tasks that are not claimed yet: the first in the high half, one past the last in the low
-/// half. On a separate cache line.
+/// The unclaimed tasks: the first in the high half, one past the last in the low half. On a
+/// separate cache line.
 #[derive(Default)]
 #[repr(align(64))]
 struct Share(AtomicU64);
@@ -138,7 +138,7 @@ impl Pool {
     /// two running tasks have the same `worker`, which is below `num_threads()`.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when a task panicked; the other tasks still run.
+    /// [`KernelError::Device`] if a task panicked; the other tasks still run.
     pub(crate) fn run(
         &mut self,
         num_tasks: usize,
@@ -155,8 +155,8 @@ impl Pool {
             }
             return shared.outcome();
         }
-        // SAFETY: the reference is used by holders of a claim alone, and this function returns only
-        // after every claim has ended, so no use outlives the borrow.
+        // SAFETY: only holders of a claim use the reference, and this function returns only after
+        // every claim has ended, so no use outlives the borrow.
         let task =
             unsafe { std::mem::transmute::<&(dyn Fn(usize, usize) + Sync), &'static Task>(task) };
         // SAFETY: all tasks of the last job were claimed and have ended: nobody reads `job`.
@@ -293,7 +293,7 @@ impl Drop for Pool {
         *self.shared.lock() = true;
         self.shared.work.notify_all();
         for thread in self.threads.drain(..) {
-            // Panics of tasks are caught, so this cannot fail; nor is there anyone to tell.
+            // Panics of tasks are caught, so this cannot fail.
             let _ = thread.join();
         }
     }

@@ -1,8 +1,8 @@
-//! The oracle: every operation of [`crate::Backend`] in plain float32 loops, in one thread.
+//! The oracle: every operation of [`crate::Backend`] in plain float32 loops, single-threaded.
 //!
-//! Owns no cleverness: weights are widened to f32 when loaded, the KV cache is f32, each operation
-//! is its definition. Every kernel, CPU or CUDA, is compared with this one, so what it lacks in
-//! speed it must have in obviousness.
+//! Kept as simple as possible: weights are widened to f32 when loaded, the KV cache is f32, and
+//! each operation follows its definition. Every kernel, CPU or CUDA, is compared with this backend,
+//! so it must be obvious rather than fast.
 //!
 //! Map: `tensor` (buffers, matrices, the cache) and `loading`, `rows`, `products`, `attention`
 //! (QKV, RoPE, attention), `experts`, `exchange`, `steps` over `sampler`.
@@ -28,16 +28,16 @@ use crate::collective::Collective;
 pub struct ReferenceBackend {
     collective: Box<dyn Collective>,
     collective_time: Duration,
-    /// One row of the QKV projection, of gate and up, or of what is added to the residual stream.
+    /// One row of the QKV projection, of gate and up, or of an addend of the residual stream.
     row: Vec<f32>,
     /// Attention weights of one head over one sequence.
     scores: Vec<f32>,
-    /// All ranks' logits as gathered, one block per rank.
+    /// Logits gathered from all ranks, one block per rank.
     gathered: Vec<f32>,
 }
 
 impl ReferenceBackend {
-    /// Makes the backend of the rank that `collective` is.
+    /// Creates the backend of the collective's rank.
     #[must_use]
     pub fn new(collective: Box<dyn Collective>) -> Self {
         Self {

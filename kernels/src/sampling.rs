@@ -6,11 +6,11 @@ use crate::error::KernelError;
 pub struct SampleParams {
     /// Softmax temperature; 0 is greedy.
     pub temperature: f32,
-    /// Nucleus sampling; 1 is off.
+    /// Threshold of nucleus sampling; 1 is off.
     pub top_p: f32,
-    /// Keep the k most likely tokens; 0 is off.
+    /// Number of most likely tokens to keep; 0 is off.
     pub top_k: u32,
-    /// Drop tokens below this fraction of the largest probability; 0 is off.
+    /// Fraction of the largest probability below which tokens are dropped; 0 is off.
     pub min_p: f32,
     /// The Philox key.
     pub seed: u64,
@@ -26,9 +26,9 @@ pub struct SampleParams {
     pub logit_bias: Vec<(u32, f32)>,
     /// Tokens that cannot be chosen until `min_tokens` output tokens exist.
     pub suppress_until_min: Vec<u32>,
-    /// Fewest output tokens; see `suppress_until_min`.
+    /// Minimum number of output tokens; see `suppress_until_min`.
     pub min_tokens: u32,
-    /// Log-probabilities to report: of the chosen token and of this many most likely ones.
+    /// Number of most likely tokens to report log-probabilities for, besides the chosen one.
     pub logprobs: Option<u32>,
 }
 
@@ -73,7 +73,7 @@ impl SampleRow<'_> {
     /// Checks that the row's mask, if any, covers the whole vocabulary.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when words are missing.
+    /// [`KernelError::Shape`] if words are missing.
     pub fn check_mask(&self, vocab: usize) -> Result<(), KernelError> {
         let wanted = vocab.div_ceil(32);
         match self.allowed {
@@ -93,9 +93,9 @@ pub struct Sampled {
     pub token: u32,
     /// Some logit was NaN or +infinity, or all logits (or all that the mask leaves) were -infinity.
     pub corrupted: bool,
-    /// Natural log-probability of `token` in the unmodified distribution (if asked for).
+    /// Natural log-probability of `token` in the unmodified distribution (if requested).
     pub logprob: f32,
-    /// Rank of `token` in the unmodified distribution, from 1 (if asked for).
+    /// Rank of `token` in the unmodified distribution, from 1 (if requested).
     pub rank: u32,
     /// The most likely tokens of the unmodified distribution, best first, ties by lower id.
     pub top: Vec<(u32, f32)>,

@@ -1,16 +1,16 @@
-//! Weights as model files have them: rectangles of tensors, and their rows in the types that
+//! Weights as stored in model files: rectangles of tensors, and their rows in the types that
 //! backends keep.
 //!
-//! Owns what every backend has to read alike: how FP8 and int8 checkpoints become bf16, and how
-//! weights are quantised to int8 while they are loaded. A quantised matrix is symmetric: one f32
-//! scale per output feature, its largest absolute value divided by 127, and every weight divided by
-//! that and rounded to the nearest integer, ties to even. The scale is one of the file's whole row,
-//! of which a rank may take a part only: so it is the same at every tensor-parallel degree.
+//! Owns what every backend must read the same way: how FP8 and int8 checkpoints become bf16, and
+//! how weights are quantised to int8 while loading. Quantisation is symmetric: the f32 scale of an
+//! output feature is its largest absolute weight divided by 127, and every weight is divided by the
+//! scale and rounded to the nearest integer, ties to even. The scale is that of the file's whole
+//! row, even if a rank takes only a part of it, so it is the same at every tensor-parallel degree.
 //!
 //! - `dtype`: element types
-//! - `blocks`: one scale for each block
-//! - `packed`: integers in words, and the 4 bits of MXFP4
-//! - `columns`: numbers column by column
+//! - `blocks`: one scale per block
+//! - `packed`: integers packed in words, and 4-bit MXFP4
+//! - `columns`: matrices stored column by column
 use half::bf16;
 
 use crate::error::KernelError;
@@ -26,19 +26,19 @@ pub use dtype::{DType, widen};
 pub(crate) use packed::{E2M1, int4_integers, int4_row};
 pub use packed::{Groups, Int4Groups, Packed, Packing, int4_groups};
 
-/// How the elements of a tensor become numbers, where they are not numbers in rows.
+/// How the elements of a tensor become numbers, if they are not stored as plain rows of numbers.
 #[derive(Clone, Copy, Debug)]
 pub enum Scales<'a> {
-    /// They are multiplied by one number for each block.
+    /// Elements are multiplied by one number per block.
     Blocks(BlockScales<'a>),
-    /// They are integers in words of their own; the matrix's `data` is empty.
+    /// Elements are integers packed in words; the matrix's `data` is empty.
     Packed(Packed<'a>),
-    /// They are numbers, column by column; the matrix's `data` is empty.
+    /// Elements are numbers stored column by column; the matrix's `data` is empty.
     Columns(Columns<'a>),
 }
 
 impl Scales<'_> {
-    /// For a matrix that begins so many rows of the tensor further down.
+    /// Returns the scales of a matrix that begins `rows` rows further down in the tensor.
     #[must_use]
     pub fn behind(mut self, rows: usize) -> Self {
         match &mut self {
@@ -56,24 +56,24 @@ impl Scales<'_> {
 /// `col_start..col_start + cols` of rows that are `row_stride` elements apart.
 #[derive(Clone, Copy, Debug)]
 pub struct HostMatrix<'a> {
-    /// Bytes, beginning at the first row's column 0.
+    /// Bytes, starting at column 0 of the first row.
     pub data: &'a [u8],
     /// Element type.
     pub dtype: DType,
-    /// Output features taken.
+    /// Number of output features taken.
     pub rows: usize,
-    /// Input features taken.
+    /// Number of input features taken.
     pub cols: usize,
     /// First column taken.
     pub col_start: usize,
-    /// Elements from one row to the next.
+    /// Number of elements from one row to the next.
     pub row_stride: usize,
-    /// What elements are multiplied by, where the file has them quantised.
+    /// How the file's elements are quantised, if they are.
     pub scales: Option<Scales<'a>>,
 }
 
 impl HostMatrix<'_> {
-    /// That it has `cols` columns, all of them in its data, and scales for them.
+    /// Checks that the matrix has `cols` columns, all within its data, and scales for them.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -128,8 +128,8 @@ impl HostMatrix<'_> {
         Ok(())
     }
 
-    /// Row `row` in f32, the columns from `first` of the file's row on: the file's numbers, where
-    /// they are quantised multiplied by their scales in f32.
+    /// Row `row` in f32, from column `first` of the file's row: the file's numbers, multiplied by
+    /// their scales in f32 if they are quantised.
     fn widen_row(&self, row: usize, first: usize, out: &mut [f32]) {
         if let Some(Scales::Packed(packed)) = &self.scales {
             return packed.row_f32(row, first, out);
@@ -154,14 +154,13 @@ impl HostMatrix<'_> {
         }
     }
 
-    /// The columns taken of row `row` in f32 (`cols` elements).
+    /// Row `row` in f32, the columns taken (`cols` elements).
     pub fn row_f32(&self, row: usize, out: &mut [f32]) {
         self.widen_row(row, self.col_start, out);
     }
 
-    /// The columns taken of row `row` in bf16 (`cols` elements): bf16 files bit by bit, others
-    /// rounded to the nearest (ties to even). `room` is for what lies between, kept from row to
-    /// row.
+    /// Row `row` in bf16, the columns taken (`cols` elements): bf16 files bit for bit, others
+    /// rounded to nearest, ties to even. `room` is scratch space to reuse from row to row.
     pub fn row_bf16(&self, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
         if let Some(halves) = self.row_of_bf16(row) {
             out.iter_mut().zip(halves).for_each(|(to, &from)| *to = u16::from_le_bytes(from));
@@ -174,7 +173,7 @@ impl HostMatrix<'_> {
         }
     }
 
-    /// The columns taken of row `row` as the file has them, where they are bf16 without scales.
+    /// Row `row` as stored in the file, the columns taken, if it is bf16 without scales.
     pub(crate) fn row_of_bf16(&self, row: usize) -> Option<&[[u8; 2]]> {
         if self.dtype != DType::Bf16 || self.scales.is_some() {
             return None;
@@ -183,9 +182,9 @@ impl HostMatrix<'_> {
         Some(self.data[start..start + self.cols * 2].as_chunks().0)
     }
 
-    /// The columns taken of row `row` in int8 (`cols` elements), and the scale of the file's whole
-    /// row. int8 files with one scale for the row are taken as they are. A row with a NaN or an
-    /// infinity gets a scale that is none either: what it makes is no number.
+    /// Row `row` in int8, the columns taken (`cols` elements); returns the scale of the file's
+    /// whole row. int8 files with one scale per row are taken as they are. A row with a NaN or an
+    /// infinity gets a scale that is not finite either, so that its results are not numbers.
     pub fn row_int8(&self, row: usize, room: &mut Vec<f32>, out: &mut [i8]) -> f32 {
         if let (DType::I8, Some(Scales::Blocks(scales))) = (self.dtype, &self.scales)
             && scales.block.1 >= self.row_stride
@@ -203,12 +202,12 @@ impl HostMatrix<'_> {
         scale
     }
 
-    /// The largest absolute value of the file's whole row, scaled; as bits, in whose order what is
-    /// no number comes last.
+    /// The largest absolute value of the file's whole row, scaled. Values are compared as bits,
+    /// which puts NaN last.
     fn row_most(&self, row: usize, room: &mut Vec<f32>) -> f32 {
         if let (DType::Bf16, None) = (self.dtype, &self.scales) {
             let bytes = &self.data[row * self.row_stride * 2..][..self.row_stride * 2];
-            // Signed, of which all instruction sets have a largest.
+            // Compared as signed integers, which all instruction sets have a maximum for.
             let magnitude = |&bits: &[u8; 2]| i16::from_le_bytes(bits) & i16::MAX;
             let most = bytes.as_chunks().0.iter().map(magnitude).fold(0, i16::max);
             return bf16::from_bits(most.cast_unsigned()).to_f32();
@@ -221,9 +220,10 @@ impl HostMatrix<'_> {
 
 const SIGN: u32 = 1 << 31;
 
-/// The nearest integer in -127..=127, ties to even; 0 for what is no number.
+/// The nearest integer in -127..=127, ties to even; 0 for NaN.
 fn round(x: f32) -> i8 {
-    // In this sum the last bit is worth one, and below it the hardware rounds.
+    // In a sum with this constant, the last bit has a weight of one, and the hardware rounds below
+    // it.
     const ONES: f32 = 12_582_912.0;
     let sum = x.clamp(-127.0, 127.0) + ONES;
     sum.to_bits().wrapping_sub(ONES.to_bits()) as i8

@@ -8,7 +8,7 @@
 //! - [`peer`]: the other end of a link, as an address for messages of one type
 //! - [`exchange`]: PURE: pending asks (requests that expect a reply), each resolved exactly once
 //! - [`registry`]: PURE: actor names, where the actors live, who watches them
-//! - [`runtime`]: the shell around both, one per process
+//! - [`runtime`]: the shell around the exchange and the registry, one per process
 //! - [`named`]: the actor's own side: mailbox, handler, restarts
 //! - [`remote`]: [`RemoteAddr`]: typed tell and ask
 //! - [`supervise`]: PURE: when a crashed child is restarted

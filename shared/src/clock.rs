@@ -1,5 +1,5 @@
-//! Time as a value. Pure cores take `now: Duration` since the process started; only shells read a
-//! [`Clock`]. Times of two processes are never compared.
+//! Time as a value. Pure cores take `now: Duration`, the time since the process started; only
+//! shells read a [`Clock`]. Times of different processes are never compared.
 use std::fmt::Debug;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -12,15 +12,15 @@ pub trait Clock: Send + Sync + Debug {
     fn now(&self) -> Duration;
 }
 
-/// The time since 1970 by the wall clock: for people and for what outlives a process.
+/// Returns the wall-clock time since 1970, for people and for data that outlives a process.
 #[must_use]
 pub fn since_1970() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// A random wait of at most `most` before attempt number `attempt`; `seed` is the process's own
-/// random number. It keeps processes that wait for the same thing from coming back at the same
-/// moment.
+/// Returns a random wait of at most `most` before attempt number `attempt`; `seed` is a random
+/// number of the process. It keeps processes that wait for the same thing from coming back at the
+/// same moment.
 #[must_use]
 pub fn jittered(most: Duration, seed: u64, attempt: u64) -> Duration {
     most.mul_f64((split_mix(seed, attempt) >> 11) as f64 / (1u64 << 53) as f64)

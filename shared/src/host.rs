@@ -1,4 +1,4 @@
-//! What a process and its host use: CPU time, memory, GPUs; sampled on a thread of its own.
+//! CPU time, memory and GPU use of a process and its host, sampled on a separate thread.
 //!
 //! A sample reads a few files below `/proc` and makes a handful of NVML queries per GPU: well below
 //! a millisecond without GPUs, a few with them, once a second and outside every step.
@@ -24,10 +24,10 @@ use crate::metrics::{Counter, Gauge, LocalStats, SharedStats};
 pub use self::gpu::{GpuDevice, nvlink_island};
 pub use self::memory::available_memory;
 
-/// Interval between two samples.
+/// Interval between samples.
 const INTERVAL: Duration = Duration::from_secs(1);
 
-/// What a host is called in metrics, where its own name is not it: in a container that is the
+/// Environment variable with the host's name in metrics, for containers, where the host name is the
 /// container's.
 const HOST_VARIABLE: &str = "TUTTI_HOST";
 
@@ -65,9 +65,9 @@ impl std::fmt::Debug for HostSampler {
 }
 
 impl HostSampler {
-    /// A sampler of this process under the name `process`, such as `worker-0`. `nvml` is the path
-    /// of NVML's library, for systems whose loader does not find it; without NVML, no GPUs are
-    /// sampled.
+    /// Creates a sampler of this process under the name `process`, such as `worker-0`. `nvml` is
+    /// the path of NVML's library, for systems whose loader does not find it; without NVML, no GPUs
+    /// are sampled.
     #[must_use]
     pub fn new(process: &str, nvml: Option<&Path>) -> Self {
         let host = host_name(std::env::var(HOST_VARIABLE).ok(), System::host_name().ok());
@@ -84,13 +84,13 @@ impl HostSampler {
         }
     }
 
-    /// The GPUs that NVML found.
+    /// Returns the GPUs that NVML found.
     #[must_use]
     pub fn devices(&self) -> Vec<GpuDevice> {
         self.gpus.devices()
     }
 
-    /// Why NVML is not available, if it is not.
+    /// Returns why NVML is not available, if it is not.
     #[must_use]
     pub fn nvml_problem(&self) -> Option<&str> {
         self.gpus.problem()
@@ -145,13 +145,13 @@ impl HostSampler {
     }
 }
 
-/// What is said of the host, or what it calls itself.
+/// Returns the configured name of the host, otherwise the host's own name.
 fn host_name(said: Option<String>, own: Option<String>) -> String {
     let fits = |name: &String| !name.is_empty() && name.len() <= MAX_LABEL_VALUE_BYTES;
     said.filter(fits).or(own.filter(fits)).unwrap_or_else(|| "host".to_owned())
 }
 
-/// A thread that samples until it is dropped.
+/// A thread that takes samples until this handle is dropped.
 #[derive(Debug)]
 pub struct HostThread {
     stop: Arc<AtomicBool>,
@@ -159,7 +159,7 @@ pub struct HostThread {
 
 impl HostThread {
     /// Starts sampling into `stats`; see [`HostSampler::new`]. If the operating system refuses a
-    /// thread, nothing is sampled: a server does not fail over that.
+    /// thread, nothing is sampled: that is no reason for a server to fail.
     #[must_use]
     pub fn start(process: &str, nvml: Option<PathBuf>, stats: SharedStats) -> Self {
         let stop = Arc::new(AtomicBool::new(false));

@@ -32,11 +32,11 @@ id!(
     SeqId, u64, "seq-"
 );
 id!(
-    /// One worker process slot, as the coordinator numbers them; survives the process's restart.
+    /// One worker slot, numbered by the coordinator; survives a restart of the process.
     WorkerId, u32, "worker-"
 );
 id!(
-    /// One process run: drawn at random when a process starts, so a restarted worker differs.
+    /// One run of a process, drawn at random when it starts, so a restarted worker differs.
     Incarnation, u64, "inc-"
 );
 id!(

@@ -1,10 +1,10 @@
-//! The last lines of a process's log: bounded in lines and bytes, and numbered, so that they can be
-//! forwarded in batches and read after the process is gone.
+//! The last lines of a process's log. They are bounded in number and bytes, and numbered, so that
+//! they can be forwarded in batches and read after the process is gone.
 //!
-//! Lines are numbered from 0 in the order they were written. A receiver may see a batch twice or
-//! miss one: the numbers tell, and missing lines are counted, not hidden.
+//! Lines are numbered from 0 in the order in which they were written. A receiver may see a batch
+//! twice or miss one: the numbers reveal it, and missing lines are counted, not hidden.
 //!
-//! - [`queue`]: log text on its way to a reader that may stall
+//! - [`queue`]: log text for a reader that may stall
 pub mod queue;
 
 use std::collections::VecDeque;
@@ -15,24 +15,24 @@ use serde::{Deserialize, Serialize};
 
 use crate::actor::{ActorMessage, NamedActor};
 
-/// Longest line kept, in bytes; a longer line is cut and marked with ` [cut]`.
+/// Maximum length of a kept line, in bytes; a longer line is cut and marked with ` [cut]`.
 pub const LINE_MAX: usize = 2 << 10;
-/// The end of a cut line.
+/// End of a cut line.
 const CUT: &str = " [cut]";
 
 /// Bounds of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogLimits {
-    /// Most lines.
+    /// Maximum number of lines.
     pub lines: usize,
-    /// Most bytes of all lines together.
+    /// Maximum total length of the lines, in bytes.
     pub bytes: usize,
 }
 
 impl LogLimits {
-    /// What a process keeps of its own log.
+    /// Bounds of what a process keeps of its own log.
     pub const OWN: Self = Self { lines: 1000, bytes: 256 << 10 };
-    /// The most per batch, and what a coordinator keeps of each process.
+    /// Bounds of a batch, and of what a coordinator keeps of each process.
     pub const SENT: Self = Self { lines: 200, bytes: 32 << 10 };
 }
 
@@ -48,7 +48,7 @@ pub struct LogLines {
 /// Asks a process's log actor for its last lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LogQuery {
-    /// Most lines to return.
+    /// Maximum number of lines to return.
     pub lines: u32,
 }
 
@@ -61,7 +61,7 @@ impl ActorMessage for LogQuery {
 pub struct LogActor(pub SharedLog);
 
 impl LogActor {
-    /// Its name in the process of `node`.
+    /// Returns its name in the process of `node`.
     #[must_use]
     pub fn name(node: &str) -> String {
         format!("log:{node}")
@@ -85,7 +85,7 @@ pub struct LogRing {
     bytes: usize,
     /// The next line's number.
     next: u64,
-    /// Lines that did not fit into a batch or were lost on the way, so never stored here.
+    /// Lines that did not fit into a batch or were lost in transit, and so never stored here.
     missing: u64,
 }
 
@@ -96,7 +96,7 @@ impl LogRing {
         Self { limits, lines: VecDeque::new(), bytes: 0, next: 0, missing: 0 }
     }
 
-    /// Appends a line; drops the oldest ones over the bounds.
+    /// Appends a line; drops the oldest lines beyond the bounds.
     pub fn push(&mut self, line: &str) {
         let line = if line.len() > LINE_MAX {
             let end = (0..=LINE_MAX).rev().find(|at| line.is_char_boundary(*at)).unwrap_or(0);
@@ -125,7 +125,7 @@ impl LogRing {
         }
     }
 
-    /// The newest lines numbered `from` or later that fit `limits`.
+    /// Returns the newest lines numbered `from` or later that fit `limits`.
     #[must_use]
     pub fn since(&self, from: u64, limits: LogLimits) -> LogLines {
         let mut bytes = 0;
@@ -143,7 +143,7 @@ impl LogRing {
         LogLines { first, lines }
     }
 
-    /// The last `count` lines.
+    /// Returns the last `count` lines.
     #[must_use]
     pub fn last(&self, count: usize) -> Vec<String> {
         let skipped = self.lines.len().saturating_sub(count);
@@ -198,7 +198,7 @@ impl SharedLog {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A writer into the log: adds each line when it is complete, and the rest when dropped.
+    /// Returns a writer that adds each line when it is complete, and the rest when dropped.
     #[must_use]
     pub fn writer(&self) -> LogWriter {
         LogWriter { log: self.clone(), partial: Vec::new() }
@@ -223,7 +223,7 @@ impl LogWriter {
 impl io::Write for LogWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         for part in bytes.split_inclusive(|byte| *byte == b'\n') {
-            // The part beyond the bound will be cut anyway: an endless line takes no memory.
+            // The part beyond the bound will be cut anyway, so an endless line takes no memory.
             let room = (LINE_MAX + 4).saturating_sub(self.partial.len());
             self.partial.extend_from_slice(&part[..part.len().min(room)]);
             if part.ends_with(b"\n") {
@@ -246,8 +246,8 @@ impl Drop for LogWriter {
     }
 }
 
-/// Removes terminal colours: escape sequences (`ESC [ ... letter`) and other control characters
-/// would act on the reader's terminal.
+/// Removes escape sequences (`ESC [ ... letter`), such as those for colours, and other control
+/// characters, which would act on the reader's terminal.
 fn without_escapes(text: &str) -> String {
     let mut plain = String::with_capacity(text.len());
     let mut chars = text.chars().peekable();
@@ -308,7 +308,7 @@ mod tests {
     }
 
     proptest! {
-        /// Batches sent now and then, some twice, some lost: lines arrive in order and without
+        /// Sends batches now and then, some twice, some lost: lines arrive in order and without
         /// repetition, and kept + missing + dropped = written.
         #[test]
         fn pieces_arrive_once_and_in_order(

@@ -1,15 +1,15 @@
-//! Who is in the cluster, by etcd: coordinators, workers and front ends find each other through it
+//! Cluster membership through etcd: coordinators, workers and front ends find each other through it
 //! alone, and one coordinator leads.
 //!
 //! - [`ledger`]: bytes that the leader leaves for the next one
-//! - [`view`]: PURE: what is known of the cluster, from lists and events
-//! - [`desired`]: PURE: what operators told the leader, which the next one goes by
-//! - [`connect`]: how etcd is reached
+//! - [`view`]: PURE: the cluster as a process knows it, from lists and events
+//! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
+//! - [`connect`]: how to connect to etcd
 //! - [`keeper`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
-//! etcd is asked for nothing on the way of a request. While it cannot be reached, everybody goes on
-//! with the last view; only joining and a change of the leader wait.
+//! etcd is never on the path of a request. While it cannot be reached, all processes continue with
+//! the last view; only joining and a change of leader wait.
 pub mod connect;
 pub mod desired;
 pub mod etcd;
@@ -27,7 +27,7 @@ pub use self::desired::Desired;
 pub use self::etcd::{Desires, EtcdMembership};
 pub use self::view::View;
 
-/// What a process is.
+/// Role of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
@@ -39,32 +39,32 @@ pub enum Role {
     Frontend,
 }
 
-/// Membership cannot go on.
+/// Why membership cannot go on.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FatalError {
-    /// Two processes have one name.
+    /// Two processes have the same name.
     #[error("another process is registered as `{key}` and alive: names must be unique")]
     NameTaken {
-        /// The key both want.
+        /// Key that both want.
         key: String,
     },
-    /// Nobody keeps the lease any more.
+    /// The membership thread ended, so nobody keeps the lease alive.
     #[error("the membership thread has ended")]
     Ended,
 }
 
-/// What a process says of itself, as JSON under its key.
+/// A process's record of itself, stored as JSON under its key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// Its name, unique among processes of its role.
     pub node: String,
-    /// What it is.
+    /// Its role.
     pub role: Role,
     /// This process run.
     pub incarnation: u64,
-    /// Where workers and front ends reach a coordinator, `HOST:PORT`; empty for others.
+    /// Where workers and front ends reach a coordinator, `HOST:PORT`; empty for other roles.
     pub address: String,
-    /// Where clients reach a coordinator, `HOST:PORT`; empty for others.
+    /// Where clients reach a coordinator, `HOST:PORT`; empty for other roles.
     #[serde(default)]
     pub http: String,
     /// Its process id on its host.
@@ -92,21 +92,21 @@ pub struct Pinned {
 pub struct Destination {
     /// `HOST:PORT`.
     pub address: String,
-    /// Which process run it is, where that is known.
+    /// The coordinator's process run, if known.
     pub incarnation: Option<u64>,
 }
 
-/// Where the coordinator is: known from the start, or followed through etcd.
+/// How to find the coordinator: at a fixed address, or through etcd.
 #[derive(Clone, Debug)]
 pub enum CoordinatorAddress {
     /// `HOST:PORT`.
     Fixed(String),
-    /// That of whoever leads.
+    /// The address of the current leader.
     Followed(watch::Receiver<View>),
 }
 
 impl CoordinatorAddress {
-    /// Where to dial now; `None` while nobody leads.
+    /// Returns where to dial now; `None` while there is no leader.
     #[must_use]
     pub fn current(&self) -> Option<Destination> {
         match self {
@@ -117,8 +117,8 @@ impl CoordinatorAddress {
         }
     }
 
-    /// Waits until somebody leads who is not `than`. While nobody leads, or etcd cannot be asked,
-    /// nothing has changed: whoever led goes on.
+    /// Waits for a leader other than `than`. While there is no leader, or etcd cannot be reached,
+    /// nothing has changed: the previous leader continues.
     pub async fn other(&mut self, than: Option<&Destination>) -> Destination {
         loop {
             if let Some(now) = self.current()
@@ -143,9 +143,9 @@ impl From<&str> for CoordinatorAddress {
     }
 }
 
-/// How long the lease of a worker or front end lives without being kept alive.
+/// Time to live of a lease without keepalives, for workers and front ends.
 pub const LEASE_TTL: Duration = Duration::from_secs(10);
-/// That of a coordinator, unless told otherwise: so long after its death another takes over.
+/// Default for a coordinator. This long after its death, another one takes over.
 pub const LEADER_LEASE_TTL: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

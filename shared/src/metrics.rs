@@ -1,22 +1,22 @@
-//! Cluster-wide metrics: what is measured, how a process counts, how reports become one total.
+//! Cluster-wide metrics: what is measured, how a process counts, how reports are merged.
 //!
 //! Map:
-//! - [`catalogue`]: every series, declared once; the only place that names one
+//! - [`catalogue`]: every series, declared once; the only place that names series
 //! - [`definition`]: what a declaration consists of
 //! - [`labels`]: label names and the closed sets of their values
-//! - [`local`]: plain cells of one process or thread, addressed by handles
+//! - [`local`]: cells of one process or thread, addressed by handles
 //! - [`rank`]: the series of one rank of a replica, as a worker's executor records them
-//! - [`snapshot`]: running totals; [`report`]: how they travel
-//! - [`application`]: what users of the runtime count
-//! - [`compat`]: the names that other servers publish, from the same totals
-//! - [`merger`]: reports of all sources to one total; [`merged`]: that total, to be read
+//! - [`snapshot`]: running totals; [`report`]: their encoding for other processes
+//! - [`application`]: metrics of programs that embed the runtime
+//! - [`compat`]: the metric names of other servers, computed from the same totals
+//! - [`merger`]: merges the reports of all sources; [`merged`]: the result, for readers
 //!
 //! Everything here is pure: no clock, no thread, no socket. The text format, the log line and the
 //! HTTP route belong to the coordinator.
 //!
 //! The algebra: a source reports running totals stamped (source, incarnation, sequence). Within an
-//! incarnation the highest sequence wins; incarnations and sources add. So repeated, reordered and
-//! lost reports do no harm, and a total never falls.
+//! incarnation the highest sequence wins; incarnations and sources add up. So repeated, reordered
+//! and lost reports do no harm, and a total never falls.
 pub mod application;
 pub mod catalogue;
 pub mod compat;

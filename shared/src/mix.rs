@@ -1,24 +1,24 @@
-//! PURE: numbers spread over all their bits: hashes, and numbers that look random. None of it keeps
-//! a secret, and none is meant to: use [`crate::wire::auth`] for that.
+//! PURE: fast hashes and pseudo-random numbers. None of them is cryptographic: use
+//! [`crate::wire::auth`] to protect secrets.
 use std::collections::{HashMap, HashSet};
 use std::hash::{BuildHasherDefault, Hasher};
 
 /// 2^64 divided by the golden ratio, odd.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
-/// Odd, with as many bits set as not, and no pattern: wyhash's.
+/// wyhash's multiplier: odd, with as many bits set as clear, and without a pattern.
 const FACTOR: u64 = 0xa076_1d64_78bd_642f;
 
-/// A hash of tokens behind others, whose hash is `start`.
+/// Extends the hash `start` of preceding tokens by `tokens`.
 #[must_use]
 pub fn mix(start: u64, tokens: &[u32]) -> u64 {
-    // Small numbers on both sides: spread one of them first.
+    // Tokens and hashes may both be small numbers: spread one of them first.
     let start = start.wrapping_mul(0xd6e8_feb8_6659_fd93).rotate_left(32);
     tokens
         .iter()
         .fold(start, |hash, token| (hash ^ u64::from(*token)).wrapping_mul(GOLDEN).rotate_left(29))
 }
 
-/// Number `n` of the sequence that `seed` begins (SplitMix64).
+/// Returns number `n` of the SplitMix64 sequence with this seed.
 #[must_use]
 pub fn split_mix(seed: u64, n: u64) -> u64 {
     let mut bits = seed.wrapping_add(n.wrapping_mul(GOLDEN));
@@ -27,10 +27,10 @@ pub fn split_mix(seed: u64, n: u64) -> u64 {
     bits ^ (bits >> 31)
 }
 
-/// A map by ids of our own, looked up for every token.
+/// A map keyed by our own ids, which is looked up for every token.
 pub type IdMap<K, V> = HashMap<K, V, BuildHasherDefault<IdHasher>>;
 
-/// A set of ids of our own.
+/// A set of our own ids.
 pub type IdSet<K> = HashSet<K, BuildHasherDefault<IdHasher>>;
 
 /// Hashes ids with one multiplication.

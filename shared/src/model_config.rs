@@ -1,5 +1,5 @@
-//! PURE: the parts of a model folder's `config.json` that every role reads alike: the text model of
-//! a multimodal model, and the maximum sequence length.
+//! PURE: the parts of a model folder's `config.json` that every role must read in the same way: the
+//! text model of a multimodal model, and the maximum sequence length.
 use serde_json::Value;
 
 mod gemma3;
@@ -27,23 +27,23 @@ const OUTER: [&str; 6] = [
 /// Sequence lengths of a model, in tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Positions {
-    /// The longest it supports.
+    /// Maximum sequence length that it supports.
     pub most: u32,
-    /// The default: shorter than `most` for a model that handles short sequences worse once it is
-    /// set up for long ones.
+    /// Default sequence length. Shorter than `most` for a model that handles short sequences worse
+    /// when it is set up for long ones.
     pub usual: u32,
 }
 
-/// The multimodal architectures that [`text_model`] unwraps.
+/// Returns the multimodal architectures that [`text_model`] unwraps.
 pub fn wrappers() -> impl Iterator<Item = &'static str> {
     WRAPPERS.iter().map(|(wrapper, ..)| *wrapper)
 }
 
-/// The configuration of the text model alone: the `text_config` of a multimodal model, or `config`
-/// itself; completed with the architecture's defaults.
+/// Returns the configuration of the text model alone: the `text_config` of a multimodal model, or
+/// `config` itself; completed with the architecture's defaults.
 ///
 /// # Errors
-/// One sentence when `text_config` is missing or of an unknown type.
+/// One sentence if `text_config` is missing or of an unknown type.
 pub fn text_model(config: Value) -> Result<Value, String> {
     let mut text = taken_out(config)?;
     if text["architectures"][0] == GEMMA3 {
@@ -58,7 +58,7 @@ fn taken_out(mut config: Value) -> Result<Value, String> {
     let Some((wrapper, usual, _)) = known.first() else { return Ok(config) };
     let mut text = match config.get_mut("text_config").map(Value::take) {
         Some(text @ Value::Object(_)) => text,
-        _ => return Err(format!("key text_config of {wrapper} is missing, or no table")),
+        _ => return Err(format!("key text_config of {wrapper} is missing, or not a table")),
     };
     let kind = text["model_type"].as_str().unwrap_or(usual);
     let Some((.., own)) = known.iter().find(|(_, known, _)| *known == kind) else {
@@ -77,20 +77,20 @@ fn taken_out(mut config: Value) -> Result<Value, String> {
     Ok(text)
 }
 
-/// How a model's rotary embedding (RoPE) is scaled, in either dialect of `config.json`: the table,
-/// and its type.
+/// Returns how a model's rotary embedding (RoPE) is scaled, in either dialect of `config.json`: the
+/// table and its type.
 #[must_use]
 pub fn rope_scaling(config: &Value) -> Option<(&Value, &str)> {
     let tables = ["rope_parameters", "rope_scaling"].map(|key| &config[key]);
     let table = tables.into_iter().find(|table| table.is_object())?;
-    // A configuration that was re-saved by newer software has both keys.
+    // A configuration that newer software has saved again has both keys.
     let kind = table["rope_type"].as_str().or(table["type"].as_str()).unwrap_or("default");
-    // The first names of longrope, used by Phi-3 only.
+    // Earlier names of longrope, used only by Phi-3.
     let is_long = kind == "su" || (kind == "yarn" && !table["long_factor"].is_null());
     Some((table, if is_long { "longrope" } else { kind }))
 }
 
-/// The context length that a model was trained on before its RoPE was stretched, if given.
+/// Returns the context length that a model was trained on before its RoPE was stretched, if given.
 #[must_use]
 pub fn original_positions(config: &Value) -> Option<f64> {
     let own = rope_scaling(config)
@@ -98,7 +98,7 @@ pub fn original_positions(config: &Value) -> Option<f64> {
     own.as_f64().or_else(|| config["original_max_position_embeddings"].as_f64())
 }
 
-/// The supported and the default sequence length.
+/// Returns the supported and the default sequence length.
 ///
 /// # Errors
 /// One sentence naming the key and the bounds.
@@ -108,7 +108,7 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
     let said = said.ok_or("key max_position_embeddings must be a positive integer")?;
     let all = Positions { most: said, usual: said };
     let Some((table, kind)) = rope_scaling(config) else { return Ok(all) };
-    // Who adds the older table to a file in the newer dialect means it, but it would be ignored.
+    // Whoever adds the older table to a file in the newer dialect means it, but it is ignored.
     let kinds = ["rope_parameters", "rope_scaling"].map(|key| {
         let table = &config[key];
         table["rope_type"].as_str().or(table["type"].as_str())
@@ -117,8 +117,8 @@ pub fn positions(config: &Value) -> Result<Positions, String> {
         && newer != older
     {
         return Err(format!(
-            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": one of them \
-             has to go, or both to say the same"
+            "rope_parameters is of type \"{newer}\", rope_scaling of type \"{older}\": remove one \
+             of them, or make them agree"
         ));
     }
     let original = original_positions(config).map_or(said, |n| n as u32).max(1);
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn what_files_of_gemma_3_leave_out_is_said() {
-        // As published for 4B, without the vision tower.
+        // As published for the 4B model, without the vision tower.
         let config = json!({"architectures": ["Gemma3ForConditionalGeneration"],
             "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config": {
                 "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
@@ -201,7 +201,7 @@ mod tests {
         let llama = json!({"rope_type": "llama3", "factor": 8.0,
             "original_max_position_embeddings": 8192});
         assert_eq!(of(131_072, llama), Ok((131_072, 131_072)));
-        // Qwen2.5's documentation says so, Qwen3's with 40960; both are lengths before stretching.
+        // Qwen2.5's documentation has this length, Qwen3's 40960; both are before stretching.
         let yarn = json!({"type": "yarn", "factor": 4.0,
             "original_max_position_embeddings": 32768});
         assert_eq!(of(32768, yarn.clone()), Ok((131_072, 131_072)));

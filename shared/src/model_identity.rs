@@ -1,12 +1,12 @@
-//! What tells a model folder from another one at the same path: on another host, or put in its
-//! place since. Ranks that have different weights would compute nonsense together without one
-//! error.
+//! A fingerprint that distinguishes model folders at the same path: on different hosts, or before
+//! and after a replacement. Ranks with different weights would compute nonsense together without
+//! any error.
 //!
-//! It depends on what the files say alone, not on their times or owners: on the whole
-//! `config.json`, on the names and sizes of the files of weights, on their headers, which name all
-//! tensors with their shapes, and on a sample of the tensors themselves; of adapters likewise. So
-//! it is read in milliseconds, and two folders of one architecture with other weights differ in it
-//! all the same.
+//! It depends only on the contents of files, not on their times or owners: on the whole
+//! `config.json`, and for each weight file on its name, size, header (which lists all tensors with
+//! their shapes) and a sample of its tensors. Adapters are covered in the same way. So it is
+//! computed in milliseconds, and yet differs between folders of one architecture with different
+//! weights.
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io;
@@ -18,14 +18,14 @@ use sha2::{Digest as _, Sha256};
 
 use crate::protocol::Lora;
 
-/// Largest header of a file of weights that is read: far above any model's.
+/// Maximum size of a weight file's header, in bytes: far above any model's.
 const HEADER_MAX: u64 = 16 << 20;
-/// Tensors of a file that are looked into, evenly chosen.
+/// Maximum number of tensors sampled per file, evenly chosen.
 const SAMPLES_MAX: usize = 256;
-/// Bytes of each, from its middle.
+/// Bytes sampled from the middle of each tensor.
 const SAMPLE_BYTES: u64 = 1024;
 
-/// See the module's documentation.
+/// The fingerprint; see the module's documentation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ModelIdentity(pub u64);
 
@@ -42,10 +42,10 @@ impl std::fmt::Debug for ModelIdentity {
 }
 
 impl ModelIdentity {
-    /// That of a model folder and the adapters beside it.
+    /// Computes the identity of a model folder and the adapters beside it.
     ///
     /// # Errors
-    /// Which file cannot be read, and why. What is in them is not checked: whoever loads them does.
+    /// Which file cannot be read, and why. Loaders check the contents; this does not.
     pub fn read(folder: &Path, lora: &Lora) -> Result<Self, String> {
         let mut hash = Sha256::new();
         add_whole(&mut hash, &folder.join("config.json"))?;
@@ -64,7 +64,7 @@ impl ModelIdentity {
     }
 }
 
-/// The files of a folder's weights, in order.
+/// Returns the names of a folder's weight files, in order.
 fn weight_files(folder: &Path) -> Result<BTreeSet<String>, String> {
     #[derive(Deserialize)]
     struct Index {
@@ -80,7 +80,7 @@ fn weight_files(folder: &Path) -> Result<BTreeSet<String>, String> {
     Ok(index.weight_map.into_values().collect())
 }
 
-/// Adds what cannot run into what comes behind it.
+/// Adds a field with its length, so that it cannot run into the next field.
 fn add(hash: &mut Sha256, bytes: &[u8]) {
     hash.update((bytes.len() as u64).to_le_bytes());
     hash.update(bytes);
@@ -92,7 +92,7 @@ fn add_whole(hash: &mut Sha256, path: &Path) -> Result<(), String> {
     Ok(())
 }
 
-/// Adds a file's name, size, header, and some of its tensors.
+/// Adds a file's name, size, header and samples of its tensors.
 fn add_weights(hash: &mut Sha256, folder: &Path, name: &str) -> Result<(), String> {
     let path = folder.join(name);
     let mut read = || -> io::Result<()> {
@@ -104,7 +104,7 @@ fn add_weights(hash: &mut Sha256, folder: &Path, name: &str) -> Result<(), Strin
         file.read_exact_at(&mut length, 0)?;
         let length = u64::from_le_bytes(length);
         if length > HEADER_MAX || length + 8 > size {
-            // Nobody is going to load that.
+            // No loader would accept that header.
             add(hash, &length.to_le_bytes());
             return Ok(());
         }
@@ -127,7 +127,7 @@ fn add_weights(hash: &mut Sha256, folder: &Path, name: &str) -> Result<(), Strin
     read().map_err(|error| named(&path, &error))
 }
 
-/// Where the tensors lie that are looked into, behind the header.
+/// Returns the extents of the sampled tensors, relative to the end of the header.
 fn samples(header: &[u8]) -> Vec<(u64, u64)> {
     #[derive(Deserialize)]
     struct Tensor {
@@ -153,7 +153,7 @@ mod tests {
     use super::*;
     use crate::protocol::Adapter;
 
-    /// A folder of one file with tensors of 4 KiB each, and another name for tests that run beside.
+    /// A folder with one file of tensors of 4 KiB each; the name keeps parallel tests apart.
     struct Folder(std::path::PathBuf);
 
     impl Folder {
@@ -166,7 +166,7 @@ mod tests {
             folder
         }
 
-        /// `count` tensors, of which the second begins with a byte of its own in its middle.
+        /// Writes `count` tensors; `byte` is stored in the middle of the second one.
         fn weights(&self, name: &str, count: usize, byte: u8) {
             let entry = |index: usize| {
                 let (begin, end) = (index * 4096, (index + 1) * 4096);
@@ -207,7 +207,7 @@ mod tests {
         assert_eq!(copy.identity(), first);
         std::fs::write(copy.0.join("config.json"), "{ }").unwrap();
         assert_ne!(copy.identity(), first, "another configuration");
-        // What nobody loads does not count.
+        // Files that nobody loads do not count.
         std::fs::write(folder.0.join("consolidated.safetensors"), "x").unwrap();
         std::fs::write(folder.0.join("tokenizer.json"), "x").unwrap();
         assert_eq!(folder.identity(), first);

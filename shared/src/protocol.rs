@@ -6,9 +6,9 @@
 //! - [`actors`]: messages between named actors
 //! - [`control`]: forming and ending replicas
 //! - [`frontend`]: requests and their events
-//! - [`guide`]: structured output, as a front end asks for it
+//! - [`guide`]: structured output as a front end requests it
 //! - [`lora`]: LoRA adapters
-//! - [`mask`]: the tokens that structured output allows
+//! - [`mask`]: which tokens structured output allows
 //! - [`step`]: step plans and results
 //!
 //! A worker's life: it dials, sends [`Hello`], gets [`ToFetch`] and dials again when it has the
@@ -57,26 +57,26 @@ pub const PROTOCOL_VERSION: u16 = 16;
 pub enum ToWorker {
     /// Join a replica: build the collective, load the shard.
     Form(Form),
-    /// Allocate the KV cache and be ready for plans.
+    /// Allocate the KV cache and get ready for plans.
     Start(Start),
-    /// Run one step. Plans of one epoch arrive in order of their step ids.
+    /// Run one step. An epoch's plans arrive in order of step id.
     Step(StepPlan),
     /// Leave this epoch's collective at once, whatever the executor is doing in it; keep the
     /// weights.
     Abort {
-        /// The epoch to leave; other epochs are not affected.
+        /// Epoch to leave; other epochs are not affected.
         epoch: Epoch,
     },
     /// Finish and exit with code 0.
     Shutdown {
         /// Why, for the worker's log.
         reason: String,
-        /// Another process in its place is welcome, where this one does not do what it is told.
+        /// Whether another process may take its place, if this one fails to shut down.
         again: bool,
     },
-    /// NCCL's unique id, made by rank 0, for the other ranks to join its communicator.
+    /// NCCL's unique id, made by rank 0; the other ranks use it to join the communicator.
     GroupId(GroupId),
-    /// The tokens that may be sampled in a step with masked entries; follows that step's plan.
+    /// Tokens that may be sampled in a step with masked entries; follows that step's plan.
     Masks(StepMasks),
 }
 
@@ -97,13 +97,13 @@ pub enum FromWorker {
     StepFailed(StepFailed),
     /// Cumulative stats, sent on a timer while idle (otherwise they are part of `Step`).
     Stats(WorkerStats),
-    /// New lines of the worker's log, sent once a second if there are any, and at its end.
+    /// New lines of the worker's log, sent once a second if there are any, and before it ends.
     Logs(LogLines),
     /// The worker is about to exit.
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
-        /// What kind of end it is.
+        /// Whether it ends on purpose.
         parting: Parting,
     },
     /// NCCL's unique id, from rank 0 of an epoch that is being formed, for its other ranks only.
@@ -113,11 +113,11 @@ pub enum FromWorker {
 /// Why a worker ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Parting {
-    /// It was told to, or nobody wants it: that counts as no failure.
+    /// It was told to, or is not needed: not counted as a failure.
     OnPurpose,
     /// It cannot go on.
     Failed,
-    /// Its device computes no more.
+    /// Its device no longer works.
     DeviceLost,
 }
 

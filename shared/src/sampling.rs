@@ -1,14 +1,14 @@
 //! The sampling parameters of one sequence, as sent to the workers.
 //!
-//! They are validated where they enter (HTTP `Limits`); workers re-check only what could make them
-//! index out of bounds.
+//! They are validated where requests enter (HTTP `Limits`); workers check again only what they
+//! could not compute with.
 use serde::{Deserialize, Serialize};
 
-/// Most alternatives whose log-probabilities are reported.
+/// Maximum number of alternatives whose log-probabilities are reported.
 pub const LOGPROBS_MAX: u32 = 128;
-/// Most entries of `logit_bias`.
+/// Maximum number of entries of `logit_bias`.
 pub const LOGIT_BIAS_MAX: usize = 1024;
-/// Most tokens that may end a sequence, hence the most entries of `suppress_until_min`.
+/// Maximum number of tokens that may end a sequence, hence of entries of `suppress_until_min`.
 pub const SUPPRESSED_MAX: usize = 256;
 
 /// How the next token of one sequence is chosen. Field names and meanings are vLLM's.
@@ -25,9 +25,9 @@ pub struct SamplingParams {
     pub top_p: f32,
     /// Keep only the k most likely tokens; 0 is off.
     pub top_k: u32,
-    /// Drops tokens less likely than `min_p` times the most likely one. In [0, 1]; 0 is off.
+    /// Drop tokens less likely than `min_p` times the most likely one. In [0, 1]; 0 is off.
     pub min_p: f32,
-    /// Key of the random numbers; drawn at admission when the client gives none.
+    /// Key of the random numbers; drawn at admission if the client gives none.
     pub seed: u64,
     /// Index among the request's `n` choices; part of the counter.
     pub choice: u32,
@@ -41,7 +41,7 @@ pub struct SamplingParams {
     pub logit_bias: Vec<(u32, f32)>,
     /// Tokens (end tokens) that cannot be chosen until `min_tokens` tokens are generated.
     pub suppress_until_min: Vec<u32>,
-    /// Fewest output tokens; see `suppress_until_min`.
+    /// Minimum number of output tokens; see `suppress_until_min`.
     pub min_tokens: u32,
     /// Report the log-probabilities of the chosen token and of this many most likely tokens.
     pub logprobs: Option<u32>,
@@ -51,7 +51,7 @@ pub struct SamplingParams {
     pub pooling: Option<Pooling>,
 }
 
-/// How the final norm's vectors of a prompt's tokens are pooled into one embedding.
+/// How the final norm's output vectors for a prompt's tokens are pooled into one embedding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pooling {
     /// The vector of the last token.
@@ -63,7 +63,7 @@ pub enum Pooling {
 }
 
 impl Pooling {
-    /// Whether pooling needs the vectors of all tokens, so that cached prefixes are of no use.
+    /// Whether pooling needs the vectors of all tokens, which rules out cached prefixes.
     #[must_use]
     pub fn needs_all(self) -> bool {
         self != Self::Last
@@ -100,7 +100,7 @@ impl SamplingParams {
     }
 
     /// Checks that a rank can compute with these parameters and a vocabulary of `vocab` tokens. The
-    /// limits for clients are narrower and checked where requests enter.
+    /// limits for clients are narrower and are checked where requests enter.
     ///
     /// # Errors
     /// One sentence naming the field, its value and the bound.
@@ -116,7 +116,7 @@ impl SamplingParams {
         if let Some((name, value, _)) =
             floats.into_iter().find(|(_, value, fits)| !value.is_finite() || !fits)
         {
-            return Err(format!("{name} is {value}, which nothing can be computed with"));
+            return Err(format!("{name} is {value}, which is not a usable value"));
         }
         let logprobs = [("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)];
         if let Some((name, value)) = logprobs.into_iter().find(|it| it.1 > Some(LOGPROBS_MAX)) {
@@ -128,10 +128,10 @@ impl SamplingParams {
             ("suppress_until_min", self.suppress_until_min.len(), SUPPRESSED_MAX),
         ];
         if let Some((name, len, max)) = lists.into_iter().find(|(_, len, max)| len > max) {
-            return Err(format!("{name} has {len} entries, at most {max} are taken"));
+            return Err(format!("{name} has {len} entries, at most {max} are allowed"));
         }
         if let Some((token, bias)) = self.logit_bias.iter().find(|(_, bias)| !bias.is_finite()) {
-            return Err(format!("the bias of token {token} is {bias}, which is no number"));
+            return Err(format!("the bias of token {token} is {bias}, which is not a number"));
         }
         let biased = self.logit_bias.iter().map(|(token, _)| *token);
         let mut tokens = biased.chain(self.suppress_until_min.iter().copied());

@@ -1,6 +1,6 @@
-//! The wire form of messages between processes.
+//! The wire format of messages between processes.
 //!
-//! - [`codec`]: values to bytes and back, bounded; the only place that names bincode
+//! - [`codec`]: encodes and decodes values, with bounds; the only place that names bincode
 //! - [`bytes`]: PURE: byte fields, encoded in one piece
 //! - [`auth`]: PURE: proof of the cluster secret, MACs of frames
 //! - [`keyring`]: the cluster's secrets, several while one takes another's place

@@ -56,7 +56,7 @@ struct Board {
     started: AtomicU64,
     finished: AtomicU64,
     received: AtomicU64,
-    /// How many tokens took so long, in units of 50 microseconds.
+    /// Number of tokens by the time that they took, in units of 50 microseconds.
     waits: Vec<AtomicU32>,
 }
 

@@ -26,12 +26,12 @@ use crate::etcd::Meeting;
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
-/// Time limit for a reply, on a busy machine.
+/// Time limit for a reply; generous enough for a busy machine.
 const REPLY: Duration = Duration::from_secs(10);
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A program that embeds a worker, on a thread of its own.
+/// A program that embeds a worker, on its own thread.
 struct Program {
     actors: ActorRuntime,
     stop: Option<oneshot::Sender<String>>,
@@ -177,7 +177,7 @@ async fn messages_reach_an_actor_of_another_process_and_every_ask_ends() {
     for n in 1..=10 {
         assert_eq!(addr.ask(&Sum::Add(n), REPLY).await, Ok(n * (n + 1) / 2));
     }
-    // Tells are delivered in order, one link each way: the ask comes after them.
+    // Tells are delivered in order over one link each way, so the ask comes after them.
     for _ in 0..3 {
         addr.tell(&Sum::Add(100)).unwrap();
     }
@@ -268,8 +268,8 @@ async fn an_actor_that_fails_is_made_anew_until_it_fails_too_often() {
     assert!(dead(&status), "{status}");
     let (ok, table) = operate(fleet.coordinator.base(), &["status"]);
     assert!(ok && table.contains("fragile") && table.contains("2/2"), "{table}");
-    // The actor's process counts restarts, the coordinator counts states; each reports at its own
-    // time.
+    // The actor's process counts restarts, the coordinator counts states; they report at different
+    // times.
     let counted = |s: &testkit::scrape::Scrape| {
         let dead = s.sum("tutti_actors", &[("state", "dead")]);
         (s.sum("tutti_actor_restarts_total", &[]), dead)
@@ -387,8 +387,8 @@ async fn an_application_that_says_too_much_breaks_no_link() {
     let watches = ["worker/program-a", "worker/program-b"].map(|name| a.actors.watch(name));
     let client = fleet.client().unwrap();
     let coordinator = fleet.coordinator.pid();
-    // Sends as fast as it can while the coordinator is frozen now and then: what was sent meanwhile
-    // arrives all at once.
+    // Sends as fast as it can while the coordinator is frozen now and then: messages sent meanwhile
+    // arrive all at once.
     let flood = {
         let addr = b.actors.addr::<Sum>("sum");
         std::thread::spawn(move || {
@@ -413,7 +413,7 @@ async fn an_application_that_says_too_much_breaks_no_link() {
     }
     let said = tokio::task::spawn_blocking(|| flood.join().unwrap()).await.unwrap();
     assert!(said > 20_000, "{said} messages are no flood");
-    // Everybody is still there; the last messages are still on their way.
+    // Everyone is still there; the last messages are still in transit.
     let (addr, began) = (b.actors.addr::<Sum>("sum"), Instant::now());
     while let Err(error) = addr.ask(&Sum::Add(0), PATIENCE).await {
         assert!(matches!(error, AskError::MailboxFull(_)), "{error}");

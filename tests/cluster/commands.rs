@@ -54,7 +54,7 @@ async fn what_operators_said_outlives_the_leader() {
     let connected = |s: &Scrape| sum(s, "tutti_membership_connected");
     leader.scrape_until(PATIENCE, |s| connected(s) == 0.0).await.unwrap();
     let (ok, said) = operate(second.base(), &["scale", "--replicas", "2"]);
-    assert!(!ok && said.contains("in force, but not known to be stored"), "{said}");
+    assert!(!ok && said.contains("in force, but may not be stored"), "{said}");
     replicas(&leader, 2.0).await;
     let (_, table) = operate(second.base(), &["status"]);
     assert!(table.contains("at most 2 replicas (by tutti scale; not stored"), "{table}");

@@ -8,7 +8,7 @@ use testkit::scrape::Scrape;
 
 use crate::{STORY, greedy, up};
 
-/// What a client knows that it sent and received.
+/// What a client sent and received.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Counted {
     requests: f64,
@@ -210,7 +210,7 @@ async fn refused_and_aborted_requests_are_counted_exactly() {
         let scrape = client.scrape_until(Duration::from_secs(10), aborts).await.unwrap();
         assert!(aborts(&scrape), "abort {i}");
         check_invariants(&scrape);
-        // Nothing is running: no later step could correct what the cancellation missed.
+        // Nothing is running: no later step could correct what a cancellation missed.
         assert_eq!(scrape.sum("tutti_requests_in_flight", &[]), 0.0);
         assert_eq!(scrape.sum("tutti_requests_running", &[]), 0.0);
         assert_eq!(scrape.sum("tutti_kv_cache_used_blocks", &[]), 0.0);

@@ -9,7 +9,7 @@ use testkit::local_cluster::LocalCluster;
 use crate::scaling::operate;
 use crate::{STORY, greedy, up};
 
-/// Asks until `wanted` holds, for a while; returns the last answer.
+/// Asks until `wanted` holds, up to a limit; returns the last answer.
 pub(crate) async fn ask_until(
     client: &Client,
     path: &str,
@@ -50,7 +50,8 @@ async fn a_killed_worker_of_tutti_up_leaves_its_signal_and_its_lines() {
     let reason = dead["reason"].as_str().unwrap();
     assert!(reason.contains("closed") || reason.contains("reset"), "{dead}");
     assert!(dead["lines"].as_u64().unwrap() >= 1 && dead["last_line"].is_string(), "{dead}");
-    // The running worker has the name; the dead one is found by its id, or as the previous one.
+    // The running worker has the name; the dead one is found by its process id, or as the previous
+    // one.
     let back = |logs: &Value| logs["alive"] == true && logs["pid"] != json!(victim);
     let now = ask_until(&client, logs, back).await;
     assert!(back(&now), "{now}");

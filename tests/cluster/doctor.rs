@@ -1,4 +1,4 @@
-//! `tutti doctor`: its findings, its remedies, and that it changes nothing.
+//! `tutti doctor`: its findings and remedies, and that it changes nothing.
 use std::io::{Read as _, Write as _};
 use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt as _;
@@ -183,7 +183,7 @@ async fn a_coordinator_without_a_secret_takes_no_doctor_for_a_worker() {
     let (code, found) = doctor(&node);
     assert_eq!(code, Some(0), "{found}");
     let said = finding(&found, "coordinator").1;
-    assert!(said.contains("asks for no secret"), "{said}");
+    assert!(said.contains("requires no secret"), "{said}");
     let scrape = fleet.client().unwrap().scrape().await.unwrap();
     assert_eq!(scrape.sum("tutti_worker_up", &[]), 1.0);
 }

@@ -1,5 +1,5 @@
 //! Coordinators, workers and front ends that meet through a real etcd: one coordinator leads, the
-//! next takes over, and etcd itself may be away.
+//! next takes over, and etcd itself may be unreachable.
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,7 +22,7 @@ use crate::{STORY, greedy, text};
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// An etcd, and how to start processes that know nothing else.
+/// An etcd; processes are started with nothing but its address.
 pub(crate) struct Meeting {
     pub(crate) etcd: Etcd,
     _folder: TempDir,
@@ -45,7 +45,7 @@ impl Meeting {
         self.coordinator_of("2", args).await
     }
 
-    /// A coordinator of replicas of this many ranks.
+    /// A coordinator of replicas with this many ranks.
     pub(crate) async fn coordinator_of(&self, degree: &str, args: &[&str]) -> LocalCluster {
         let (any, all) = ("127.0.0.1:0", ["coordinator", "--tensor-parallel", degree]);
         let listen = ["--listen", any, "--cluster-listen", any];
@@ -116,7 +116,7 @@ pub(crate) fn sum(scrape: &Scrape, name: &str) -> f64 {
     scrape.sum(name, &[])
 }
 
-/// The time that the last loads took, in seconds, by worker slot.
+/// Durations of the last loads, in seconds, by worker slot.
 fn loads(scrape: &Scrape) -> Vec<(String, f64)> {
     let of = |sample: &&testkit::scrape::Sample| sample.name == "tutti_rank_load_seconds";
     let samples = scrape.samples().iter().filter(of);
@@ -129,7 +129,7 @@ fn loads(scrape: &Scrape) -> Vec<(String, f64)> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let Some(meeting) = Meeting::new().await else { return };
-    // Workers may be there before any coordinator leads.
+    // Workers may start before any coordinator leads.
     let workers: Vec<_> = (0..4).map(|index| meeting.worker(index)).collect();
     let mut first = meeting.coordinator(&[]).await;
     first.wait_ready().await.unwrap();
@@ -140,7 +140,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     let second = meeting.coordinator(&[]).await;
     let standby = second.client().unwrap();
 
-    // It lives, and says that it does not serve and which one does.
+    // The standby lives, and says that it does not serve and which coordinator does.
     assert_eq!(standby.get("/live").await.unwrap().status, 200);
     until("the standby knows who leads", async || {
         not_ready(&standby).await.filter(|message| message.contains(first.base()))
@@ -183,7 +183,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     until("the front end follows", async || serves(&frontend).await.then_some(())).await;
     assert_eq!(story(&frontend).await, before);
     ends_well(of_frontend).await;
-    // What workers report first is from before they were formed anew.
+    // The workers' first reports are from before they were formed again.
     let settled = |s: &Scrape| both(s) && loads(s).iter().all(|(_, seconds)| *seconds == 0.0);
     let scrape = standby.scrape_until(PATIENCE, settled).await.unwrap();
     let kept: Vec<_> = ["0", "1", "2", "3"].map(|slot| (slot.to_owned(), 0.0)).into();
@@ -191,8 +191,8 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     assert_eq!(sum(&scrape, "tutti_membership_leading"), 1.0);
     assert_eq!(sum(&scrape, "tutti_worker_up"), 4.0);
 
-    // The first one, started again, stands by. The second one, told to end, finishes its requests
-    // and then hands over at once.
+    // The first coordinator, started again, stands by. The second one, told to end, finishes its
+    // requests and then hands over at once.
     let again = meeting.coordinator(&[]).await;
     let client = again.client().unwrap();
     until("it stands by", async || {
@@ -214,7 +214,7 @@ async fn a_standby_takes_over_and_workers_keep_their_weights() {
     }
 }
 
-/// Sends requests one after the other until told to stop; returns how many, and what failed.
+/// Sends requests one after another until told to stop; returns how many, and what failed.
 pub(crate) fn load(
     client: Client,
     stop: Arc<AtomicBool>,
@@ -236,7 +236,7 @@ pub(crate) fn load(
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
     let Some(mut meeting) = Meeting::new().await else { return };
-    // Leases that end while etcd is away.
+    // Leases end while etcd is away.
     let lease = ["--leader-lease", "2"];
     let mut leader = meeting.coordinator(&lease).await;
     let workers: Vec<_> = (0..2).map(|index| meeting.worker(index)).collect();
@@ -309,8 +309,8 @@ async fn without_etcd_everything_goes_on_and_with_it_again_new_workers_join() {
     for worker in &workers {
         assert_eq!(worker.log().matches(" joined ").count(), 1, "{}", worker.log());
     }
-    // A worker that starts under the name of one that has just died does not have to wait for that
-    // one's lease.
+    // A worker that starts under the name of one that has just died need not wait for that one's
+    // lease.
     LocalCluster::signal(late[1].pid(), "KILL").unwrap();
     let gone = |s: &Scrape| sum(s, "tutti_worker_up") == 3.0;
     let scrape = client.scrape_until(PATIENCE, gone).await.unwrap();
@@ -491,7 +491,7 @@ fn settings_that_contradict_each_other_are_refused() {
     };
     let both = ["--coordinator", "127.0.0.1:1", "--etcd", &etcd];
     for role in ["worker", "frontend"] {
-        refused(&[&[role], &both[..]].concat(), &["--coordinator", "--etcd", "exclude each other"]);
+        refused(&[&[role], &both[..]].concat(), &["--coordinator", "--etcd", "cannot be combined"]);
     }
     refused(&["worker", "--etcd", "127.0.0.1:2379"], &["--etcd", "http://HOST:PORT"]);
     refused(&["coordinator", "--advertise", "h:1"], &["--advertise", "--etcd"]);

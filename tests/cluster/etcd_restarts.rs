@@ -10,8 +10,8 @@ use testkit::scrape::Scrape;
 
 use crate::etcd::{Meeting, PATIENCE, load, not_ready, sum, until};
 
-/// With the usual leases: the leader's lease outlives the outage, so nothing may end for it,
-/// although etcd refused its first attempts to come back.
+/// With the usual leases: the leader's lease outlives the outage, so nothing may end because of it,
+/// although etcd refused the first attempts to reconnect.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_etcd_that_starts_again_takes_the_lead_from_nobody() {
     let Some(mut meeting) = Meeting::new().await else { return };

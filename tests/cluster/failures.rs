@@ -7,7 +7,7 @@ use testkit::models::demo;
 
 use crate::{STORY, greedy, text, up};
 
-/// The shared memory objects of ours that exist now.
+/// Names of Tutti's current shared memory objects.
 fn shared_memory_objects() -> Vec<String> {
     let entries =
         std::fs::read_dir("/dev/shm").map(Iterator::collect::<Vec<_>>).unwrap_or_default();
@@ -128,7 +128,7 @@ fn broken_model(change: impl Fn(&std::path::Path)) -> tempfile::TempDir {
     folder
 }
 
-/// Ends before there are workers, in one line, with this exit code.
+/// Checks that a command ends before there are workers, in one line, with this exit code.
 fn ends_with(args: &[&str], code: i32, words: &[&str]) {
     let mut cluster = LocalCluster::spawn(args).unwrap();
     let status = cluster.wait_end().unwrap();

@@ -1,5 +1,5 @@
-//! Front ends in processes of their own: any number of them serves one cluster, and no total
-//! depends on their number.
+//! Separate front-end processes: any number of them serves one cluster, and no total depends on
+//! their number.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -33,7 +33,7 @@ fn request(i: u32) -> Value {
     body
 }
 
-/// The reply to a request, without what differs from reply to reply.
+/// The reply to a request, without what varies between replies.
 async fn ask(client: &Client, i: u32) -> Value {
     let mut body = request(i);
     if i.is_multiple_of(2) {
@@ -58,8 +58,8 @@ async fn ask(client: &Client, i: u32) -> Value {
 }
 
 /// All counters and histograms that a workload determines, by series. Time-dependent ones (buckets
-/// and sums of seconds) are reduced to their counts; what depends only on time (idle steps of
-/// ranks, scrapes, polling, CPU time), and what has a series per process, is left out.
+/// and sums of seconds) are reduced to their counts. Those that depend only on time (idle steps of
+/// ranks, scrapes, polling, CPU time), and those with a series per process, are left out.
 pub(crate) fn fixed(scrape: &Scrape, page: &str, steps_too: bool) -> BTreeMap<String, f64> {
     let grows = |name: &str| {
         let family = ["_bucket", "_sum", "_count"].iter().find_map(|s| name.strip_suffix(s));
@@ -115,7 +115,7 @@ async fn workload(frontends: u32) -> (Vec<Value>, [BTreeMap<String, f64>; 2]) {
             }
             sent += 96.0;
         }
-        // The front ends' own figures come with their next reports.
+        // The front ends' own counts arrive with their next reports.
         let route = [("route", "/v1/completions")];
         let there = |s: &Scrape| s.sum("tutti_http_requests_total", &route) == sent;
         let client = fleet.client().unwrap();
@@ -176,7 +176,7 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     let of_the_cluster: Vec<_> =
         names.iter().filter(|name| !name.starts_with("tutti_frontend_")).collect();
     assert!(of_the_cluster.iter().all(|name| name.starts_with("process_")), "{of_the_cluster:?}");
-    // The coordinator has the same figures under other names: scraping both counts nothing twice.
+    // The coordinator has the same counts under other names: scraping both counts nothing twice.
     let route = [("route", "/v1/completions")];
     let part = own.sum("tutti_frontend_http_requests_total", &route);
     let all = |s: &Scrape| s.sum("tutti_http_requests_total", &route);
@@ -197,7 +197,7 @@ async fn a_front_end_serves_the_whole_api_and_its_own_metrics() {
     assert_eq!(rejected(&scrape), 1.0, "once");
 }
 
-/// `count` streams that have begun, and do not end by themselves while the test looks.
+/// Starts `count` streams that do not end by themselves during the test.
 async fn long_streams(client: &Client, count: u32) -> Vec<reqwest::Response> {
     let mut streams = Vec::new();
     for i in 0..count {
@@ -274,7 +274,8 @@ async fn killing_a_front_end_and_a_worker_leaves_exact_totals() {
             }
         })
     };
-    // Killed while running: one front end with its four streams, one worker with its share of all.
+    // Killed while running: one front end with its four streams, and one worker with its share of
+    // all.
     LocalCluster::signal(fleet.frontends[1].pid(), "KILL").unwrap();
     LocalCluster::signal(fleet.workers[0].pid(), "KILL").unwrap();
     // The worker is not restarted: its share continues on the other replica.
@@ -337,7 +338,7 @@ async fn a_front_end_outlives_its_link_and_its_coordinator() {
     assert!(answered(&scrape) && scrape.sum("tutti_frontend_up", &[]) == 1.0);
     assert_eq!(scrape.sum("tutti_reports_refused_total", &[]), 0.0);
 
-    // Without a coordinator: answers that have begun pause, new requests wait for the next one.
+    // Without a coordinator, answers that have begun pause, and new requests wait for the next one.
     let streams = long_streams(&frontend, 1).await;
     LocalCluster::signal(fleet.coordinator.pid(), "KILL").unwrap();
     let streams: Vec<_> = streams.into_iter().map(|stream| tokio::spawn(read(stream))).collect();

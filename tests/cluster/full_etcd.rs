@@ -1,4 +1,4 @@
-//! What etcd has to keep, and what happens when it is full.
+//! How much etcd has to store, and what happens when it is full.
 use std::process::Command;
 use std::time::{Duration, Instant};
 
@@ -35,7 +35,7 @@ async fn an_idle_cluster_writes_next_to_nothing() {
         tokio::time::sleep(Duration::from_millis(500)).await;
     }
     let written = meeting.etcd.revision().await.unwrap() - before;
-    // A piece and a head every 12 intervals, so twice in 20 s. At every interval it would be 40
+    // A piece and a head every 12 intervals, so twice in 20 s. One at every interval would be 40
     // writes.
     assert!(written <= 6, "{written} writes in {idle:?}");
     // A change is written one interval later, as usual.
@@ -62,7 +62,7 @@ async fn a_full_etcd_is_named_with_its_remedy() {
     let _worker = spawn(&["worker", "--node", "before", "--threads", "1"]).unwrap();
     leader.wait_ready().await.unwrap();
     let client = leader.client().unwrap();
-    // Someone else fills it.
+    // Another client fills it.
     let mut filler = EtcdClient::connect([&endpoint], None).await.unwrap();
     let value = vec![7u8; 1 << 20];
     let full = async {

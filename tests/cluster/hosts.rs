@@ -46,7 +46,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     let reply = client.post("/v1/completions", &greedy(STORY, 4)).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
 
-    // A worker that is drained does not, and the others stay.
+    // A drained worker does not come back, and the others stay.
     let (ok, said) = operate(coordinator.base(), &["drain", "host-0"]);
     assert!(ok, "{said}");
     let began = Instant::now();
@@ -58,7 +58,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     let status = client.get("/admin/status").await.unwrap().body;
     assert_eq!(names(&status), ["host-1", "host-2"], "{status}");
 
-    // When told to end, it has its workers say goodbye.
+    // When told to end, the command has its workers say goodbye.
     let left = children_of(host.pid());
     assert_eq!(left.len(), 2);
     LocalCluster::signal(host.pid(), "TERM").unwrap();
@@ -69,7 +69,7 @@ async fn one_command_starts_the_workers_of_a_host_and_supervises_them() {
     assert!(reason.contains("its parent is gone"), "{status}");
 }
 
-/// Only its supervisor can end a process that is stopped.
+/// Only its supervisor can end a stopped process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_does_nothing_any_more_is_killed_and_started_again() {
     let address = format!("127.0.0.1:{}", free_port());
@@ -92,12 +92,12 @@ async fn a_worker_that_does_nothing_any_more_is_killed_and_started_again() {
     let back = |status: &Value| both(status) && alive(status)[1].1 != frozen;
     let mut status = ask_until(&client, "/admin/status", back).await;
     if !back(&status) {
-        // Ten silent seconds are half of its patience.
+        // Ten silent seconds are half of the supervisor's patience.
         status = ask_until(&client, "/admin/status", back).await;
     }
     assert!(back(&status), "{status}: {}", host.log());
     assert_eq!(alive(&status)[0], before[0], "the other one was left alone");
-    assert!(host.log().contains("does not beat any more"), "{}", host.log());
+    assert!(host.log().contains("the worker's heartbeat stopped"), "{}", host.log());
 }
 
 #[test]
@@ -113,5 +113,5 @@ fn workers_of_one_host_cannot_share_an_address() {
     ])
     .unwrap();
     assert_eq!(host.wait_end().unwrap().code(), Some(2));
-    assert!(host.log().contains("give port 0"), "{}", host.log());
+    assert!(host.log().contains("use port 0"), "{}", host.log());
 }

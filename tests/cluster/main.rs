@@ -13,7 +13,7 @@
 //! - [`etcd_restarts`]: an etcd that restarts takes the lead from nobody
 //! - [`failures`]: killed and frozen workers, bad models, Ctrl-C
 //! - [`full_etcd`]: what etcd stores, and what happens when it is full
-//! - [`front_ends`]: HTTP in further processes
+//! - [`front_ends`]: separate front-end processes
 //! - [`hosts`]: all workers of a host, started by one command
 //! - [`pages`]: `/metrics` of every role of a running cluster
 //! - [`placing`]: which workers form a replica
@@ -27,7 +27,7 @@
 //! - [`secrets`]: who may join
 //! - [`speculation`]: drafted tokens change the number of steps and nothing else
 //! - [`stalled`]: processes whose output nobody reads
-//! - [`streams`]: streams that go on at the next coordinator
+//! - [`streams`]: streams that continue under the next coordinator
 //! - [`strangers`]: connections that stay silent
 //! - [`structured`]: structured output of a real model, also when a worker dies
 //! - [`swapping`]: requests swapped to host memory

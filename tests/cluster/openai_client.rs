@@ -10,7 +10,7 @@ async fn the_openai_and_anthropic_packages_work_unchanged() {
         assert!(std::env::var_os("CI").is_none(), "CI must set TUTTI_TEST_PYTHON; run tests/run");
         return;
     };
-    // The coordinator's own front end, and one in a process of its own.
+    // The coordinator's own front end, and a separate one.
     let fleet = Fleet::start(&["--tensor-parallel", "2"], 2, 1).await.unwrap();
     let scripts =
         ["test_openai_client.py", "test_responses.py", "test_messages.py", "test_embeddings.py"];

@@ -41,7 +41,7 @@ fn problems(page: &str) -> Vec<String> {
     problems
 }
 
-/// The names of a page's families that do not keep the scraped `instance`.
+/// Names of a page's families that do not keep the scraped `instance`.
 fn cluster_wide(page: &str) -> BTreeSet<String> {
     let names = page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next());
     let own = |name: &str| name.starts_with("process_") || name.starts_with("tutti_membership_");

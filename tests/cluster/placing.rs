@@ -5,8 +5,8 @@ use testkit::local_cluster::LocalCluster;
 
 use crate::scaling::operate;
 
-/// A coordinator with `args`, and one worker per entry of `workers`, on different hosts, with its
-/// options.
+/// Starts a coordinator with `args`, and one worker per entry of `workers`, on different hosts,
+/// with its options.
 async fn cluster(args: &[&str], workers: &[&[&str]]) -> (LocalCluster, Vec<LocalCluster>) {
     let address = format!("127.0.0.1:{}", free_port());
     let mut all = vec!["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", &address];
@@ -24,7 +24,7 @@ async fn cluster(args: &[&str], workers: &[&[&str]]) -> (LocalCluster, Vec<Local
     (coordinator, workers)
 }
 
-/// The cluster's status once `wanted` holds, or after a while.
+/// The cluster's status once `wanted` holds, or after a time limit.
 async fn status(server: &str, wanted: impl Fn(&Value) -> bool) -> Value {
     let mut last = Value::Null;
     for _ in 0..400 {
@@ -70,7 +70,7 @@ fn spares(status: &Value) -> Vec<&str> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_are_of_one_rack_and_have_what_they_need() {
-    // The first workers do not wait for others: only two are near each other and able.
+    // The first workers do not wait for others: only two are near each other and able to serve.
     let args = ["--tensor-parallel", "2", "--placement-labels", "rack"];
     let args = [&args[..], &["--rank-resources", "slot=1", "--replicas", "1"]].concat();
     let workers: [&[&str]; 4] = [
@@ -90,7 +90,7 @@ async fn ranks_are_of_one_rack_and_have_what_they_need() {
     assert_eq!(w1["offer"]["custom"]["slot"], 1);
     assert!(w1["offer"]["cpus"].as_u64().unwrap() >= 1, "{w1}");
     assert!(w1["offer"]["memory_bytes"].as_u64().unwrap() > 1 << 20, "{w1}");
-    assert!(coordinator.log().contains("too little to be a rank"), "{}", coordinator.log());
+    assert!(coordinator.log().contains("too few resources to be a rank"), "{}", coordinator.log());
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -64,7 +64,7 @@ async fn a_prompt_known_in_part_is_computed_in_part_and_answered_alike() {
     assert_eq!(scrape.sum("tutti_prompt_tokens_total", &[]), prompt_tokens);
     assert_eq!(scrape.sum("tutti_prefix_cache_query_tokens_total", &[]), prompt_tokens);
     assert_eq!(scrape.sum("tutti_prefix_cache_hit_tokens_total", &[]), cached);
-    // All but the first request, and the one that asks for the prompt's own log-probabilities.
+    // All but the first request, and except the one that asks for its prompt's log-probabilities.
     assert!(cached > 0.6 * prompt_tokens, "{cached} of {prompt_tokens}");
 
     // A different salt shares nothing; the same salt does.

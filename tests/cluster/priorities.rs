@@ -34,8 +34,8 @@ async fn the_urgent_go_first_whichever_front_end_they_come_by() {
         assert_eq!(sum(&scrape), wanted, "{name}");
     };
     let queued = async |wanted: f64| until("tutti_requests_waiting", wanted).await;
-    // Most urgent, and long: the others queue meanwhile. They are long enough for a client to tell
-    // which of two ends first.
+    // The most urgent and longest one, behind which the others queue. These are long enough for a
+    // client to tell which of two ends first.
     let first = ask(&client, -9, 8, 900);
     until("tutti_requests_running", 1.0).await;
     let patient = ask(&client, 4, 1, 300);

@@ -1,6 +1,6 @@
 //! How long clients wait when something breaks: real processes under a steady load of streams.
 //!
-//! The normal run breaks each thing once or twice, with generous bounds. The figures of
+//! The normal run breaks each thing once or twice, with generous bounds. The figures in
 //! docs/benchmarks.md come from the long run, which is otherwise ignored; the command is there.
 #![allow(clippy::print_stdout, reason = "prints the figures, and why it skips")]
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 /// Pause between two failures.
 const CALM: Duration = Duration::from_secs(4);
 
-/// The limits on what clients may notice.
+/// Limits on what clients may notice.
 struct Bounds {
     runs: usize,
     killed: Duration,
@@ -43,7 +43,7 @@ const LONG: Bounds = Bounds {
     hung: Duration::from_secs(7),
 };
 
-/// Prints the pauses of a case's runs, the longest of each.
+/// Prints the longest pause of each of a case's runs.
 fn report(case: &str, seen: &Seen, mut pauses: Vec<Duration>, bound: Duration) {
     assert!(seen.failures.is_empty(), "{case}: {:?}", seen.failures);
     pauses.sort_unstable();
@@ -173,7 +173,7 @@ async fn cut_links(bounds: &Bounds, runs: usize) {
         let args = [&["worker", "--coordinator", &cluster][..], &name].concat();
         workers.push(LocalCluster::spawn_in(&hosts.prefix(host), &args).unwrap());
         if index == 1 {
-            // The first replica is on this host alone.
+            // The first replica is entirely on this host.
             coordinator.wait_ready().await.unwrap();
         }
     }

@@ -84,7 +84,7 @@ async fn no_request_fails_by_scaling_or_draining() {
         .filter(|n| n["state"] == "spare")
         .count();
     assert_eq!(spare, 2);
-    // The serving worker leaves: a spare takes its place.
+    // The serving worker leaves, and a spare takes its place.
     let serves = |status: &Value| {
         let all = status["nodes"].as_array().unwrap().clone();
         let alive = all.iter().find(|node| node["state"] == "alive");
@@ -188,7 +188,7 @@ async fn with_a_secret_operators_show_that_they_know_it() {
     let secret = ["--cluster-secret-file", file.to_str().unwrap()];
     let cluster = up(&[&["--workers", "1", "--tensor-parallel", "1"][..], &secret].concat()).await;
     let (ok, said) = operate(cluster.base(), &["status"]);
-    assert!(!ok && said.contains("token made of the cluster's secret"), "{said}");
+    assert!(!ok && said.contains("token made from the cluster's secret"), "{said}");
     let (ok, said) = operate(cluster.base(), &[&["status"][..], &secret].concat());
     assert!(ok && said.contains("local-0"), "{said}");
     let client = cluster.client().unwrap();

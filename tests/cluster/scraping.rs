@@ -1,5 +1,5 @@
-//! What operators see of a running cluster: formats, a listener for scrapers, other servers' metric
-//! names, the log line, JSON logs, metrics of applications.
+//! What operators see of a running cluster: formats, a separate listener for scrapers, other
+//! servers' metric names, the log line, JSON logs, metrics of applications.
 use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ async fn a_scraper_gets_the_format_it_asks_for() {
         assert!(scrape.has("vllm:num_requests_waiting", &[("engine", "0")]));
         assert!(scrape.sum("process_resident_memory_bytes", &[]) > 1e6);
     }
-    // The listener for scrapers serves nothing else but probes.
+    // The listener for scrapers serves nothing else except probes.
     let status = |path: &str| curl(&[], &format!("http://{listen}{path}")).0;
     assert!(status("/v1/models").contains("404"));
     for probe in ["/live", "/health", "/ready"] {
@@ -114,7 +114,7 @@ async fn statistics_are_logged_as_asked() {
     assert!(lines <= 3, "quiet when idle:\n{log}");
 }
 
-/// Runs a worker in this process, as a program that embeds one does, until the test ends.
+/// Runs a worker in this process, like a program that embeds one, until the test ends.
 fn embed_worker(coordinator: &str, node: &str, application: Metrics) {
     let options = WorkerOptions {
         coordinator: coordinator.into(),

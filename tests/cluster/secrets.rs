@@ -1,5 +1,5 @@
-//! The cluster secret: processes that have it can join, others are told so and exit; and without a
-//! secret no address is opened that other hosts can reach.
+//! The cluster secret: processes that have it can join, others are told so and exit. Without a
+//! secret, no address is opened that other hosts can reach.
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -72,7 +72,7 @@ async fn only_who_knows_the_secret_joins() {
     let (code, said) = run(&["frontend", "--coordinator", &address, "--listen", "127.0.0.1:0"]);
     assert_eq!(code, Some(1), "{said}");
     assert!(said.contains("--cluster-secret-file"), "{said}");
-    // The HTTP port for the cluster's, with a secret and without.
+    // The HTTP port in place of the cluster's, with a secret and without.
     let http = coordinator.base().trim_start_matches("http://").to_owned();
     for secret in [&[][..], &["--cluster-secret-file", right]] {
         let lost = ["worker", "--coordinator", &http, "--node", "lost"];

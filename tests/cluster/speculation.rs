@@ -169,7 +169,7 @@ async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
                 let (with, without) = (steps(&scrape), steps(&plain));
                 assert!(with < 0.4 * without, "{with} steps, without drafts {without}");
             }
-            // Rank 0 alone has it.
+            // Only rank 0 has the draft model.
             let weights = |rank| scrape.sum("tutti_rank_weights_bytes", &[("rank", rank)]);
             let more = weights("0") - plain.sum("tutti_rank_weights_bytes", &[("rank", "0")]);
             assert!(more > 1e6, "{more} bytes");
@@ -184,7 +184,7 @@ async fn drafts_of_a_model_change_how_many_steps_it_takes_and_nothing_else() {
     }
 }
 
-/// The demo model's first two layers in a folder of their own: a model with other output.
+/// Copies the demo model's first two layers to a folder: a model with other output.
 fn half_of_the_demo(folder: &Path) -> PathBuf {
     for file in std::fs::read_dir(demo()).unwrap() {
         let file = file.unwrap();
@@ -239,7 +239,7 @@ fn a_draft_model_that_cannot_be_used_ends_with_one_clear_error() {
         assert!(words.iter().all(|word| log.contains(word)), "{words:?} in:\n{log}");
     };
     fails_with(Path::new("/no/such/draft"), &["error:", "/no/such/draft"]);
-    let words = ["error:", "llama-gqa/config.json", "vocab_size is 384", "draft for has 2048"];
+    let words = ["error:", "llama-gqa/config.json", "vocab_size is 384", "drafts for has 2048"];
     fails_with(&variant("llama-gqa"), &words);
 }
 

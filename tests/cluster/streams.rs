@@ -1,5 +1,5 @@
-//! Streams of a front end outlive the coordinator that computes them: their clients get, after a
-//! pause, what they would have got anyway.
+//! Streams through a front end outlive the coordinator that computes them: after a pause, clients
+//! get what they would have got anyway.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,18 +13,18 @@ use crate::counters::check_invariants;
 use crate::etcd::{Meeting, PATIENCE, sum, until};
 use crate::{STORY, greedy};
 
-/// Pieces of its answer that each client has when the coordinator ends.
+/// Number of pieces of its answer that each client has when the coordinator ends.
 const BEGUN: usize = 6;
 
 /// Lists of log-probabilities, by name.
 type Lists = BTreeMap<String, Vec<Value>>;
 
-/// What a client makes of a stream, as far as it does not tell when it came.
+/// A stream's content, without anything that depends on timing.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct Answer {
-    /// Of each choice: text, log-probabilities, why it ended.
+    /// Per choice: text, log-probabilities, finish reason.
     choices: BTreeMap<u64, (String, Lists, Value)>,
-    /// Tokens of the prompt, and of the answer.
+    /// Numbers of prompt and completion tokens.
     tokens: (u64, u64),
 }
 
@@ -38,8 +38,8 @@ impl Answer {
             let own = self.choices.entry(choice["index"].as_u64().unwrap()).or_default();
             let piece = choice["text"].as_str().or(choice["delta"]["content"].as_str());
             own.0.push_str(piece.unwrap_or_default());
-            // How many tokens an event has, and whether the last one says the end, is a matter of
-            // time.
+            // Timing decides how many tokens an event has, and whether the last one reports the
+            // end.
             for (name, list) in choice["logprobs"].as_object().into_iter().flatten() {
                 own.1.entry(name.clone()).or_default().extend(list.as_array().unwrap().clone());
             }
@@ -81,15 +81,15 @@ fn completion(change: Value) -> (String, Value) {
     ("/v1/completions".to_owned(), body)
 }
 
-/// A stop string that lies in a text's second half, and not before.
+/// A stop string that occurs in a text's second half, and not before.
 fn late_stop(text: &str) -> &str {
     let from = text.len() / 2;
     let mut stops = (from..text.len()).filter_map(|at| text.get(at..at + 9));
     stops.find(|stop| text.find(*stop).is_some_and(|at| at >= from)).expect("a text of words")
 }
 
-/// Everything that must go on with what it has: how tokens are chosen, what ends a text, what it
-/// must be, what is said of it.
+/// Requests with everything that must continue from its state: how tokens are chosen, what ends a
+/// text, what constrains it, what is reported about it.
 async fn requests(client: &Client) -> Vec<(String, Value)> {
     let alone = |request| stream(client.clone(), request, Arc::default());
     let mut stopped = json!({"temperature": 1.0, "seed": 11, "logprobs": 2});
@@ -97,7 +97,7 @@ async fn requests(client: &Client) -> Vec<(String, Value)> {
     stopped["stop"] = json!(late_stop(&text));
     let sampled = json!({"temperature": 0.9, "seed": 7, "n": 2, "top_p": 0.95});
     let of_two = alone(completion(sampled.clone())).await.choices;
-    // Of the second choice: it ends early, while the first one may go on.
+    // In the second choice it ends early, while the first one may go on.
     let mut of_two_one_stops = sampled.clone();
     of_two_one_stops["stop"] = json!(of_two[&1].0.get(20..32).unwrap());
     let numbers = json!({"type": "array", "minItems": 90, "maxItems": 90,
@@ -120,7 +120,7 @@ async fn requests(client: &Client) -> Vec<(String, Value)> {
     ]
 }
 
-/// Asks for everything at once; `ends` is called when each answer has begun, and none is over.
+/// Sends everything at once; calls `ends` when each answer has begun and none is over.
 async fn disturbed(
     client: &Client,
     requests: &[(String, Value)],
@@ -167,7 +167,8 @@ async fn streams_go_on_to_the_bit_when_their_coordinator_dies_or_ends() {
         assert_eq!(answer, expected, "{request:?}");
     }
 
-    // One that ends in order hands over its totals, too: what it had accepted is counted once.
+    // A coordinator that ends in order also hands over its totals: what it accepted is counted
+    // once.
     let leader = second.client().unwrap();
     let idle = async |client: &Client| {
         let now = client.scrape().await.unwrap();
@@ -181,7 +182,7 @@ async fn streams_go_on_to_the_bit_when_their_coordinator_dies_or_ends() {
         check_invariants(&scrape);
         scrape
     };
-    // Something is to be counted, or nothing is written.
+    // Something must be counted, or nothing is written.
     let short = || completion(json!({"max_tokens": 1}));
     stream(client.clone(), short(), Arc::default()).await;
     let before = idle(&leader).await;

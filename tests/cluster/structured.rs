@@ -1,4 +1,4 @@
-//! Structured output of a real model: whatever it would say, it says what the schema allows.
+//! Structured output of a real model: whatever it would write, it writes what the schema allows.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

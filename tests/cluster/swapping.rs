@@ -96,7 +96,7 @@ async fn texts_stay_the_same_and_every_scrape_adds_up() {
     assert_eq!(after.sum("tutti_tokens_recomputed_total", &[]), 0.0, "host memory was enough");
     assert_eq!(after.sum("tutti_host_kv_cache_used_blocks", &[]), 0.0);
 
-    // The contents of host memory die with the rank.
+    // The contents of host memory are lost with the rank.
     let together = ask_all(&client, &bodies);
     until_swapped(&client).await;
     LocalCluster::signal(cluster.worker_pids()[1], "KILL").unwrap();

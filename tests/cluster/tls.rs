@@ -9,7 +9,7 @@ use testkit::fleet::free_port;
 use testkit::local_cluster::{LocalCluster, tutti_binary};
 use testkit::models::repository;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs a program to its end; returns the exit code and the output.
@@ -28,7 +28,7 @@ fn curl(args: &[&str]) -> (Option<i32>, String) {
     run(Command::new("curl").args(["--silent", "--noproxy", "*", "--max-time", "60"]).args(args))
 }
 
-/// Waits until a server of these `curl` arguments answers `/ready` with 200.
+/// Waits until a server answers `/ready` with 200 to these `curl` arguments.
 fn ready(server: &LocalCluster, trust: &[&str]) {
     let began = Instant::now();
     let url = format!("{}/ready", server.base());
@@ -88,7 +88,7 @@ async fn coordinators_front_ends_and_operators_speak_https() {
     let (code, page) = curl(&["--cacert", &ca, &format!("https://{alone}/metrics")]);
     assert!(code == Some(0) && page.contains("tutti_"), "{page}");
 
-    // Operators need the signing authority; without it the error says so.
+    // Operators need the signing authority; without it, the error says so.
     let server = coordinator.base();
     let (code, said) = tutti(&["status", "--json", "--server", server, "--tls-ca", &ca]);
     assert_eq!(code, Some(0), "{said}");

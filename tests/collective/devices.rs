@@ -1,5 +1,5 @@
 //! Ranks that exchange data on their devices, with stand-ins for NVIDIA's driver and NCCL: the
-//! effect of a missing rank, an abort and a deadline, and that a rank works again afterwards.
+//! effect of a missing rank, an abort and a deadline; afterwards ranks must work again.
 use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, OnceLock};
@@ -39,7 +39,7 @@ fn options(rank: u32) -> CudaOptions {
 
 type Work = Box<dyn FnOnce(&mut CudaBackend) + Send>;
 
-/// Ranks on threads of their own, each with its backend, that carry out commands.
+/// Ranks that execute commands, each on its own thread with its own backend.
 struct Ranks {
     work: Vec<Sender<Work>>,
     threads: Vec<JoinHandle<()>>,
@@ -52,7 +52,8 @@ impl Ranks {
         for (rank, collective) in (0..count).zip(group) {
             let (sender, receiver): (Sender<Work>, Receiver<Work>) = channel();
             work.push(sender);
-            // Here, since it may have to compile the stand-in, and no rank is waited for meanwhile.
+            // Outside the thread: it may have to compile the stand-in, and no rank waits for
+            // another meanwhile.
             let options = options(rank);
             threads.push(std::thread::spawn(move || {
                 let mut backend = CudaBackend::new(options, collective).unwrap();
@@ -64,7 +65,7 @@ impl Ranks {
         Self { work, threads }
     }
 
-    /// Sends a command to a rank; its answer arrives when it is done.
+    /// Sends a command to a rank; the receiver gets its result.
     fn tell<T: Send + 'static>(
         &self,
         rank: usize,
@@ -172,7 +173,7 @@ fn ranks_sum_and_gather_on_their_devices() {
     }
 }
 
-/// For few rows, which steps of other sizes sum, too, the sum has the order of the ranks.
+/// Few rows are summed as a tree over the ranks in order: steps of other sizes sum them, too.
 #[test]
 fn four_ranks_are_added_as_a_tree() {
     let ranks = Ranks::new(4);
@@ -190,7 +191,7 @@ fn four_ranks_are_added_as_a_tree() {
     }
 }
 
-/// A rank's stream waits for one that never arrives; the coordinator's abort frees it.
+/// A rank's stream waits for a rank that never arrives; the coordinator's abort frees it.
 #[test]
 fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     let ranks = Ranks::new(2);
@@ -202,7 +203,7 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     handles[0].abort();
     let error = waits.recv_timeout(SOON).unwrap().unwrap_err();
     assert!(aborted(&error), "{error}");
-    // Usually about ten milliseconds.
+    // It usually takes about ten milliseconds.
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     handles[1].abort();
     // Memory and context still work.
@@ -212,7 +213,7 @@ fn an_abort_frees_a_rank_that_waits_and_the_next_group_works() {
     }
 }
 
-/// A rank that does not arrive in time is not waited for, whatever the coordinator says.
+/// Ranks stop waiting at the deadline, without an abort from the coordinator.
 #[test]
 fn a_deadline_ends_the_wait_and_the_next_group_works() {
     let ranks = Ranks::new(2);

@@ -102,7 +102,7 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
         let error = shared_memory(&SharedMemoryOptions { rank, ..patient.clone() }, &|| true);
         assert!(matches!(error, Err(CollectiveError::Aborted)));
     }
-    // While a rank waits, its object has its memory: it is not promised to others, too.
+    // While a rank waits, its object's memory is allocated, so nobody else is promised it.
     let waiting = SharedMemoryOptions { name: unique_name(), ..patient };
     let is_over = AtomicBool::new(false);
     let held = std::thread::scope(|scope| {
@@ -128,7 +128,7 @@ fn shared_memory_leaves_nothing_behind_and_checks_its_names() {
             shared_memory(&named, &|| false).unwrap_err().to_string().contains("letters, digits")
         );
     }
-    // Groups of other tests of this binary come and go; ours must be gone.
+    // Other tests of this binary create groups too; ours must be gone.
     let began = Instant::now();
     while objects() > 0 && began.elapsed() < Duration::from_secs(5) {
         std::thread::sleep(Duration::from_millis(10));
@@ -158,7 +158,7 @@ fn tcp_strangers_are_sent_away_and_the_listener_serves_the_next_group() {
         (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
     for token in [7, 8] {
-        // One connection speaks another protocol, one belongs to an ended group; both are in the
+        // One connection speaks another protocol, one belongs to an ended group; both wait in the
         // backlog.
         let mut stranger = TcpStream::connect(ranks[0]).unwrap();
         stranger.write_all(b"GET / HTTP/1.1\r\nhost: somewhere\r\n\r\n").unwrap();
@@ -191,7 +191,7 @@ fn tcp_strangers_do_not_hold_a_rank_beyond_its_deadline() {
     let mut stranger = TcpStream::connect(ranks[0]).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // A greeting as it should be, and 16 s long.
+            // A valid greeting that takes 16 s.
             let greeting =
                 [*b"TUTICOL2", 1u64.to_le_bytes(), 2u64.to_le_bytes(), 1u64.to_le_bytes()].concat();
             for byte in greeting {
@@ -216,7 +216,7 @@ fn tcp_ranks_meet_however_many_strangers_say_nothing() {
     let listeners: Vec<TcpListener> =
         (0..2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
     let ranks: Vec<_> = listeners.iter().map(|l| l.local_addr().unwrap()).collect();
-    // They are there before the ranks are, and others come meanwhile.
+    // They connect before the ranks do, and others follow meanwhile.
     let mut strangers: Vec<TcpStream> =
         (0..40).map(|_| TcpStream::connect(ranks[0]).unwrap()).collect();
     let is_over = AtomicBool::new(false);
@@ -252,7 +252,8 @@ fn tcp_ranks_find_each_other_behind_an_earlier_formation() {
         tcp(&TcpOptions { listener, ranks: &ranks, rank, token, timeout }, is_given_up)
     };
     std::thread::scope(|scope| {
-        // Rank 1 is in the next formation already, and dials rank 0, which is in this one.
+        // Rank 1 is already in the next formation, and connects to rank 0, which is still in this
+        // one.
         scope.spawn(|| {
             let old = meet(0, 6, &|| !is_old.load(Ordering::Relaxed));
             assert!(matches!(old, Err(CollectiveError::Aborted)));
@@ -270,13 +271,13 @@ fn a_root_without_room_ends_the_group() {
     for kind in KINDS {
         let errors = run(kind, 2, Duration::from_secs(60), |rank, mut collective| {
             if rank == 1 {
-                // Its part of the gathering may be done before the root fails; not the barrier.
+                // Its part of the gather may finish before the root fails; the barrier cannot.
                 let gathered = collective.gather(&[1.0; 4], &mut [], 0);
                 return gathered.and_then(|()| collective.barrier()).unwrap_err();
             }
             let error = collective.gather(&[1.0; 4], &mut [0.0; 7], 0).unwrap_err();
             assert_eq!(error.to_string().matches("room for 7 elements, 8 are").count(), 1);
-            // The root stays, as a rank whose next operation is far away.
+            // The root stays, like a rank whose next operation comes much later.
             std::thread::sleep(Duration::from_millis(500));
             error
         });

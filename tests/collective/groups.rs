@@ -24,7 +24,7 @@ pub(crate) fn unique_name() -> String {
     format!("tutti-test-{}-{next}", std::process::id())
 }
 
-/// Connects a group and runs `work` on every rank; returns the results in the order of ranks.
+/// Connects a group and runs `work` on every rank; returns the results in rank order.
 pub(crate) fn run<R: Send>(
     kind: Kind,
     ranks: u32,

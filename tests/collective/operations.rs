@@ -19,8 +19,8 @@ fn data(rank: u32, len: usize, salt: u64) -> Vec<f32> {
         .collect()
 }
 
-/// A binary tree over the ranks in order: the largest complete subtree, then the rest in the same
-/// way.
+/// Sums as a binary tree over the ranks in order: the largest complete subtree, then the rest in
+/// the same way.
 fn sum(ranks: std::ops::Range<u32>, len: usize, salt: u64) -> Vec<f32> {
     let count = ranks.end - ranks.start;
     if count == 1 {

@@ -1,4 +1,4 @@
-//! What is found, with and without a driver.
+//! Which devices are found, with and without a driver.
 use serde_json::Value;
 use testkit::fake_cuda::fake_cuda;
 
@@ -38,7 +38,7 @@ fn json_says_the_same() {
     assert!(found["cpu"]["cores"].as_u64().unwrap() >= 1);
 }
 
-/// This holds where there is a driver, too: then the line about kernels is the last.
+/// This holds with a driver, too: the last line is about kernels then.
 #[test]
 fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
     let (code, stdout, stderr) = described(&tutti(&["devices"], &[]));
@@ -51,7 +51,7 @@ fn without_a_driver_the_cpu_is_listed_and_that_is_no_failure() {
 fn what_is_wrong_is_said_in_the_last_line() {
     let cases: &[(&str, &str, &str)] = &[
         ("FAKE_CUDA_DEVICES", "0", "no GPU is visible"),
-        ("FAKE_CUDA_VERSION", "12040", "is of CUDA 12.4, this program needs CUDA 13.0"),
+        ("FAKE_CUDA_VERSION", "12040", "supports CUDA 12.4, but this program needs CUDA 13.0"),
         ("FAKE_CUDA_CAPABILITY", "75", "compute capability 7.5, this program needs 8.0"),
         ("FAKE_CUDA_FAIL", "cuDevicePrimaryCtxRetain:1=46", "the GPU is busy"),
         ("FAKE_CUDA_FAIL", "cuInit:1=803", "restart the host or its container"),
@@ -62,8 +62,7 @@ fn what_is_wrong_is_said_in_the_last_line() {
         let line = last_line(&stdout);
         assert_eq!(code, 0, "{stdout}");
         assert!(line.starts_with("CUDA is not usable here: ") && line.contains(words), "{line}");
-        // A device that is requested and not available ends the program at once, with the same
-        // words.
+        // Requesting an unavailable device ends the program at once, with the same message.
         let bench = ["bench", "--device", "cuda", "--model", "tests/models/llama-gqa"];
         let (code, _, stderr) = with_fake(&bench, &[(name, value)]);
         assert_eq!(code, 69, "{stderr}");
@@ -83,8 +82,7 @@ fn a_driver_without_a_symbol_is_no_panic() {
     assert!(last_line(&stdout).contains("lacks cuGraphLaunch"), "{stdout}");
 }
 
-/// Containers may have a driver library of their own beside the host's, and the wrong one of the
-/// two does not load.
+/// A container may have its own driver library beside the host's, and one of the two does not load.
 #[test]
 fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
     let broken = tempfile::tempdir().unwrap();
@@ -97,14 +95,14 @@ fn a_driver_that_does_not_load_costs_nothing_where_another_does() {
         assert_eq!((code, stderr.as_str()), (0, ""));
         assert!(last_line(&stdout).starts_with("CUDA is usable: 1 GPU(s)"), "{stdout}");
     }
-    // By itself it says why; where there is a working driver there is nothing to report.
+    // Alone it is reported, with the reason; beside a working driver there is nothing to report.
     let (_, stdout, _) = described(&tutti(&["devices", "--cuda-lib-dir", broken], &[]));
     let line = last_line(&stdout);
     assert!(line.contains("libcuda.so.1: file too short") || line.contains("usable"), "{stdout}");
     assert!(line.contains(broken) || !line.contains("not usable"), "{stdout}");
 }
 
-/// The folders that pip uses, for CUDA 12 and 13.
+/// The folders of pip's packages, for CUDA 12 and 13.
 #[test]
 fn cublaslt_is_found_among_pythons_packages() {
     let driver = tempfile::tempdir().unwrap();
@@ -132,7 +130,7 @@ fn cublaslt_is_found_among_pythons_packages() {
     }
 }
 
-/// Every worker of a host looks for its own GPU.
+/// Every worker of a host opens its own GPU only.
 #[test]
 fn a_gpu_that_is_named_is_the_only_one_with_a_context() {
     let log = tempfile::NamedTempFile::new().unwrap();

@@ -1,4 +1,4 @@
-//! One clear line for each error of the driver while a model is loaded and run.
+//! One clear message for each error of the driver while a model is loaded and run.
 use std::collections::HashMap;
 
 use crate::{described, fake, tutti, with_fake};
@@ -49,7 +49,7 @@ fn a_model_is_measured_and_its_steps_become_graphs() {
     // Nothing is allocated once the first step is captured.
     let after = log.split_once("\ncapture").unwrap().1;
     assert!(!after.contains("\nalloc"), "memory is allocated while serving");
-    // A replayed step is one copy in, one graph, one copy out.
+    // A replayed step is one copy in, one graph launch, one copy out.
     let last = log.rfind("\ngraph").unwrap();
     let before = log[..last].rfind("\ngraph").unwrap();
     let step: Vec<&str> = log[before + 1..last].lines().skip(1).collect();
@@ -69,7 +69,7 @@ fn without_graphs_every_step_is_called() {
     assert!(!log.contains("capture") && !log.contains("\ngraph"));
 }
 
-/// However many parts of a prompt gate and up are computed in.
+/// Once, however many parts of a prompt gate and up are computed in.
 #[test]
 fn int8_weights_are_widened_once_a_layer() {
     let model = tempfile::tempdir().unwrap();
@@ -93,7 +93,7 @@ fn int8_weights_are_widened_once_a_layer() {
     let (code, _, stderr) = with_fake(&args, &environment);
     assert_eq!(code, 0, "{stderr}");
     let log = std::fs::read_to_string(log.path()).unwrap();
-    // Products for each matrix that is widened: q, k and v; output; gate and up; down.
+    // Number of products after each widened matrix: q, k and v; output; gate and up; down.
     let (mut products, mut current) = (Vec::new(), 0);
     for line in log.lines() {
         if line.starts_with("launch tutti_widen_int8") {
@@ -164,7 +164,7 @@ fn a_gpu_that_fails_while_it_computes_is_one_line() {
     }
 }
 
-/// A graph that cannot be captured is no reason to stop.
+/// A step that cannot be captured is launched without a graph.
 #[test]
 fn steps_that_cannot_be_captured_are_called() {
     for fault in [
@@ -181,8 +181,7 @@ fn steps_that_cannot_be_captured_are_called() {
     }
 }
 
-/// Nor is a graph that cannot be captured with kernels that begin early: it is captured without
-/// that.
+/// A step that cannot be captured with kernels that begin early is captured without that.
 #[test]
 fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     let log = tempfile::NamedTempFile::new().unwrap();
@@ -197,7 +196,7 @@ fn steps_that_cannot_be_captured_with_overlap_are_captured_without() {
     assert!(log.lines().filter(|line| line.starts_with("graph")).count() >= 8, "{log}");
 }
 
-/// Of the algorithms that cuBLASLt offers for a product, the fastest one that runs is taken, and
+/// Of the algorithms that cuBLASLt offers for a product, the fastest one that runs is chosen and
 /// kept.
 #[test]
 fn products_take_the_quickest_algorithm() {
@@ -231,15 +230,14 @@ fn products_take_the_quickest_algorithm() {
     assert!(chosen > 0);
 }
 
-/// An algorithm that the library offers and that fails when it is called is not chosen, and costs
-/// nothing else.
+/// An algorithm that cuBLASLt offers but that fails when called is skipped, and nothing else fails.
 #[test]
 fn an_algorithm_that_fails_is_passed_over() {
     let log = tempfile::NamedTempFile::new().unwrap();
     let mut args = BENCH.to_vec();
     args[8] = "100";
     args.extend(["--batches", "1"]);
-    // The first call of the first product; a measured run of it; its last call.
+    // The first call of the first product; a measured call of it; its last call.
     for call in [1, 3, 7] {
         let fault = format!("cublasLtMatmul:{call}=14");
         let environment = [

@@ -1,12 +1,11 @@
-//! The program with a GPU, on the stand-in for NVIDIA's driver: what it finds, what it serves, and
-//! one clear line for each thing that can be wrong. No GPU has run it.
+//! The program with GPUs, on a stand-in for NVIDIA's driver: what it finds, what it serves, and one
+//! clear message for each possible fault.
 //!
 //! - [`devices`]: `tutti devices` and `--device`
 //! - [`faults`]: errors of the driver, and the messages about them
-//! - [`nccl`]: ranks on two GPUs that exchange data through a stand-in for NCCL, and all that can
-//!   go wrong
-//! - [`peers`]: two processes that see each other's GPU memory
-//! - [`serving`]: `tutti up` on one and on two GPUs, and one that fails
+//! - [`nccl`]: ranks on two GPUs that exchange data through a stand-in for NCCL, and its failures
+//! - [`peers`]: two processes that access each other's GPU memory
+//! - [`serving`]: `tutti up` on one and on two GPUs, and on one that fails
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -34,7 +33,7 @@ fn fake() -> &'static FakeCuda {
     FAKE.get_or_init(|| fake_cuda(Path::new(env!("CARGO_TARGET_TMPDIR")), None).unwrap())
 }
 
-/// The options that select it.
+/// The options that select the stand-in.
 fn options(fake: &FakeCuda) -> Vec<String> {
     let text = |path: &Path| path.to_str().unwrap().to_owned();
     [

@@ -1,4 +1,5 @@
-//! Ranks on two GPUs that exchange data through NCCL, all stand-ins: a whole cluster of processes.
+//! A whole cluster of processes with ranks on two GPUs that exchange data through NCCL, all
+//! stand-ins.
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
@@ -26,7 +27,7 @@ impl Pair {
         let mut all = vec!["up", "--listen", "127.0.0.1:0", "--model", "tests/models/llama-gqa"];
         all.extend(["--device", "cuda", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"]);
         all.extend(["--workers", "2", "--tensor-parallel", "2", "--nccl-lib", &nccl]);
-        // Faults are placed by the number of calls, so there must be none before the first request.
+        // Faults are placed by call number, so there must be no calls before the first request.
         all.extend(["--cuda-warmup", "0"]);
         all.extend(args);
         all.extend(fake.iter().map(String::as_str));
@@ -47,7 +48,7 @@ impl Pair {
         self.ask(tokens, request(tokens)).await
     }
 
-    /// The same, with each step begun only when the tokens of the one before are known.
+    /// The same, but each step begins only when the tokens of the previous one are known.
     async fn complete_in_steps(&self, tokens: u32) -> Value {
         let mut request = request(tokens);
         request["frequency_penalty"] = json!(0.5);
@@ -100,7 +101,7 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     );
     assert!(nccl.contains("init rank 0 of 2") && nccl.contains("init rank 1 of 2"), "{nccl}");
     assert!(nccl.contains("recorded rank 1"), "{nccl}");
-    // For greedy requests ranks exchange one pair, not their logits.
+    // For greedy requests, ranks exchange one (token, logit) pair, not their logits.
     assert!(nccl.contains("all_gather 768 recorded") && !nccl.contains("all_gather 8 "), "{nccl}");
     let client = pair.cluster.client().unwrap();
     let mut greedy = request(8);
@@ -108,7 +109,7 @@ async fn two_gpus_exchange_by_nccl_within_their_graphs() {
     let reply = client.post("/v1/completions", &greedy).await.unwrap();
     assert_eq!(reply.status, 200, "{}", reply.body);
     assert!(pair.nccl_log().contains("all_gather 8 recorded"), "{}", pair.nccl_log());
-    // Replayed steps call nothing: 40 steps of 5 collectives each would be 200 calls.
+    // Replayed steps make no calls: 40 steps of 5 collectives each would be 200 calls.
     assert!(nccl.matches("rank 0").count() < 100, "{nccl}");
 }
 
@@ -160,13 +161,12 @@ async fn a_frozen_rank_is_replaced() {
     assert!(pids.contains(&survivor) && !pids.contains(&frozen), "{pids:?}");
 }
 
-/// The next epoch recovers from each of these: the weights stay, no process ends, the text is the
-/// same.
+/// The next epoch recovers from each of these: weights stay loaded, no process ends, and the text
+/// is the same.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
     let expected = Pair::up(&[], &[]).await.complete(16).await;
-    // The collectives of the prompt and of two steps are called; those of later steps come from
-    // graphs.
+    // The collectives of the prompt and of two steps are called directly, later ones in graphs.
     let cases = [
         ("FAKE_NCCL_INIT_FAIL", "1:1", "ncclSystemError (2)"),
         ("FAKE_NCCL_INIT_REFUSE", "1:1", "ncclSystemError (2)"),
@@ -187,7 +187,7 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
             assert_eq!(pair.cluster.worker_pids(), pids, "{variable}\n{log}");
         }
         let nccl = pair.nccl_log();
-        // All that belongs to a communicator is freed, and it was not used afterwards.
+        // Every communicator is freed completely, and not used afterwards.
         assert!(!nccl.contains("died"), "{variable}\n{nccl}");
         if variable.starts_with("FAKE_NCCL_INIT") {
             assert!(nccl.contains("abort rank 1"), "{variable}\n{nccl}");
@@ -195,20 +195,20 @@ async fn what_nccl_finds_wrong_ends_the_epoch_and_nothing_else() {
         if variable == "FAKE_NCCL_LATE" {
             assert_eq!(nccl.matches("late rank 1").count(), 1, "{nccl}");
         }
-        // Graphs are made in the epoch that ends it, too.
+        // Graphs are recorded all the same.
         assert!(pair.nccl_log().contains("recorded"), "{variable}\n{}", pair.nccl_log());
         let epochs = if variable == "FAKE_NCCL_LATE" { 1 } else { 2 };
         assert_eq!(pair.nccl_log().matches(" id").count(), epochs, "{variable}\n{log}");
     }
 }
 
-/// NCCL is there but cannot connect the ranks: unless it was requested, they serve without it.
+/// NCCL is installed but cannot connect the ranks: unless it was requested, they serve without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ranks_that_nccl_does_not_connect_go_another_way() {
     let host = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(8).await;
     let cases = [
         ("FAKE_NCCL_INIT_REFUSE", "0:1", "ncclSystemError (2)"),
-        // The only sign is that it takes too long.
+        // The only symptom is that it takes too long.
         ("FAKE_NCCL_INIT_HANG", "1:1", "did not finish an exchange"),
     ];
     for (variable, value, words) in cases {
@@ -216,10 +216,10 @@ async fn ranks_that_nccl_does_not_connect_go_another_way() {
         assert_eq!(pair.complete(8).await, host, "{variable}");
         let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
         assert_eq!(log.matches("algorithm=\"host\"").count(), 2, "{variable}\n{log}");
-        for words in ["NCCL does not connect the ranks", words] {
+        for words in ["NCCL cannot connect the ranks", words] {
             assert!(log.contains(words), "{variable}: {words} is not in\n{log}");
         }
-        // One epoch, and nothing left of NCCL in it.
+        // One epoch, and no communicator left in it.
         assert_eq!(nccl.matches(" id").count(), 1, "{variable}\n{nccl}");
         let (made, freed) = (nccl.matches("init rank"), nccl.matches("abort rank"));
         assert_eq!(made.count(), freed.count(), "{variable}\n{nccl}");
@@ -227,7 +227,7 @@ async fn ranks_that_nccl_does_not_connect_go_another_way() {
     }
 }
 
-/// A rank dies while the others connect to it: they are not held up.
+/// A rank dies while the other one connects to it: that one is not held up.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_the_connecting() {
     let mut pair = Pair::start(&["--cuda-exchange", "nccl"], &[("FAKE_NCCL_INIT_HANG", "1:1")]);
@@ -240,13 +240,13 @@ async fn an_abort_ends_the_connecting() {
         let begun = nccl.lines().filter(|line| line.contains("init rank"));
         pids = begun.filter_map(|line| line.split(' ').next()?.parse().ok()).collect();
     }
-    // Its own line says which rank it is.
+    // The log line of each process shows its rank.
     let first = pair.nccl_log().lines().any(|line| line == format!("{} init rank 0 of 2", pids[0]));
     let (victim, survivor) = if first { (pids[0], pids[1]) } else { (pids[1], pids[0]) };
     LocalCluster::signal(victim, "KILL").unwrap();
     let began = Instant::now();
     pair.cluster.wait_ready().await.unwrap();
-    // Ranks wait for each other for half a minute.
+    // Ranks would wait for each other for half a minute.
     assert!(began.elapsed() < Duration::from_secs(25), "{:?}", began.elapsed());
     pair.complete(4).await;
     let nccl = pair.nccl_log();
@@ -273,12 +273,12 @@ async fn a_collective_that_hangs_is_ended() {
 }
 
 /// When one rank finds an error, the other leaves too, whatever it is doing. The stand-in checks
-/// that its communicator is not used any more then, and is aborted as it has to be.
+/// that its communicator is then aborted correctly and not used any more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_ends_calls_under_way_and_no_process() {
     // Both ranks then reach the same call.
     let expected = Pair::up(&[], &[]).await.complete_in_steps(16).await;
-    // The third step's collectives are recorded.
+    // The third step's collectives are captured.
     let cases = [
         // Within a call that waits for the other rank.
         ("FAKE_NCCL_BLOCK", "1:8", "0:8", "blocked rank 1"),
@@ -293,7 +293,7 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
         let pids = pair.cluster.worker_pids();
         let began = Instant::now();
         assert_eq!(pair.complete_in_steps(16).await, expected, "{variable}");
-        // Less than what ranks wait for each other.
+        // Less than the time that ranks wait for each other.
         assert!(began.elapsed() < Duration::from_secs(25), "{}", pair.nccl_log());
         let (log, nccl) = (pair.cluster.log(), pair.nccl_log());
         assert!(nccl.contains(words) && !nccl.contains("died"), "{variable}\n{nccl}");
@@ -302,7 +302,7 @@ async fn an_abort_ends_calls_under_way_and_no_process() {
     }
 }
 
-/// What NCCL does with the GPU then is unknown.
+/// Nothing is known of what NCCL does with the GPU after that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_abort_that_hangs_costs_its_process() {
     let faults = [("FAKE_NCCL_CALL_FAIL", "0:8"), ("FAKE_NCCL_ABORT_HANG", "1:1")];
@@ -316,11 +316,11 @@ async fn an_abort_that_hangs_costs_its_process() {
     assert_eq!(Pair::up(&[], &[]).await.complete(8).await, text);
 }
 
-/// A GPU that never comes to rest, whatever it is told: its worker reports it and ends, although
-/// nothing that waits for the GPU, such as freeing its memory, would ever return.
+/// A GPU that never becomes idle: its worker reports it and exits, although any call that waits for
+/// the GPU, such as freeing its memory, would never return.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_hangs_costs_its_process_and_nothing_else() {
-    // In the second request: the process that replaces it does not get that far.
+    // In the second request: the replacement process does not get that far.
     let faults = [("FAKE_NCCL_STUCK", "1:130"), ("FAKE_NCCL_ASYNC_ERROR", "0:130")];
     let pair = Pair::up(&[], &faults).await;
     let before = pair.cluster.worker_pids();

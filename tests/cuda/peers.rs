@@ -1,4 +1,4 @@
-//! Ranks on two GPUs that see each other's memory through CUDA IPC, all on the stand-in: a whole
+//! Ranks on two GPUs that access each other's memory through CUDA IPC, all on the stand-in: a whole
 //! cluster of processes whose kernels wait for each other.
 use std::time::{Duration, Instant};
 
@@ -61,13 +61,12 @@ async fn two_processes_see_each_others_memory() {
     let log = pair.cluster.log();
     assert!(log.contains(SEEN), "{log}");
     assert_eq!((pair.calls("ipc give"), pair.calls("ipc open")), (2, 2));
-    // Steps are graphs, their exchanges within.
+    // Steps are graphs, including their exchanges.
     assert!(pair.calls("graph ") > 24, "{}", pair.calls("graph "));
 }
 
 /// A step that cannot be captured ends the epoch, because the ranks' graphs belong together. Each
-/// rank remembers what it has found out although it leaves its group, and captures later steps in
-/// another way.
+/// rank remembers the failure after it leaves its group, and captures later steps differently.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     let expected = Pair::up(&["--cuda-exchange", "host"], &[]).await.complete(24).await;
@@ -85,7 +84,7 @@ async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     assert_eq!(pair.cluster.log().matches(SEEN).count(), formed, "{}", pair.cluster.log());
 }
 
-/// Before the ranks have agreed, a failure on one makes all of them do without.
+/// Before the ranks have agreed, a failure on one makes all of them exchange data another way.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
     let nccl = nccl(None);
@@ -97,7 +96,7 @@ async fn what_is_in_the_way_is_said_and_ranks_go_another_way() {
             "cuIpcOpenMemHandle_v2:1=217",
             "open another rank's GPU memory: CUDA_ERROR_PEER_ACCESS_UNSUPPORTED (217)",
         ),
-        // The driver allows the access, but nothing that is written arrives.
+        // The driver allows the access, but writes never arrive.
         ("FAKE_CUDA_DEAF", "1", "timed out after"),
     ];
     for (index, (variable, value, words)) in cases.into_iter().enumerate() {

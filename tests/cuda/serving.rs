@@ -23,7 +23,7 @@ fn request(tokens: u32) -> serde_json::Value {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_gpu_serves_and_says_what_it_is() {
-    // As many workers as there are GPUs, by default.
+    // By default, one worker per GPU.
     let cluster = up(&[], &[]).await;
     let client = cluster.client().unwrap();
     let reply = client.post("/v1/completions", &request(24)).await.unwrap();
@@ -47,11 +47,10 @@ async fn two_gpus_make_one_replica() {
     assert_eq!(reply.body["choices"][0]["text"], expected["choices"][0]["text"]);
 }
 
-/// Its process ends with code 71, another takes its place, the request goes on.
+/// Its process exits with code 71, another one replaces it, and the request continues.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
-    // Some steps after the profiling passes and those that are captured first, in every process
-    // anew.
+    // In every process, a few steps after the profiling passes and the first captures.
     let environment = [("FAKE_CUDA_FAIL", "cuGraphLaunch:16=719")];
     let cluster = up(&["--workers", "1", "--tensor-parallel", "1"], &environment).await;
     let client = cluster.client().unwrap();
@@ -63,8 +62,8 @@ async fn a_gpu_that_fails_ends_its_worker_and_no_request() {
     assert!(log.contains("exit status: 71"), "{log}");
 }
 
-/// Nothing is captured after the start, whatever comes and however much at once. The text is the
-/// same where a GPU has room for so few blocks that each takes several parts of sequences.
+/// Nothing is captured after startup, whatever the load. The text stays the same if a GPU runs so
+/// few blocks at a time that each takes several parts of sequences.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn graphs_are_captured_before_the_first_request() {
     // Steps of 1, 2, 4 and 8 rows; with two ranks also steps whose rows are all greedy.
@@ -77,7 +76,7 @@ async fn graphs_are_captured_before_the_first_request() {
         let path = log.path().to_str().unwrap();
         let mut variables = vec![("FAKE_CUDA_DEVICES", "2"), ("FAKE_CUDA_LOG", path)];
         variables.push(("FAKE_CUDA_MULTIPROCESSORS", multiprocessors));
-        // As little as any supported GPU has: kernels that need more are not launched.
+        // The least of any supported GPU: kernels that need more are not launched.
         variables.push(("FAKE_CUDA_SHARED_MEMORY", "101376"));
         let cluster = up(args, &variables).await;
         let captured = || {
@@ -110,7 +109,7 @@ async fn graphs_are_captured_before_the_first_request() {
             assert_eq!(reply.status, 200, "{}\n{}", reply.body, cluster.log());
         }
         if args[1] == "1" {
-            // By itself, so that its prompt is always cut alike; it has more parts than one
+            // Alone, so that its prompt is always cut alike; it has more parts than one
             // multiprocessor has blocks.
             let prompt: Vec<u32> = (0..130).map(|at| 301 - at).collect();
             let request = json!({"prompt": prompt, "max_tokens": 24, "temperature": 0});
@@ -118,7 +117,7 @@ async fn graphs_are_captured_before_the_first_request() {
                 client.post("/v1/completions", &request).await.unwrap().body["choices"].clone(),
             );
         }
-        // Without it, steps of some size have occurred twice.
+        // Without warm-up, steps of some size have occurred twice.
         let after = captured();
         assert!(if captures > 0 { after == captures } else { after > 0 }, "{args:?}: {after}");
     }

@@ -16,7 +16,7 @@ pub(crate) struct Dashboard {
 /// One query of a panel.
 #[derive(Clone, Debug)]
 pub(crate) struct Query {
-    /// Dashboard, panel and reference, for messages.
+    /// Dashboard, panel and query letter, for messages.
     pub(crate) place: String,
     pub(crate) expr: String,
 }
@@ -41,7 +41,7 @@ impl Dashboard {
         queries
     }
 
-    /// Every variable that asks Prometheus, with its `label_values(SERIES, LABEL)`.
+    /// Every variable that queries Prometheus, with its `label_values(SERIES, LABEL)`.
     pub(crate) fn variables(&self) -> Vec<Query> {
         list(&self.json["templating"]["list"])
             .iter()
@@ -58,7 +58,7 @@ impl Dashboard {
 #[derive(Clone, Debug)]
 pub(crate) struct Rule {
     pub(crate) group: String,
-    /// The series it records, or the alert's name.
+    /// Recorded series, or name of the alert.
     pub(crate) name: String,
     pub(crate) is_alert: bool,
     pub(crate) expr: String,
@@ -67,7 +67,7 @@ pub(crate) struct Rule {
     pub(crate) description: String,
 }
 
-/// The items of an array; none of anything else.
+/// The items of an array; empty for anything else.
 pub(crate) fn list(value: &Value) -> &[Value] {
     value.as_array().map(Vec::as_slice).unwrap_or_default()
 }
@@ -114,7 +114,7 @@ pub(crate) fn prometheus_configs() -> Vec<PathBuf> {
     ["prometheus", "docker"].map(|folder| configs().join(folder).join("prometheus.yml")).to_vec()
 }
 
-/// What scales workers: the queries of the autoscaler.
+/// The autoscaler's queries, which scale workers.
 pub(crate) fn scaling() -> Vec<Query> {
     let name = "kubernetes/autoscaling.yaml";
     let yaml = std::fs::read_to_string(configs().join(name)).unwrap();
@@ -130,12 +130,12 @@ pub(crate) fn rules() -> Vec<Rule> {
     rule_files().iter().flat_map(|path| rules_in(&std::fs::read_to_string(path).unwrap())).collect()
 }
 
-/// The items of a sequence below `key`; none where there is none.
+/// The items of the sequence below `key`; empty if there is none.
 fn items<'a, 'y>(node: &'a Yaml<'y>, key: &str) -> impl Iterator<Item = &'a Yaml<'y>> {
     node.as_mapping_get(key).and_then(Yaml::as_sequence).into_iter().flatten()
 }
 
-/// The string below `key`; empty where there is none.
+/// The string below `key`; empty if there is none.
 fn string(node: &Yaml<'_>, key: &str) -> String {
     node.as_mapping_get(key).and_then(Yaml::as_str).unwrap_or_default().to_owned()
 }

@@ -1,4 +1,4 @@
-//! What the files alone show. Each rule for dashboards is also fed a violation.
+//! Rules that need only the files. Each rule for dashboards is also fed a violation.
 use std::collections::BTreeSet;
 
 use serde_json::{Value, json};
@@ -12,7 +12,7 @@ use crate::promql::{Selector, definition, selectors};
 const COLUMNS: i64 = 24;
 const DATASOURCE: &str = "${datasource}";
 
-/// What is wrong with the form of a query, wherever it is used.
+/// Finds problems in the form of a query, wherever it is used.
 fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
     let mut problems = Vec::new();
     let found = selectors(query);
@@ -52,8 +52,8 @@ fn query_problems(query: &str, recorded: &BTreeSet<String>) -> Vec<String> {
     problems
 }
 
-/// Whether a query is `sum..(rate(X_sum..)) / sum..(rate(X_count..))` of one histogram, the same
-/// labels and the same time.
+/// Whether a query is `sum..(rate(X_sum..)) / sum..(rate(X_count..))` of one histogram, with the
+/// same labels and range.
 fn is_average(query: &str) -> bool {
     let Some((above, below)) = query.split_once(" / ") else { return false };
     let name = selectors(above).first().map_or("", |selector| selector.name);
@@ -63,18 +63,17 @@ fn is_average(query: &str) -> bool {
         && count.is_some_and(|count| above.replace(name, &count) == below)
 }
 
-/// Whether a selection is narrowed by the dashboard's variables exactly where its series carry
-/// the labels.
+/// Whether a selector uses exactly the dashboard variables whose labels its series have.
 fn is_narrowed(selector: &Selector<'_>, definition: &Definition) -> bool {
     let has_replica = definition.labels.contains(&REPLICA);
     let narrowed = |by: &str| selector.matchers.split(", ").any(|matcher| matcher == by);
-    // Each cluster that a server scrapes is a job.
+    // Each scraped cluster is a job.
     narrowed("job=~\"$job\"")
         && narrowed("model_name=~\"$model_name\"") == definition.model
         && narrowed("replica=~\"$replica\"") == has_replica
 }
 
-/// The unit that Grafana shows a value of this unit in.
+/// Grafana's name for this unit.
 fn shown(unit: Unit) -> &'static str {
     match unit {
         Unit::Seconds => "s",
@@ -93,7 +92,7 @@ fn shown(unit: Unit) -> &'static str {
     }
 }
 
-/// The unit of a query's values, as Grafana calls it.
+/// The unit of a query's values, by Grafana's name.
 fn unit_of(query: &str) -> Option<&'static str> {
     let selector = *selectors(query).first()?;
     let definition = definition(selector.name)?;
@@ -114,13 +113,13 @@ fn unit_of(query: &str) -> Option<&'static str> {
         Unit::Requests => "reqps",
         Unit::Tokens => "suffix: tok/s",
         Unit::Steps => "suffix: steps/s",
-        // Seconds of computing per second.
+        // CPU seconds per second.
         Unit::Seconds => "suffix: cores",
         _ => "cps",
     })
 }
 
-/// What is wrong with one panel.
+/// Finds problems of one panel.
 fn panel_problems(panel: &Value) -> Vec<String> {
     let mut problems = Vec::new();
     if text(&panel["title"]).is_empty() {
@@ -181,7 +180,7 @@ fn area(panel: &Value) -> [i64; 4] {
     [x, y, x + side("w"), y + side("h")]
 }
 
-/// What is wrong with a dashboard.
+/// Finds problems of a dashboard.
 fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
     let mut problems = Vec::new();
     let panels = dashboard.panels();
@@ -230,11 +229,10 @@ fn dashboard_problems(dashboard: &Dashboard) -> Vec<String> {
     problems
 }
 
-/// What is wrong with a rule.
+/// Finds problems of a rule.
 fn rule_problems(rule: &Rule, recorded: &BTreeSet<String>) -> Vec<String> {
     let mut problems = query_problems(&rule.expr, recorded);
-    // A server that scrapes several clusters has a job for each, which tells nothing about the
-    // others.
+    // A server that scrapes several clusters has one job for each.
     let ups = selectors(&rule.expr).into_iter().filter(|selector| selector.name == "up");
     if ups.into_iter().any(|selector| selector.matchers != "job=~\"tutti.*\"") {
         problems.push("up is of all jobs whose names begin with tutti".to_owned());
@@ -251,7 +249,7 @@ fn rule_problems(rule: &Rule, recorded: &BTreeSet<String>) -> Vec<String> {
             problems.push("no summary or no description".to_owned());
         }
     } else {
-        // level:metric:operation, where the level is what is left of the labels.
+        // level:metric:operation, where the level consists of the remaining labels.
         let labels = rule.expr.split_once("by (").and_then(|(_, rest)| rest.split_once(')'));
         let level: Vec<&str> = labels
             .map_or("", |(labels, _)| labels)

@@ -13,8 +13,8 @@ use crate::files::{self, Query, Rule};
 use crate::prometheus::Prometheus;
 use crate::promql::{definition, label_values, selectors, substitute};
 
-/// How long requests are sent: long enough for rates, shorter than the window that replaces
-/// Grafana's variables.
+/// Duration of the load: long enough for rates, shorter than the window that replaces Grafana's
+/// variables.
 const LOAD: Duration = Duration::from_secs(12);
 
 /// Sends requests of every kind until `LOAD` is over.
@@ -59,7 +59,7 @@ async fn abandon(client: &Client, body: &Value) {
     assert!(response.bytes_stream().next().await.is_some());
 }
 
-/// Conditions of series that this test's cluster meets.
+/// Conditions for optional series that this test's cluster meets.
 const MET: [&str; 2] = ["NVML finds a GPU", "front ends join"];
 
 /// Whether `name` appears only under a condition that this cluster does not meet.
@@ -68,13 +68,13 @@ fn is_conditional(name: &str) -> bool {
     when.is_some_and(|when| !MET.contains(&when))
 }
 
-/// Whether a query may have no answer, by the series that it names.
+/// Whether a query may have an empty result, because all its series are conditional.
 fn may_be_empty(query: &str) -> bool {
     let found = selectors(query);
     !found.is_empty() && found.iter().all(|found| is_conditional(found.name))
 }
 
-/// What is wrong with the answer to a query that must have one.
+/// Finds a problem in the result of a query that must have one.
 async fn query_problem(server: &Prometheus, query: &Query) -> Option<String> {
     let sent = substitute(&query.expr);
     let problem = match server.query(&sent).await {
@@ -85,7 +85,7 @@ async fn query_problem(server: &Prometheus, query: &Query) -> Option<String> {
     Some(format!("{}: {problem}: {sent}", query.place))
 }
 
-/// What is wrong with the values of a dashboard's variable.
+/// Finds a problem in the values of a dashboard's variable.
 async fn variable_problem(server: &Prometheus, variable: &Query) -> Option<String> {
     let sent = substitute(&variable.expr);
     let problem = match label_values(&sent) {
@@ -99,13 +99,13 @@ async fn variable_problem(server: &Prometheus, variable: &Query) -> Option<Strin
     Some(format!("{}: {problem}: {sent}", variable.place))
 }
 
-/// What is wrong with an alert: on a healthy cluster it must be quiet, but its series must exist.
+/// Finds a problem of an alert: on a healthy cluster it must not fire, but its series must exist.
 async fn alert_problem(server: &Prometheus, alert: &Rule) -> Option<String> {
     let values = match server.query(&alert.expr).await {
         Err(error) => return Some(format!("{}: {error}", alert.name)),
         Ok(values) => values,
     };
-    // The machine under test may really be short of something.
+    // The test machine may really be short of a resource.
     if !values.is_empty() && alert.group != "tutti-hardware" {
         return Some(format!("{}: a healthy cluster raises it: {values:?}", alert.name));
     }
@@ -116,7 +116,7 @@ async fn alert_problem(server: &Prometheus, alert: &Rule) -> Option<String> {
     (!exists).then(|| format!("{}: none of its series exists", alert.name))
 }
 
-/// Rules that the server itself could not evaluate.
+/// Returns the rules that the server itself could not evaluate.
 async fn rule_health(server: &Prometheus) -> Vec<String> {
     let data = server.get("/api/v1/rules").await.unwrap();
     let mut problems = Vec::new();
@@ -131,7 +131,7 @@ async fn rule_health(server: &Prometheus) -> Vec<String> {
     problems
 }
 
-/// Waits until the recording rules were evaluated over the load.
+/// Waits until the recording rules have been evaluated over the load.
 async fn wait_recorded(server: &Prometheus) {
     let began = Instant::now();
     let recorded: Vec<Rule> = files::rules().into_iter().filter(|rule| !rule.is_alert).collect();
@@ -191,7 +191,7 @@ async fn every_query_has_an_answer() {
     the_checks_can_fail(&server).await;
 }
 
-/// The autoscaler's queries must have an answer above all where there are no workers.
+/// The autoscaler's queries must have a result, above all without workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn load_is_known_where_no_replica_serves() {
     let listen = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"];
@@ -216,7 +216,8 @@ async fn load_is_known_where_no_replica_serves() {
     }
 }
 
-/// The cluster's series continue under the next leader; a process's series are its own.
+/// Checks that the cluster's series have no `instance`, so that they continue under the next
+/// leader, and that a process's series have one.
 async fn identity_problems(server: &Prometheus) -> Vec<String> {
     let mut problems = Vec::new();
     for (name, of_process) in [
@@ -238,7 +239,7 @@ async fn identity_problems(server: &Prometheus) -> Vec<String> {
     problems
 }
 
-/// Each check finds what it is there for, with the server that the test has anyway.
+/// Checks that each check detects its problem, with the server that the test already has.
 async fn the_checks_can_fail(server: &Prometheus) {
     let query = |expr: &str| Query { place: "x".to_owned(), expr: expr.to_owned() };
     for bad in [

@@ -1,7 +1,7 @@
 //! The dashboards and rules of `cluster-configs`, as Grafana and Prometheus see them.
 //!
-//! - [`form`]: what the files alone show: layout, units, the form of queries
-//! - [`promtool`]: Prometheus's own checker, and that every alert can fire
+//! - [`form`]: checks of the files alone: layout, units, the form of queries
+//! - [`promtool`]: Prometheus's own checker; every alert can fire
 //! - [`live`]: every query against a real Prometheus that scrapes a real cluster
 //! - [`files`], [`promql`], [`prometheus`]: the files, the text of queries, the server
 #![allow(
@@ -25,7 +25,7 @@ fn assert_none(what: &str, problems: &[String]) {
     assert!(problems.is_empty(), "{what}: {count} problem(s)\n  {}\n", problems.join("\n  "));
 }
 
-/// Prints a message that is no failure, past libtest's capture, so that it is seen.
+/// Prints a message past libtest's capture, so that it is seen although no test fails.
 fn notice(message: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "dashboards: {message}");

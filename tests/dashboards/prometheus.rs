@@ -17,9 +17,9 @@ pub(crate) struct Prometheus {
 }
 
 impl Prometheus {
-    /// Starts a server with the configuration `shipped`, but that it scrapes `target`, every
-    /// second, and evaluates the rules as often.
-    /// `None` when there is no such program here, which continuous integration does not accept.
+    /// Starts a server with the configuration `shipped`, except that it scrapes `target` and
+    /// evaluates the rules every second. `None` if the program is not installed, which continuous
+    /// integration does not accept.
     pub(crate) async fn start(target: &str, shipped: &Path) -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let rules = format!("- {}/rules/", shipped.parent().unwrap().display());
@@ -32,7 +32,7 @@ impl Prometheus {
         assert!(config.contains(target) && config.contains(&rules), "{config}");
         let file = folder.path().join("prometheus.yml");
         std::fs::write(&file, config).unwrap();
-        // The server takes no port 0, so a port that was free a moment ago has to do.
+        // The server does not accept port 0, so use a port that was free a moment ago.
         let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
         let Some(program) = tools::find("prometheus") else {
             assert!(std::env::var_os("CI").is_none(), "prometheus is needed in CI");
@@ -67,7 +67,7 @@ impl Prometheus {
         panic!("prometheus is not ready in 30 s");
     }
 
-    /// What the API holds under `data`, or what it says is wrong.
+    /// The API's `data`, or its error.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, String> {
         let reply = self.client.get(path).await.map_err(|error| error.to_string())?;
         if reply.status == 200 && reply.body["status"] == "success" {
@@ -77,7 +77,7 @@ impl Prometheus {
         }
     }
 
-    /// The values of an instant query, NaN left out: 0 / 0 is no answer.
+    /// Returns the values of an instant query without NaN: 0 / 0 is no result.
     pub(crate) async fn query(&self, query: &str) -> Result<Vec<f64>, String> {
         let data = self.get(&format!("/api/v1/query?query={}", encoded(query))).await?;
         let samples = data["result"].as_array().ok_or("no result")?;
@@ -85,7 +85,7 @@ impl Prometheus {
         Ok(values.filter(|value: &f64| !value.is_nan()).collect())
     }
 
-    /// The values of `label` among `series`.
+    /// Returns the number of values of `label` among `series`.
     pub(crate) async fn label_values(&self, series: &str, label: &str) -> Result<usize, String> {
         let path = format!("/api/v1/label/{label}/values?match[]={}", encoded(series));
         Ok(self.get(&path).await?.as_array().map_or(0, Vec::len))
@@ -99,7 +99,7 @@ impl Drop for Prometheus {
     }
 }
 
-/// Percent-encoded for a URL's query.
+/// Percent-encodes `text` for a URL's query.
 fn encoded(text: &str) -> String {
     let plain = |byte: &u8| byte.is_ascii_alphanumeric() || b"-_.~".contains(byte);
     text.bytes()

@@ -1,11 +1,12 @@
-//! As much of a query's text as the checks need: which series it selects, and Grafana's variables.
+//! Parses as much of a query's text as the checks need: which series it selects, and Grafana's
+//! variables.
 use shared::metrics::Definition;
 use shared::metrics::catalogue::CATALOGUE;
 
-/// What a histogram's series end with.
+/// Suffixes of a histogram's series.
 const PARTS: [&str; 3] = ["_bucket", "_sum", "_count"];
 
-/// What Grafana puts in place of its variables, longest name first.
+/// Values that Grafana substitutes for its variables, longest name first.
 const VARIABLES: [(&str, &str); 6] = [
     ("$__rate_interval", "30s"),
     ("$__interval", "5s"),
@@ -15,13 +16,13 @@ const VARIABLES: [(&str, &str); 6] = [
     ("$job", ".*"),
 ];
 
-/// One selection of series in a query.
+/// One selector of series in a query.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Selector<'q> {
-    /// The query up to here.
+    /// Text of the query before the selector.
     pub(crate) before: &'q str,
     pub(crate) name: &'q str,
-    /// What is between the braces.
+    /// Text between the braces.
     pub(crate) matchers: &'q str,
 }
 
@@ -62,7 +63,7 @@ pub(crate) fn definition(name: &str) -> Option<&'static Definition> {
     })
 }
 
-/// A query as Grafana sends it with All chosen everywhere.
+/// A query as Grafana sends it with All selected for every variable.
 pub(crate) fn substitute(query: &str) -> String {
     let mut sent = query.to_owned();
     for (variable, value) in VARIABLES {

@@ -1,7 +1,7 @@
-//! `promtool`, Prometheus's own checker: the configurations are right, and every alert can fire.
+//! `promtool`, Prometheus's own checker: the configurations are valid, and every alert can fire.
 //!
-//! It comes with the Prometheus server; without it these tests check nothing on a developer's
-//! machine and fail in continuous integration.
+//! It comes with the Prometheus server; without it, these tests pass on a developer's machine and
+//! fail in continuous integration.
 use std::fmt::Write as _;
 use std::path::Path;
 use std::process::Command;
@@ -10,9 +10,10 @@ use testkit::tools;
 
 use crate::files;
 
-/// What makes each alert fire: series, and how they begin and grow each minute of half an hour.
+/// For each alert, series that make it fire: their first values and growth per minute, for half an
+/// hour.
 const FIRING: &[(&str, &[(&str, &str)])] = &[
-    // Another cluster's coordinators are another's.
+    // Coordinators of another cluster do not count.
     (
         "TuttiCoordinatorDown",
         &[
@@ -128,7 +129,7 @@ const FIRING: &[(&str, &[(&str, &str)])] = &[
     ),
 ];
 
-/// Runs `promtool`: whether it was content, and what it said. `None` when it is not here.
+/// Runs `promtool`: whether it found no error, and its output. `None` if it is not installed.
 fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
     let Some(program) = tools::find("promtool") else {
         assert!(std::env::var_os("CI").is_none(), "promtool is needed in CI");
@@ -141,7 +142,7 @@ fn promtool(arguments: &[&str], file: &Path) -> Option<(bool, String)> {
     Some((output.status.success(), said))
 }
 
-/// A file for `promtool test rules`: each alert fires `times` times with its series.
+/// A file for `promtool test rules` that expects each alert to fire `times` times with its series.
 fn firing(times: u32) -> String {
     let quoted = |text: &str| serde_json::to_string(text).unwrap();
     let rules: Vec<String> =
@@ -180,7 +181,7 @@ fn every_alert_can_fire() {
     std::fs::write(&file, firing(1)).unwrap();
     let Some((content, said)) = promtool(&["test", "rules"], &file) else { return };
     assert!(content, "{said}");
-    // A wrong expectation is seen for every alert.
+    // A wrong expectation is detected for every alert.
     std::fs::write(&file, firing(2)).unwrap();
     let (content, said) = promtool(&["test", "rules"], &file).unwrap();
     assert!(!content, "{said}");

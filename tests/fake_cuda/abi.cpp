@@ -1,12 +1,12 @@
-// Compares the stand-in's idea of the driver's and cuBLASLt's interfaces with NVIDIA's own headers:
-// never run, only compiled. `kernels/cuda/check` does so with the cuda.h that comes with nvcc; if
-// cublasLt.h is on the include path (PyPI: nvidia-cublas), it is checked as well.
+// Checks the stand-in's interfaces of the driver and cuBLASLt against NVIDIA's own headers, at
+// compile time only. `kernels/cuda/check` compiles it with nvcc's cuda.h; if cublasLt.h is on the
+// include path (PyPI: nvidia-cublas), it is checked as well.
 #include <cuda.h>
 
 #include <cstddef>
 #include <type_traits>
 
-// Functions under the names that are looked up, `_v2` and all: cuda.h's macros lead to the latest.
+// Functions under the names that are looked up, including `_v2`; cuda.h's macros map to the latest.
 template <class Found, class Expected>
 constexpr bool same = std::is_same<Found, Expected>::value;
 #define SIGNATURE(name, ...) static_assert(same<decltype(&name), CUresult (*)(__VA_ARGS__)>, #name)

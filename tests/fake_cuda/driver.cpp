@@ -1,16 +1,16 @@
-// A stand-in for NVIDIA's driver and cuBLASLt: one GPU, or as many as asked for, whose memory is the
-// host's and whose kernels are this project's own, emulated. Only what Tutti calls.
+// A stand-in for NVIDIA's driver and cuBLASLt: one or more GPUs, whose memory is host memory and
+// whose kernels are this project's own, emulated. It implements only what Tutti calls.
 //
-// It is as unkind as the real ones may be: work on a stream is done as late as possible, new memory
-// is NaN, every allocation ends at a page that faults, and during the capture of a stream no call is
-// allowed that could wait. The work of a stream runs on the thread that waits for it, without any
+// It is as strict as the real ones can be: work on a stream runs as late as possible, new memory is
+// NaN, every allocation ends at a page that faults, and during the capture of a stream no call that
+// could wait is allowed. The work of a stream runs on the thread that waits for it, without any
 // lock: kernels of several ranks, on threads or in processes, wait for each other.
 //
 // Environment:
-// - FAKE_CUDA_DEVICES: number of GPUs; default 1, or DEFAULT_DEVICES of its compilation
-// - FAKE_CUDA_MEMORY: bytes of each; default 4 GiB
+// - FAKE_CUDA_DEVICES: number of GPUs; default 1, or DEFAULT_DEVICES as compiled
+// - FAKE_CUDA_MEMORY: bytes of each GPU; default 4 GiB
 // - FAKE_CUDA_VERSION: the driver's version; default 13000
-// - FAKE_CUDA_CAPABILITY: default 90
+// - FAKE_CUDA_CAPABILITY: compute capability times ten; default 90
 // - FAKE_CUDA_MULTIPROCESSORS: default 132
 // - FAKE_CUDA_SHARED_MEMORY: bytes that a block may ask for; default 227 KiB
 // - FAKE_CUDA_DEAF: 1 when what is written to another process's memory does not arrive there
@@ -55,8 +55,8 @@ namespace {
 #define DEFAULT_DEVICES 1
 #endif
 
-// Work that is done at once when its turn comes, or (`later`) that may have to wait for others: it
-// is begun, and asked until it says that it is done.
+// Work on a stream. `now` completes when it runs; `later` may have to wait for others: it is begun,
+// then polled until it is done.
 struct Work {
     std::function<void()> now;
     fake_cuda::Later later;
@@ -74,7 +74,7 @@ constexpr int SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED
 std::recursive_mutex driver_lock;
 #define LOCKED std::lock_guard<std::recursive_mutex> guard(driver_lock)
 
-// While work runs, others may call the driver.
+// Releases the lock, so that other threads can call the driver while work runs.
 struct Unlocked {
     Unlocked() { driver_lock.unlock(); }
     ~Unlocked() { driver_lock.lock(); }
@@ -84,7 +84,7 @@ struct Kernel {
     const char* name;
     std::vector<size_t> sizes;
     std::function<void(const std::vector<uint64_t>&)> call;
-    // Of the real one: threads of a block at most, registers of each, static shared memory.
+    // The compiled kernel's most threads per block, registers per thread and static shared memory.
     unsigned threads, registers, shared;
 };
 
@@ -113,7 +113,7 @@ const std::vector<Kernel>& kernels() {
     return all;
 }
 
-// A GPU and its primary context, which is there while it is retained.
+// A GPU and its primary context, which exists while it is retained.
 struct Gpu {
     int retained = 0;
     size_t used = 0;
@@ -128,14 +128,14 @@ struct Stream {
     bool captures = false;
     bool invalid = false;
     std::vector<Work> captured;
-    float milliseconds = 0;  // What its work is said to have taken, where anything is.
+    float milliseconds = 0;  // Simulated time of its work, where the stand-in defines one.
 };
 struct Event {
     Gpu* gpu = current;
     bool timed = false;
-    bool captured = false;  // Recorded within a capture: not to be asked.
+    bool captured = false;  // Recorded within a capture: must not be queried.
     Stream* stream = nullptr;
-    size_t mark = 0;  // Work before it, counted from the stream's beginning.
+    size_t mark = 0;  // Number of work items before it, from the stream's beginning.
     bool asked = false;
     float milliseconds = 0;
 };
@@ -143,12 +143,12 @@ struct Graph {
     std::vector<Work> work;
 };
 
-std::map<Stream*, size_t> done;  // Work finished, per stream.
+std::map<Stream*, size_t> done;  // Number of finished work items, per stream.
 thread_local Stream* capturing = nullptr;
 bool initialised = false;
-// The kernels that are on the GPU. Loading at first launch may wait for whatever runs.
+// The kernels that are loaded on the GPU. Loading at first launch may wait for running work.
 std::set<const Kernel*> loaded;
-// Dynamic shared memory that was asked for, where it is more than the usual.
+// Limits of dynamic shared memory that were raised.
 std::map<const Kernel*, unsigned> dynamic_shared;
 int broken = SUCCESS;
 struct Allocation {
@@ -158,7 +158,7 @@ struct Allocation {
 std::map<uint64_t, Allocation> allocations;  // By address.
 std::map<uint64_t, size_t> pinned;
 thread_local const char* running = "";
-// Memory of other processes: address, bytes.
+// Opened memory of other processes: address, bytes.
 std::map<uint64_t, size_t> opened;
 
 uint64_t setting(const char* name, uint64_t otherwise) {
@@ -183,7 +183,7 @@ void log_line(const char* format, ...) {
     fflush(file);
 }
 
-// The status that this call of `function` is told to give, or that of a broken context.
+// Returns the injected status of this call of `function`, or that of a broken context.
 int injected(const char* function) {
     static std::map<std::string, int> calls;
     const int count = ++calls[function];
@@ -229,13 +229,13 @@ int injected(const char* function) {
     if (current->retained == 0) {                                                                  \
         return CONTEXT_IS_DESTROYED;                                                               \
     }
-// What is called on a stream is called with its GPU's context.
+// Calls on a stream or event need its GPU's context.
 #define NEEDS_CONTEXT_OF(thing)                                                                    \
     NEEDS_CONTEXT                                                                                  \
     if ((thing)->gpu != current) {                                                                 \
         return INVALID_HANDLE;                                                                     \
     }
-// Calls that may wait end a capture on their thread.
+// Calls that may wait invalidate a capture on their thread.
 #define NO_CAPTURE                                                                                 \
     if (capturing != nullptr) {                                                                    \
         capturing->invalid = true;                                                                 \
@@ -264,7 +264,7 @@ void watch_faults() {
     sigaction(SIGBUS, &action, nullptr);
 }
 
-// Does what is queued up to a mark; false when some of it waits for others.
+// Runs the queued work up to a mark; false when some of it waits for others.
 bool flush(Stream* stream, size_t up_to) {
     auto& finished = done[stream];
     size_t count = 0;
@@ -288,7 +288,7 @@ bool flush(Stream* stream, size_t up_to) {
 }
 bool flush(Stream* stream) { return flush(stream, SIZE_MAX); }
 
-// As flush, until it is done; others may use the driver meanwhile.
+// Flushes until all is done; other threads can use the driver meanwhile.
 void drain(Stream* stream, size_t up_to) {
     while (done.count(stream) != 0 && !flush(stream, up_to)) {
         driver_lock.unlock();
@@ -298,8 +298,8 @@ void drain(Stream* stream, size_t up_to) {
 }
 void drain(Stream* stream) { drain(stream, SIZE_MAX); }
 
-// Everything of this rank, as freeing memory does: a rank is a thread or a process. The real driver
-// waits for other ranks' work on the same GPU as well; here that could be what only this one ends.
+// Drains all streams of this rank (a thread or a process), as freeing memory does. The real driver
+// also waits for other ranks' work on the same GPU; here that work could depend on this rank.
 void drain_all() {
     std::vector<Stream*> own;
     for (auto& entry : done) {
@@ -330,7 +330,7 @@ bool is_pinned(const void* at) {
     return found != pinned.begin() && address < (--found)->first + found->second;
 }
 
-// Whether the device may touch these bytes.
+// Whether the device can access these bytes.
 bool is_device(uint64_t at, size_t bytes) {
     auto found = allocations.upper_bound(at);
     return found != allocations.begin() && at + bytes <= (--found)->first + found->second.bytes;
@@ -467,7 +467,7 @@ int cuMemAlloc_v2(uint64_t* at, size_t bytes) {
     if (base == MAP_FAILED || mprotect(base, size, PROT_READ | PROT_WRITE) != 0) {
         return OUT_OF_MEMORY;
     }
-    // Large memory stays untouched, so that a test may have a large cache.
+    // Large memory stays untouched, so that a test can have a large cache.
     if (size <= (64u << 20)) {
         memset(base, 0xff, size);
     }
@@ -496,7 +496,8 @@ struct IpcHandle {
     char rest[32];
 };
 static_assert(sizeof(IpcHandle) == 64, "as large as the driver's");
-// Puts the allocation into a file, in place, that other processes find by this one's descriptors.
+// Moves the allocation, in place, into a file that other processes open through this process's
+// descriptors.
 int cuIpcGetMemHandle(IpcHandle* handle, uint64_t at) {
     ENTER("cuIpcGetMemHandle");
     NEEDS_CONTEXT;
@@ -534,7 +535,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* at, IpcHandle handle, unsigned flags) {
     ENTER("cuIpcOpenMemHandle_v2");
     NEEDS_CONTEXT;
     NO_CAPTURE;
-    // The real one takes no handle of its own process, either.
+    // Like the real one, it refuses handles of its own process.
     if (handle.process == getpid() || flags != 1) {
         return INVALID_CONTEXT;
     }
@@ -636,7 +637,7 @@ int cuMemsetD8Async(uint64_t at, unsigned char byte, size_t bytes, Stream* strea
         return INVALID_VALUE;
     }
     return enqueue(stream, [=] {
-        // Fresh pages are zero already, and large ones were left so.
+        // Fresh pages are already zero, and large memory was left so.
         if (byte != 0 || bytes <= (64u << 20)) {
             memset(reinterpret_cast<void*>(at), byte, bytes);
         }
@@ -665,7 +666,7 @@ int cuStreamSynchronize(Stream* stream) {
     drain(stream);
     return SUCCESS;
 }
-// Not ready at first, as events are.
+// Not ready at first, like events.
 int cuStreamQuery(Stream* stream) {
     ENTER("cuStreamQuery");
     NO_CAPTURE;
@@ -693,7 +694,7 @@ int cuStreamEndCapture(Stream* stream, Graph** graph) {
     if (!stream->captures) {
         return INVALID_VALUE;
     }
-    // Whatever comes of it, it is over.
+    // The capture ends even if it fails.
     stream->captures = false;
     capturing = nullptr;
     *graph = nullptr;
@@ -754,7 +755,7 @@ int cuEventRecord(Event* event, Stream* stream) {
     event->milliseconds = stream->milliseconds;
     return SUCCESS;
 }
-// Not ready at first, so that a caller that does not ask again goes on too early.
+// Not ready at first, to detect a caller that does not query again.
 int cuEventQuery(Event* event) {
     ENTER("cuEventQuery");
     NO_CAPTURE;
@@ -826,7 +827,7 @@ int cuFuncLoad(const Kernel* kernel) {
 int cuFuncSetAttribute(const Kernel* kernel, int attribute, int value) {
     ENTER("cuFuncSetAttribute");
     if (attribute == 9) {
-        // Of the L1 cache, in per cent; -1 leaves it to the driver.
+        // Share of the L1 cache, in per cent; -1 leaves it to the driver.
         log_line("carveout %s %d", kernel->name, value);
         return value >= -1 && value <= 100 ? SUCCESS : INVALID_VALUE;
     }
@@ -948,7 +949,7 @@ int cuLaunchKernelEx(const LaunchConfig* config, const Kernel* kernel, void** pa
     return status == SUCCESS && !waits ? launch_held() : status;
 }
 
-/* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32, as much of it as is asked for. ---- */
+/* ---- cuBLASLt: column-major D = op(A) B, bf16 to f32. ---- */
 
 constexpr int NOT_SUPPORTED = 15;
 
@@ -989,7 +990,7 @@ int cublasLtMatrixLayoutDestroy(Layout* layout) {
     delete layout;
     return SUCCESS;
 }
-// What operands are aligned to: of A, B, C and D.
+// Alignment of the operands A, B, C and D.
 struct Preference {
     uint32_t alignment[4] = {256, 256, 256, 256};
 };
@@ -1015,7 +1016,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
     ENTER("cublasLtMatmulAlgoGetHeuristic");
     log_line("plan %zu %zu %zu", static_cast<size_t>(b->columns), static_cast<size_t>(a->columns),
              static_cast<size_t>(a->rows));
-    // As a library that has no kernel for results whose rows are not aligned.
+    // Like a library without kernels for results whose rows are not aligned.
     if (d->stride % 4 != 0) {
         *count = 0;
         return NOT_SUPPORTED;
@@ -1026,7 +1027,7 @@ int cublasLtMatmulAlgoGetHeuristic(void*, int*, Layout* a, Layout* b, Layout*, L
         uint64_t* result = results + 12 * number;
         memset(result, 0, 12 * 8);
         result[0] = d->rows;
-        // An algorithm that makes use of what it is promised.
+        // An algorithm that relies on the promised alignment.
         for (size_t i = 0; i < 4; i++) {
             result[1 + i] = preference->alignment[i];
         }
@@ -1056,7 +1057,7 @@ int cublasLtMatmul(void*, int* description, const float* alpha, const uint16_t* 
         address(d) % algorithm[3] != 0 || address(d) % algorithm[4] != 0) {
         return 13;
     }
-    // The first named is not the best, and the second cannot run after all.
+    // The first algorithm is not the fastest, and the second one cannot run.
     const size_t number = algorithm[5];
     if (number == 1) {
         return NOT_SUPPORTED;

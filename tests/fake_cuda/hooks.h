@@ -1,22 +1,22 @@
-// What a stand-in for another of NVIDIA's libraries needs of the stand-in for the driver.
+// The interface of the driver's stand-in for stand-ins of other NVIDIA libraries.
 #pragma once
 #include <cstddef>
 #include <functional>
 
 namespace fake_cuda {
 
-// Work under way: says whether it is done. Must not wait, nor call the driver.
+// Polls work in progress: returns whether it is done. It must neither wait nor call the driver.
 using Run = std::function<bool()>;
 // Begins work that may have to wait for others; called each time its turn comes.
 using Later = std::function<Run()>;
 
-// Puts work on a stream, or into the graph that is being captured from it; says which.
+// Puts work on a stream, or into the graph that is being captured from it: then it returns true.
 bool enqueue(void* stream, Later later);
 // Whether a graph is being captured from a stream.
 bool captures(void* stream);
 // Whether the calling thread has a context.
 bool is_ready();
-// Whether the device may touch these bytes.
+// Whether the device can access these bytes.
 bool is_memory(const void* at, size_t bytes);
 
 }  // namespace fake_cuda

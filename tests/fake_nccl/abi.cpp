@@ -1,5 +1,5 @@
-// Compares NCCL's interface in `kernels/src/cuda/nccl/library.rs` with NCCL's own header: never run,
-// only compiled, and by hand, because the packages that have nccl.h are large (PyPI:
+// Checks NCCL's interface in `kernels/src/cuda/nccl/library.rs` against NCCL's own header, at
+// compile time only. Compiled by hand, because the packages with nccl.h are large (PyPI:
 // nvidia-nccl-cu12, nvidia-nccl-cu13). Done with 2.19.3, 2.28.9 and 2.32.3:
 //
 //   c++ -std=c++17 -fsyntax-only -I .../nvidia/nccl/include -I .../nvidia/cu13/include abi.cpp
@@ -19,7 +19,7 @@ static_assert(ncclSuccess == 0 && ncclUnhandledCudaError == 1 && ncclSystemError
               "statuses");
 static_assert(ncclInt8 == 0 && ncclFloat32 == 7 && ncclSum == 0, "types and operations");
 
-// The first 48 bytes; what later versions append is unset for a caller that states an older version.
+// The first 48 bytes. NCCL ignores fields of later versions if the caller states an older one.
 static_assert(offsetof(ncclConfig_t, size) == 0 && offsetof(ncclConfig_t, magic) == 8 &&
                   offsetof(ncclConfig_t, version) == 12 && offsetof(ncclConfig_t, blocking) == 16 &&
                   offsetof(ncclConfig_t, cgaClusterSize) == 20 &&

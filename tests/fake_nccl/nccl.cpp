@@ -1,25 +1,25 @@
-// A stand-in for NCCL over the stand-in for the driver (tests/fake_cuda): ranks are threads or
-// processes of one host and exchange data through a file in shared memory, in the order of their
-// streams, also from graphs. Sums of more than two ranks are made in an order of its own. Only what
-// Tutti calls.
+// A stand-in for NCCL on top of the driver's stand-in (tests/fake_cuda): ranks are threads or
+// processes of one host and exchange data through a file in shared memory, in stream order, also
+// from graphs. Sums over more than two ranks have an order of their own. Only what Tutti calls.
 //
-// It is as unkind as the real one may be. It waits for a missing rank until the communicator is
-// aborted. Connecting goes on in the background, and so does every call: a collective is on its
-// stream, or in its graph, only when NCCL says that nothing is in progress. An abort waits until all
-// graphs that recorded a collective are gone. It ends the process where the real one may fail: when
-// a communicator is used during or after its abort, and on an abort while a call is in progress or on
-// a thread without a context (where the real one would make a context on the first GPU).
+// It is as strict as the real one can be. It waits for a missing rank until the communicator is
+// aborted. Connecting continues in the background, and so does every call: a collective is on its
+// stream, or in its graph, only when NCCL reports nothing in progress. An abort waits until all
+// graphs with captured collectives are destroyed. It ends the process where the real one may fail:
+// when a communicator is used during or after its abort, and on an abort while a call is in
+// progress or on a thread without a context (where the real one would create a context on the first
+// GPU).
 //
-// Environment; `rank:n` is the n-th of all such calls, from 1, of a process that is this rank:
+// Environment; `rank:n` is the n-th such call, from 1, of this rank in its process:
 // - FAKE_NCCL_VERSION: default 22809
 // - FAKE_NCCL_INIT_HANG=rank:n: this rank never connects
-// - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends in ncclSystemError
+// - FAKE_NCCL_INIT_FAIL=rank:n: connecting ends with ncclSystemError
 // - FAKE_NCCL_INIT_REFUSE=rank:n: the same, but at once and with a communicator
-// - FAKE_NCCL_HANG=rank:n: this collective, when its turn comes, is never done
-// - FAKE_NCCL_STUCK=rank:n: as above, and not even when it is aborted
+// - FAKE_NCCL_HANG=rank:n: this collective never finishes when its turn comes
+// - FAKE_NCCL_STUCK=rank:n: the same, not even after an abort
 // - FAKE_NCCL_LATE=rank:n: this collective begins 300 ms late
-// - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective is never done, and ncclRemoteError is found
-// - FAKE_NCCL_CALL_FAIL=rank:n: the call of this collective gives ncclUnhandledCudaError, after 400 ms
+// - FAKE_NCCL_ASYNC_ERROR=rank:n: this collective never finishes, with ncclRemoteError
+// - FAKE_NCCL_CALL_FAIL=rank:n: this collective's call returns ncclUnhandledCudaError after 400 ms
 // - FAKE_NCCL_BLOCK=rank:n: the call of this collective does not return before an abort
 // - FAKE_NCCL_SLOW=rank:n: the call of this collective is in progress for 1200 ms
 // - FAKE_NCCL_ABORT_HANG=rank:n: this abort does not return
@@ -52,7 +52,7 @@ namespace {
 constexpr int SUCCESS = 0, UNHANDLED_CUDA_ERROR = 1, SYSTEM_ERROR = 2, INTERNAL_ERROR = 3,
               INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7;
 constexpr int RANKS_MAX = 16;
-constexpr size_t ROOM = 64u << 20;  // Of one rank's part of one collective; pages are made as used.
+constexpr size_t ROOM = 64u << 20;  // Most bytes of one rank in a collective; pages are lazy.
 
 struct UniqueId {
     char bytes[128];
@@ -66,12 +66,12 @@ struct Config {
     int split_share, unused;
 };
 
-// One rank's part of what all see.
+// One rank's part of the shared table.
 struct Seat {
     std::atomic<uint32_t> joined;
-    std::atomic<uint64_t> shown;    // Collectives whose data this rank has shown.
-    std::atomic<uint64_t> finished; // Collectives that this rank has all data of.
-    uint64_t what[2];               // What the last two shown were.
+    std::atomic<uint64_t> shown;    // Collectives for which this rank has published its data.
+    std::atomic<uint64_t> finished; // Collectives for which this rank has read all data.
+    uint64_t what[2];               // Kinds of the last two published collectives.
 };
 struct Table {
     Seat seats[RANKS_MAX];
@@ -84,13 +84,13 @@ struct Comm {
     std::string path;
     std::atomic<bool> aborted{false};
     std::atomic<int> error{SUCCESS};
-    bool fails = false;      // Connecting ends badly.
-    int looks = 0;           // Answers that it is under way, still to be given.
-    std::function<void()> pending;  // What a call has still to do.
-    std::chrono::steady_clock::time_point called, due;  // When it was called, when that is done.
-    std::atomic<int> inside{0};     // Calls that are not blocked.
-    uint64_t begun = 0;      // Collectives whose turn has come.
-    std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every recorded collective.
+    bool fails = false;      // Connecting fails.
+    int looks = 0;           // Number of polls still to be answered with "in progress".
+    std::function<void()> pending;  // Remaining work of a call.
+    std::chrono::steady_clock::time_point called, due;  // Times of the call and its completion.
+    std::atomic<int> inside{0};     // Number of running calls that are not blocked.
+    uint64_t begun = 0;      // Number of collectives whose turn has come.
+    std::shared_ptr<int> recorded = std::make_shared<int>(0);  // Held by every captured collective.
 
     Seat& seat(int of) const { return reinterpret_cast<Table*>(mapped)->seats[of]; }
     unsigned char* part(int of, uint64_t number) const {
@@ -133,7 +133,7 @@ void log_line(const char* format, ...) {
     fflush(file);
 }
 
-// Whether this is the call of this rank that the environment names.
+// Whether the environment selects this call of this rank.
 bool told(const char* name, int rank, int number) {
     const char* text = getenv(name);
     const char* colon = text == nullptr ? nullptr : strchr(text, ':');
@@ -176,8 +176,7 @@ int fail(int status, const char* words) {
     return status;
 }
 
-// Adds up all ranks' values one after the other, beginning with one that depends on the place, as
-// rings do.
+// Adds up all ranks' values in sequence, from a rank that depends on the place on, as rings do.
 float sum(const float* values, int count, size_t place) {
     float all = 0.0f;
     for (int i = 0; i < count; i++) {
@@ -191,10 +190,10 @@ struct Collective {
     bool sums;
     const void* from;
     void* to;
-    size_t bytes;  // Of one rank.
+    size_t bytes;  // Per rank.
     bool recorded;
 
-    // What all ranks must call alike. Whether a step is captured is one of these things, too.
+    // The properties that must be equal on all ranks, including whether it is captured.
     uint64_t kind() const { return bytes * 4 + (sums ? 1 : 0) + (recorded ? 2 : 0); }
 };
 
@@ -216,7 +215,7 @@ void finish(const Comm& comm, const Collective& what, uint64_t number) {
     }
 }
 
-// One collective whose turn has come.
+// Begins a collective whose turn has come.
 fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) {
     const uint64_t number = comm->begun++;
     const int turn = next("turn", comm->rank);
@@ -246,7 +245,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
         }
         if (!*shown) {
             for (int of = 0; of < comm->ranks; of++) {
-                // The place was another collective's, which all must have read.
+                // All ranks must have read the collective that used this place before.
                 if (comm->seat(of).finished.load() + 1 < number) {
                     return false;
                 }
@@ -262,7 +261,7 @@ fake_cuda::Run begin(const std::shared_ptr<Comm>& comm, const Collective& what) 
                 return false;
             }
             if (comm->seat(of).what[number % 2] != what.kind()) {
-                // Ranks that call different things hang, or worse.
+                // With the real one, mismatched collectives hang, or worse.
                 return false;
             }
         }
@@ -285,7 +284,7 @@ int collective(void* handle, void* stream, Collective what) {
     }
     const int number = next("call", comm->rank);
     if (told("FAKE_NCCL_CALL_FAIL", comm->rank, number)) {
-        // Other ranks are in theirs by then.
+        // By then, the other ranks are in theirs.
         std::this_thread::sleep_for(std::chrono::milliseconds(400));
         return fail(UNHANDLED_CUDA_ERROR, "as it was told");
     }
@@ -420,7 +419,7 @@ int ncclCommAbort(void* handle) {
     if (!fake_cuda::is_ready()) {
         die("an abort on a thread without a context");
     }
-    // An abort may come after a call has been in progress for a second.
+    // An abort is allowed once a call has been in progress for a second.
     if (comm->inside.load() > 0 || (comm->pending && std::chrono::steady_clock::now() - comm->called <
                                                          std::chrono::seconds(1))) {
         die("an abort while a call is in progress");
@@ -433,7 +432,7 @@ int ncclCommAbort(void* handle) {
         }
     }
     unlink(comm->path.c_str());
-    // As NCCL does: not before the graphs are gone.
+    // Like NCCL, wait until the graphs are destroyed.
     while (comm->recorded.use_count() > 1) {
         std::this_thread::sleep_for(std::chrono::microseconds(100));
     }

@@ -1,5 +1,5 @@
-/* A stand-in for NVIDIA's management library: two GPUs with known figures, joined by NVLink, of
- * which the second does not tell its power. Only what Tutti asks for. */
+/* A stand-in for NVIDIA's management library: two GPUs with known figures, connected by NVLink. The
+ * second one does not report its power. Only what Tutti calls. */
 #include <string.h>
 
 typedef struct { unsigned int gpu, memory; } utilization_t;

@@ -1,6 +1,5 @@
-//! The operations behind LoRA adapters against the reference: rows go to the matrices of the
-//! adapter that each of them has, or to none, down to the rank and up again; and the addition to a
-//! fused product.
+//! The operations behind LoRA adapters against the reference: each row is multiplied with the down
+//! and up matrices of its adapter, or with none; and the result is added to a fused product.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, NOT_ASSIGNED, Routing};
 
@@ -65,7 +64,7 @@ impl Case for Adapters {
         let down = stack(backend, rank, hidden)?;
         let up = stack(backend, 2 * inner, rank)?;
         let x = input(backend, &random.vec(rows * hidden), hidden)?;
-        // Each adapter in turn, and none.
+        // Each adapter in turn, then none.
         let to = |row: usize| match row % (adapters + 1) {
             last if last == adapters => NOT_ASSIGNED,
             adapter => adapter as u32,

@@ -1,4 +1,4 @@
-//! Attention and the operations before it, of prompts and of single rows.
+//! Attention and the operations before it, for prompts and for single rows.
 use kernels::KernelError;
 use kernels::backend::{
     AttentionAt, AttentionShape, Batch, KvShape, QkvInput, QkvWeights, RopeTable, SeqRows,
@@ -54,7 +54,7 @@ impl Case for Attention {
         let kv = KvShape { num_layers: 2, num_kv_heads, head_dim, block_size, num_blocks: blocks };
         let mut cache = backend.new_kv_cache(kv)?;
         let mut seen = Vec::new();
-        // (rows, tokens then in the cache) of three sequences of 13 blocks each.
+        // (rows, tokens in the cache afterwards) of three sequences of 13 blocks each.
         for step in [[(150, 150), (1, 1), (70, 70)], [(1, 151), (1, 2), (37, 107)]] {
             let mut list = Vec::new();
             let (mut at, mut slots, mut tables) = (Vec::new(), Vec::new(), Vec::new());
@@ -66,7 +66,7 @@ impl Case for Attention {
                     table_start: tables.len() as u32,
                     table_len: 13,
                 });
-                // Backwards, so that a wrong table shows.
+                // In reverse order, so that a wrong table is detected.
                 let blocks: Vec<u32> = (0..13).map(|i| index * 13 + 12 - i).collect();
                 for position in context_len - num_rows..context_len {
                     at.push(position);
@@ -118,7 +118,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Attention> {
             cases.push(Attention { shape, extras, sinks: false });
         }
     }
-    // As in gpt-oss, and with heads whose K and V are copied ahead.
+    // As in gpt-oss, and with a head size whose K and V are copied asynchronously.
     let with_sinks: &[(usize, usize, usize)] = match quick {
         true => &[(8, 1, 64)],
         false => &[(64, 8, 64), (8, 2, 128)],

@@ -1,4 +1,4 @@
-//! Runs steps of an engine, as a coordinator would request them.
+//! Runs an engine's steps as a coordinator would request them.
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::Instant;
@@ -12,7 +12,7 @@ use worker::rank::{NoSteps, StepSource};
 
 use crate::speed::Sizes;
 
-/// Plans that wait to be run.
+/// A queue of plans.
 pub(crate) struct Plans(pub(crate) VecDeque<StepPlan>);
 
 impl StepSource for Plans {
@@ -64,8 +64,7 @@ impl Driver<'_> {
         sound(&outputs)
     }
 
-    /// Computes the prompts of `batch` sequences of some blocks each, as many at a time as a step
-    /// takes.
+    /// Computes the prompts of `batch` sequences of some blocks each, in steps as large as allowed.
     pub(crate) fn prefill(
         &mut self,
         batch: u32,
@@ -105,18 +104,18 @@ impl Driver<'_> {
         Ok(seqs)
     }
 
-    /// Decode steps whose plans are all known, as a coordinator would have the next one ready.
+    /// Decode steps whose plans are all known, as if a coordinator always had the next one ready.
     pub(crate) fn decode(&mut self, seqs: &[SeqId], positions: Range<u32>) -> Result<(), String> {
         let plans = Plans(positions.map(|at| self.decode_plan(seqs, at)).collect());
         self.run_all(plans)
     }
 
-    /// Runs steps whose numbers are in their plans.
+    /// Runs all steps of `plans`, which have their numbers.
     pub(crate) fn run_all(&mut self, plans: Plans) -> Result<(), String> {
         self.run_each(plans, |_| ())
     }
 
-    /// The same; `seen` is shown each step's output.
+    /// Same; `seen` gets each step's output.
     pub(crate) fn run_each(
         &mut self,
         mut plans: Plans,
@@ -132,7 +131,7 @@ impl Driver<'_> {
         Ok(())
     }
 
-    /// Seconds of a decode step of `batch` sequences.
+    /// Returns the seconds of a decode step of `batch` sequences.
     pub(crate) fn step_seconds(
         &mut self,
         batch: u32,
@@ -142,7 +141,7 @@ impl Driver<'_> {
     ) -> Result<f64, String> {
         let blocks = (sizes.context, sizes.decoded());
         let seqs = self.prefill(batch, blocks, together, sampling)?;
-        // A warm step, a captured one, and one replay.
+        // A warm-up step, a captured one, and one replay.
         let (first, warm) = (sizes.context, sizes.context + 3);
         self.decode(&seqs, first..warm)?;
         let began = Instant::now();
@@ -152,8 +151,8 @@ impl Driver<'_> {
         Ok(step)
     }
 
-    /// Runs steps of one sequence with arbitrary drafts: measures what such a step costs, however
-    /// many drafts are right. Returns the sequence's position afterwards, and the number of steps.
+    /// Runs steps of one sequence with arbitrary drafts, to measure their cost however many drafts
+    /// are accepted. Returns the sequence's position afterwards, and the number of steps.
     pub(crate) fn verify(
         &mut self,
         seq: SeqId,

@@ -10,7 +10,7 @@ pub(crate) struct Experts {
     hidden: usize,
     inner: usize,
     routing: Routing,
-    /// The first of the columns that the second product takes.
+    /// First column that the second product takes.
     first: usize,
     /// As in gpt-oss: biases everywhere, gate and up clamped.
     is_clamped: bool,
@@ -35,7 +35,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     let clamped = Routing { num_experts: 32, top_k: 4, normalise: true };
     let plain = Experts::PLAIN;
     let mut cases = vec![
-        // More rows than are grouped at a time: 8192 / 32 = 256.
+        // More rows than fit in a chunk: 8192 / 32 = 256.
         Experts { rows: 300, hidden: 32, inner: 16, routing: most, ..plain },
         Experts { routing: few, ..plain },
         Experts { rows: 70, routing: few, first: 3, ..plain },
@@ -45,7 +45,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
         cases.extend([
             Experts { hidden: 2048, inner: 768, routing: many, ..plain },
             Experts { rows: 33, hidden: 1000, inner: 200, routing: many, first: 8, ..plain },
-            // More rows than are grouped at a time: 8192 / 8 = 1024.
+            // More rows than fit in a chunk: 8192 / 8 = 1024.
             Experts { rows: 1500, hidden: 256, inner: 96, routing: many, ..plain },
             Experts { rows: 400, hidden: 512, inner: 300, routing: few, ..plain },
         ]);
@@ -57,16 +57,16 @@ pub(crate) fn cases(quick: bool) -> Vec<Experts> {
     cases
 }
 
-/// Distance between one expert's first weight and the next one's in the run of random numbers that
-/// all are cut from. To make as many numbers as a real model has would take longer than the case.
+/// Distance between the first weights of successive experts in the run of random numbers that all
+/// are cut from. Making as many numbers as a real model has would take longer than the case.
 const SHIFT: usize = 1016;
 
-/// The least difference between one logit and the next in order, as far as that order matters. It
-/// is more than f32 sums of the largest cases differ by when they are made in another order.
+/// The smallest gap between successive logits whose order matters: more than what another order of
+/// summation changes in f32, in the largest cases.
 const CLEAR: f64 = 1e-3;
 
-/// Rows whose choice is clear: for others the order of sums decides, and the reference has another
-/// order.
+/// Rows whose choice is clear: for others the order of summation decides, and the reference's is
+/// different.
 fn clear_rows(random: &mut Random, rows: usize, router: &[f32], routing: &Routing) -> Vec<f32> {
     let hidden = router.len() / routing.num_experts;
     let is_clear = |x: &[f32]| {

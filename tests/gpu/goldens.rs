@@ -1,5 +1,5 @@
-//! Every model folder's golden log-probabilities and greedy tokens, with and without graphs, and
-//! with drafts that are verified.
+//! Checks every model folder's golden log-probabilities and greedy tokens, with and without graphs,
+//! and with verified drafts.
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ fn engine(
     engine_over(options.backend(ordinal, graphs)?, model, (0, 1), true)
 }
 
-/// The engine of one of `degree` ranks; `profiled` says that it runs its largest steps first.
+/// The engine of one of `degree` ranks; with `profiled`, it runs its largest steps first.
 pub(crate) fn engine_over(
     mut backend: CudaBackend,
     model: &Path,
@@ -145,7 +145,7 @@ pub(crate) fn follow(
         let mut outputs = Vec::new();
         engine.step(&plan, &mut NoSteps, &mut outputs).map_err(|error| error.to_string())?;
         (start, count) = (start + count, 1);
-        // The other ranks go on, whatever the first finds.
+        // The other ranks continue, whatever the first one finds.
         if parted || engine.backend().rank() > 0 {
             continue;
         }
@@ -163,7 +163,7 @@ pub(crate) fn follow(
     Ok((worst, compared))
 }
 
-/// Compares a greedy token; false when it differs and nothing tells which of the two is right.
+/// Compares a greedy token; false if it differs and either of the two could be right.
 fn agrees(
     golden: &Golden,
     at: usize,
@@ -204,8 +204,8 @@ fn forget(
     Ok(())
 }
 
-/// One prompt and its greedy tokens as drafts: the first and the second of each three are right, so
-/// that a step has four rows and yields three tokens. Returns what `follow` returns.
+/// Follows one prompt, with its greedy tokens as drafts: the first and the second of each three are
+/// right, so that a step has four rows and yields three tokens. Returns the same as `follow`.
 fn verify(
     engine: &mut Engine<CudaBackend>,
     golden: &Golden,
@@ -265,7 +265,7 @@ fn verify(
     Ok((worst, compared))
 }
 
-/// One model, with graphs or without, with drafts or without.
+/// Checks one model, with or without graphs and drafts.
 fn whole(
     options: &Options,
     ordinal: u32,
@@ -273,7 +273,7 @@ fn whole(
     model: &Path,
 ) -> Result<String, String> {
     let follow = if drafts { verify } else { follow };
-    // A step is captured when it comes for the second time; one with drafts yields three tokens.
+    // A step is captured the second time it occurs; one with drafts yields three tokens.
     let quick = if drafts { 14 } else { 5 };
     let (prompts, output) = if options.quick { (1, quick) } else { (usize::MAX, usize::MAX) };
     let mut engine = engine(options, ordinal, graphs, model).map_err(|error| error.to_string())?;
@@ -292,7 +292,7 @@ pub(crate) fn steps(options: &Options, ordinal: u32) -> Vec<Step<'_>> {
     let models = variants.into_iter().chain([options.root.join("models/demo")]);
     let ways = [("calls", (false, false)), ("graphs", (true, false))];
     let all = models.flat_map(|model| ways.map(|way| (model.clone(), way)));
-    // Rows of drafts are computed as decode rows are: one model is enough to show that.
+    // Draft rows are computed like decode rows: one model is enough to show that.
     let demo = options.root.join("models/demo");
     let all = all.chain([(demo, ("drafts", (true, true)))]);
     let step = |(model, (how, way)): (PathBuf, (&str, (bool, bool)))| {

@@ -5,10 +5,10 @@ use kernels::cuda::devices::FoundDevice;
 
 use crate::Options;
 
-/// Marks the line that says which GPU is used.
+/// Marks the line with the GPU that is used.
 pub(crate) const GPU: &str = "@gpu ";
 
-/// Prints all of it, or why there is no GPU (exit code 2).
+/// Prints the head, or why there is no GPU (exit code 2).
 pub(crate) fn print(options: &Options) -> ExitCode {
     let found = options.survey();
     let ordinal = options.ordinal.or_else(|| found.roomiest()).unwrap_or(0);
@@ -46,7 +46,7 @@ pub(crate) fn print(options: &Options) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// Files of NVIDIA's libraries that this process really uses: hosts have several of some.
+/// NVIDIA library files that this process really uses: a host can have several versions.
 fn loaded() -> Vec<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let names = ["/libcuda.so", "/libcublasLt.so", "/libnccl.so", "/libnvidia-ml.so"];
@@ -57,7 +57,7 @@ fn loaded() -> Vec<String> {
     files
 }
 
-/// What this program was built of, where `tests/gpu/run --build` built it.
+/// The commit that this program was built from, if `tests/gpu/run --build` built it.
 fn commit() -> &'static str {
     option_env!("TUTTI_COMMIT").unwrap_or("an unnamed commit")
 }
@@ -67,7 +67,7 @@ fn kernel_module() -> String {
     text.lines().next().unwrap_or("no /proc/driver/nvidia/version").to_owned()
 }
 
-/// What may explain odd figures: clocks, limits, modes.
+/// Facts that may explain odd figures: clocks, limits, modes.
 fn management_tool() -> Vec<String> {
     let fields = "index,driver_version,clocks.sm,clocks.max.sm,clocks.max.mem,power.limit,\
                   temperature.gpu,mig.mode.current,compute_mode,persistence_mode,ecc.mode.current";

@@ -1,5 +1,4 @@
-//! Products with weights of 4 bits against the reference, which multiplies the values that their
-//! integers, zeros and scales stand for.
+//! Products with 4-bit weights against the reference, which multiplies the dequantised values.
 use kernels::KernelError;
 use kernels::backend::{Activation, DType, HostMatrix, Scales};
 use kernels::weights::{Groups, Packed, Packing, int4_groups};
@@ -40,7 +39,7 @@ pub(crate) fn cases(quick: bool) -> Vec<Int4> {
         for rows in [1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 130, 300] {
             cases.extend(of(rows, 520, 1024, 0, 128));
         }
-        // A first group that is cut, one group of all, groups of 32.
+        // A first group that is cut, a single group, groups of 32.
         cases.extend(of(5, 136, 608, 32, 64));
         cases.extend(of(20, 136, 1000, 0, 1000));
         cases.extend(of(40, 136, 1000, 0, 32));

@@ -1,4 +1,4 @@
-//! The speed of single kernels: products by this project's kernels and by cuBLASLt, decode
+//! Measures single kernels: products with this project's kernels and with cuBLASLt, decode
 //! attention.
 use kernels::KernelError;
 use kernels::backend::AttentionShape;
@@ -23,8 +23,8 @@ pub(crate) fn matrices(shape: &Shape) -> [(&'static str, usize, usize); 5] {
     ]
 }
 
-/// Times those products, by this project's kernels and by cuBLASLt. If cuBLASLt is quicker at up to
-/// 32 rows, or this project's kernels are at more, `SKINNY_MAX` should change.
+/// Times those products, with this project's kernels and with cuBLASLt. If cuBLASLt is faster at up
+/// to 32 rows, or this project's kernels at more, `SKINNY_MAX` should change.
 pub(crate) fn products(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
     let all: &[usize] = if options.quick { &[1, 9] } else { &[1, 8, 16, 32, 40, 64, 128] };
     let mut backend = match options.backend(ordinal, true) {
@@ -48,7 +48,7 @@ pub(crate) fn products(options: &Options, ordinal: u32, shape: &Shape, table: &m
 }
 
 pub(crate) fn attention(options: &Options, ordinal: u32, shape: &Shape, table: &mut Table) {
-    // Twice (number of sequences, tokens of each).
+    // Two groups, each (number of sequences, tokens of each).
     type Case = [(usize, usize); 2];
     let cases: &[Case] = match options.quick {
         true => &[[(2, 100), (0, 0)], [(3, 20), (1, 300)]],

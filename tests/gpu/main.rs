@@ -1,27 +1,27 @@
-//! Checks what only a GPU can show, and prints one table. `tests/gpu/run` runs it there. Besides
-//! this program and the model folders it needs nothing but a driver.
+//! Checks and measures on a GPU, and prints one table. `tests/gpu/run` runs it there. Besides this
+//! program and the model folders it needs only a driver.
 //!
 //! - `operations`: every operation against the float32 reference, with poisoned outputs, and once
 //!   more with inputs that arrive late
 //! - `goldens`: every model folder's golden values
 //! - `speed`: bandwidth; decode and prefill of random models of known shapes
-//! - `ranks-peers`: two ranks that see each other's memory, on one GPU or two, and one rank that is
-//!   killed or frozen
-//! - `ranks-nccl`: one rank, and two on two GPUs or, where NCCL can, on one
-//! - `ranks-threads`: the time for a sum when both ranks run at once on one GPU
+//! - `ranks-peers`: two ranks that can access each other's memory, on one GPU or two, and one rank
+//!   that is killed or frozen
+//! - `ranks-nccl`: one rank, and two on two GPUs or, if NCCL supports it, on one
+//! - `ranks-threads`: the latency of a sum when both ranks run concurrently on one GPU
 //!
-//! Each part is a process of its own with a time limit (`supervisor`), so a kernel that hangs or
-//! leaves its memory costs only its own step. Lines are printed as they come, and appended to the
-//! file that `--report` names.
+//! Each part is a separate process with a time limit (`supervisor`), so a kernel that hangs or
+//! accesses invalid memory costs only its own step. Lines are printed as they come, and appended to
+//! the `--report` file.
 //!
 //! - `--only PART,..`: only the parts whose names contain one of these
-//! - `--step TEXT`, once or several times: only steps of these whose names contain such a text
-//! - `--time-limit SECONDS`: stops after that; what is left is reported as not run
-//! - `--no-overlap`: every kernel begins when those before it are complete
+//! - `--step TEXT` (repeatable): only the steps whose names contain one of these texts
+//! - `--time-limit SECONDS`: stops after that; the rest is reported as not run
+//! - `--no-overlap`: every kernel begins when the preceding ones are complete
 //!
-//! Exit codes: 0 all is well, 1 something is wrong or not run, 2 no usable GPU or a wrong option.
+//! Exit codes: 0 success, 1 a failure or something not run, 2 no usable GPU or an invalid option.
 //! `cargo test` runs it without `--require-gpu`: on a host without a GPU it then checks itself, in
-//! small sizes (`--quick`), on the stand-in of `tests/fake_cuda`.
+//! small sizes (`--quick`), on the driver stand-in of `tests/fake_cuda`.
 #![allow(clippy::print_stdout, reason = "it prints a table")]
 
 mod adapters;
@@ -53,44 +53,44 @@ use kernels::cuda::devices::{Survey, survey};
 use kernels::cuda::peer::tuning::Thresholds;
 use kernels::cuda::{CudaBackend, CudaOptions, Exchange};
 
-/// What to do, and where things are.
+/// Command-line options.
 #[derive(Clone, Debug)]
 struct Options {
     root: PathBuf,
     folders: Vec<PathBuf>,
     kernels: Option<PathBuf>,
     nccl_lib: Option<PathBuf>,
-    /// Set in one of two processes of ranks: rank, name of the shared memory, file for rank 0's
+    /// Set in the process of one of two ranks: rank, name of the shared memory, file for rank 0's
     /// message.
     child: Option<(u32, String, PathBuf)>,
-    /// How such a process exchanges data, and whether it goes on until the other is gone.
+    /// How such a process exchanges data, and whether it continues until the other rank is gone.
     exchange: Exchange,
     endless: bool,
-    /// The model folder whose golden values such a process follows.
+    /// The model folder whose golden values such a process checks.
     golden: Option<PathBuf>,
-    /// The sizes up to which each of this project's exchanges is used; measured when none are
-    /// given, with messages of at most this many bytes.
+    /// The sizes up to which each of this project's exchanges is used; by default they are
+    /// measured, with messages of at most `measured_most` bytes.
     thresholds: Option<Thresholds>,
     measured_most: usize,
     ordinal: Option<u32>,
     quick: bool,
-    /// Kernels may begin before those before them are complete.
+    /// Kernels may begin before the preceding ones are complete.
     overlap: bool,
     require_gpu: bool,
     /// Only parts whose names contain one of these.
     only: Vec<String>,
     /// Only steps whose names contain one of these.
     steps: Vec<String>,
-    /// Set in the process of one part: the part, its first step, and whether it goes on in the same
-    /// process when a step fails.
+    /// Set in the process of one part: the part, its first step, and whether it continues in the
+    /// same process after a step fails.
     part: Option<String>,
     skip: usize,
     keep_going: bool,
-    /// Seconds that a step may take, if not the usual ones.
+    /// Time limit of a step in seconds, if not the default.
     step_limit: Option<u64>,
-    /// Seconds that all parts together may take, if not the usual ones.
+    /// Time limit of all parts together in seconds, if not the default.
     time_limit: Option<u64>,
-    /// The file that each line is appended to.
+    /// File that each line is appended to.
     report: Option<PathBuf>,
 }
 
@@ -176,7 +176,7 @@ impl Options {
         self.steps.is_empty() || self.steps.iter().any(|text| step.contains(text.as_str()))
     }
 
-    /// The options that are passed to other processes of this program, besides what they are to do.
+    /// The options that all child processes of this program get.
     fn common(&self) -> Vec<std::ffi::OsString> {
         let mut args: Vec<std::ffi::OsString> = Vec::new();
         let mut pair = |name: &str, value: &std::ffi::OsStr| {
@@ -204,7 +204,7 @@ impl Options {
     }
 
     fn cuda(&self, ordinal: u32) -> CudaOptions {
-        // Less than the supervisor gives a step, so that a kernel that hangs is told as that.
+        // Less than the supervisor gives a step, so that a kernel that hangs is reported as such.
         let patience = Duration::from_secs(if self.quick { 60 } else { 15 });
         CudaOptions {
             patience,
@@ -225,12 +225,12 @@ impl Options {
     }
 }
 
-/// How many graphs steps became. A backend that fails to capture a step goes on without graphs, or
-/// without overlap, and its results are right: a check that does not look here passes and has
-/// checked something else.
+/// Returns the number of captured graphs. A backend that fails to capture a step continues without
+/// graphs, or without overlap, and its results are right: a check that does not look here would
+/// pass without testing graphs.
 ///
 /// # Errors
-/// Why there are none, or why their kernels do not overlap.
+/// Why there are no graphs, or why their kernels do not overlap.
 fn graphs_made(backend: &CudaBackend) -> Result<String, String> {
     match (backend.given_up(), backend.num_graphs()) {
         (Some(reason), _) => Err(format!("given up: {reason}")),
@@ -239,7 +239,7 @@ fn graphs_made(backend: &CudaBackend) -> Result<String, String> {
     }
 }
 
-/// The lines of a part so far: told to the supervisor as soon as each is known.
+/// The lines of a part so far: each goes to the supervisor as soon as it is known.
 #[derive(Debug, Default)]
 struct Table {
     faults: usize,
@@ -247,7 +247,7 @@ struct Table {
     is_broken: bool,
 }
 
-/// How errors name a GPU that is waited for in vain.
+/// Words of the error for a GPU that does not finish in time.
 const HANGS: &str = "it hangs";
 /// Names of the errors that leave a context unusable: every later call in it fails with the same.
 const BROKEN: [&str; 15] = [
@@ -289,7 +289,7 @@ impl Table {
     }
 }
 
-/// A step of a part: its name and what it does.
+/// A step of a part.
 struct Step<'a> {
     name: String,
     run: Box<dyn FnOnce(&mut Table) + 'a>,
@@ -319,8 +319,8 @@ fn part(options: &Options, name: &str) -> ExitCode {
     steps.retain(|step| options.wants_step(&step.name));
     let count = steps.len();
     let mut table = Table::default();
-    // Each step makes backends of its own. The context under them stays, as in a worker: libraries
-    // that keep something in it may not survive its end.
+    // Each step creates its own backends. The context below them stays, as in a worker: libraries
+    // that keep state in it may not survive its end.
     let folders = options.cuda(ordinal).folders;
     let _context = Driver::load(&folders).and_then(|driver| Context::new(driver, ordinal));
     for (index, step) in steps.into_iter().enumerate().skip(options.skip) {

@@ -1,6 +1,6 @@
 //! Decode steps of unequal sequences: a long one among short ones, a prompt in every step, one
-//! whose sampling depends on all of its tokens. Measures what each costs compared with a step of
-//! equal ones.
+//! whose sampling depends on all of its tokens. Measures the cost of each compared with a step of
+//! equal sequences.
 use std::time::Instant;
 
 use shared::ids::{BlockId, SeqId};
@@ -11,15 +11,15 @@ use crate::Table;
 use crate::driver::{Driver, Plans};
 use crate::speed::{BLOCK_SIZE, Sizes};
 
-/// Steps that are not measured: the first one, one that is captured, one that is replayed.
+/// Warm-up steps: the first one, one that is captured, one that is replayed.
 const WARM: u32 = 3;
 
-/// The short sequences of a case: how many, and their tokens.
+/// The short sequences of a case: their number, and the tokens of each.
 fn short(sizes: &Sizes) -> (u32, u32) {
     (sizes.rows().saturating_sub(1).clamp(1, 64), sizes.context.min(200))
 }
 
-/// Blocks of one sequence that has this many tokens at first.
+/// Blocks of a sequence with this many tokens before decode.
 fn blocks_of(tokens: u32, sizes: &Sizes) -> u32 {
     (tokens + sizes.steps + 2).div_ceil(BLOCK_SIZE)
 }
@@ -30,7 +30,7 @@ pub(crate) fn blocks(sizes: &Sizes) -> u32 {
     count * blocks_of(tokens, sizes) + blocks_of(sizes.long.max(sizes.prompt), sizes)
 }
 
-/// Where the sequences are, and where the next one's blocks begin.
+/// The sequences with their positions, and the first free block.
 struct Batch {
     rows: Vec<(SeqId, u32)>,
     next_block: u32,
@@ -63,7 +63,7 @@ impl Batch {
         seq
     }
 
-    /// Computes the prompt of a sequence, as much of it per step as fits.
+    /// Computes the prompt of a sequence, as much per step as fits.
     fn prefill(
         &mut self,
         driver: &mut Driver<'_>,
@@ -87,7 +87,7 @@ impl Batch {
         Ok(())
     }
 
-    /// The plan of the next token of all sequences.
+    /// Plans the next token of all sequences.
     fn decode(&mut self, driver: &mut Driver<'_>) -> StepPlan {
         let seqs: Vec<SeqId> = self.rows.iter().map(|(seq, _)| *seq).collect();
         let mut plan = driver.decode_plan(&seqs, 0);
@@ -113,7 +113,7 @@ fn entry(
     SequenceStep { seq, start, count, new_blocks, sample, masked: false, drafts: Drafts::none() }
 }
 
-/// Seconds of a step that `run` runs.
+/// Returns the seconds per step; `run` runs a number of steps.
 fn timed(sizes: &Sizes, mut run: impl FnMut(u32) -> Result<(), String>) -> Result<f64, String> {
     run(WARM)?;
     let began = Instant::now();
@@ -121,13 +121,13 @@ fn timed(sizes: &Sizes, mut run: impl FnMut(u32) -> Result<(), String>) -> Resul
     Ok(began.elapsed().as_secs_f64() / f64::from(sizes.steps - WARM))
 }
 
-/// Steps whose plans are all known.
+/// Runs decode steps with all plans known in advance.
 fn decode(driver: &mut Driver<'_>, batch: &mut Batch, steps: u32) -> Result<(), String> {
     let plans = (0..steps).map(|_| batch.decode(driver)).collect();
     driver.run_all(Plans(plans))
 }
 
-/// The rows of the table, each by itself, so that one that fails costs no other.
+/// Measures the cases one by one, so that a failure affects no other.
 pub(crate) fn cases(name: &str, driver: &mut Driver<'_>, sizes: &Sizes, table: &mut Table) {
     let (count, tokens) = short(sizes);
     let text = |step: f64| format!("step {:.3} ms", step * 1e3);

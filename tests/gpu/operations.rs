@@ -16,7 +16,7 @@ use crate::{adapters, attention, experts, int4};
 
 /// Relative error of one rounding to bf16, with some margin.
 pub(crate) const ROUNDING: f32 = 1.0 / 128.0;
-/// Relative error of a sum made in another order.
+/// Relative error of a sum in another order.
 pub(crate) const SUM: f32 = 1e-4;
 
 /// Backends whose buffers can be written.
@@ -109,7 +109,7 @@ fn load<B: Backend>(
     }
 }
 
-/// The suffix of the name of a case with such weights.
+/// Suffix of the name of a case with such weights.
 fn weights(quantization: Quantization) -> &'static str {
     match quantization {
         Quantization::None => "",
@@ -151,7 +151,7 @@ pub(crate) fn poisoned<B: Writable>(
     Ok(buffer)
 }
 
-/// One operation with its inputs: run on both backends, which must agree.
+/// One operation with its inputs, run on both backends, which must agree.
 pub(crate) trait Case {
     fn name(&self) -> String;
     /// Relative and absolute tolerance.
@@ -159,7 +159,7 @@ pub(crate) trait Case {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError>;
 }
 
-/// Describes wrong values, if there are any: how many, where, the first ones.
+/// Describes wrong values, if any: how many, where, the first ones.
 fn difference(
     got: &[f32],
     expected: &[f32],
@@ -191,7 +191,7 @@ fn difference(
     ))
 }
 
-/// The backend under test, made when it is first needed.
+/// The backend under test, created when first needed.
 struct Checked<'a> {
     options: &'a Options,
     ordinal: u32,
@@ -234,7 +234,7 @@ fn compare<C: Case>(case: &C, checked: &RefCell<Checked<'_>>, table: &mut Table)
         });
         let Err(fault) = first else { return first };
         if fault.contains(HANGS) {
-            // Whatever else is asked of this GPU waits behind that kernel.
+            // All other work on this GPU waits for that kernel.
             let name = case.name();
             return Err(format!("{fault}; alone, without overlap: --no-overlap --step '{name}'"));
         }
@@ -279,7 +279,7 @@ impl Case for Norm {
     }
 }
 
-/// Add and norm, with a norm of the addend too.
+/// Add and norm, with a norm of the addend as well.
 struct NormedNorm {
     rows: usize,
     width: usize,
@@ -328,7 +328,7 @@ impl Case for Embed {
     }
 }
 
-/// `linear` or `linear_columns` of some rows.
+/// `linear` or `linear_columns`.
 struct Linear {
     rows: usize,
     k: usize,
@@ -385,7 +385,7 @@ impl Case for GateUp {
     fn run<B: Writable>(&self, backend: &mut B) -> Result<Vec<f32>, KernelError> {
         let mut random = Random(4);
         let x = input(backend, &random.vec(self.rows * self.k), self.k)?;
-        // Small, so that products of both are of the order of one.
+        // Small, so that products with both are of the order of one.
         let small: Vec<f32> =
             random.vec(2 * self.inner * self.k).iter().map(|x| x / 16.0).collect();
         let weight = load(backend, &small, self.k, self.quantization)?;

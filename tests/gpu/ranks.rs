@@ -1,7 +1,7 @@
-//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, the time of a
-//! sum. All of this runs with NCCL, and with this project's own kernels on GPUs that see each
-//! other's memory; there, one rank is then killed or frozen. Each rank has a GPU of its own where
-//! there are enough. Otherwise they share one, which NCCL allows from 2.30 on with
+//! Several ranks: sums and gathered logits within graphs, golden values at two ranks, the latency
+//! of a sum. All of this runs with NCCL, and with this project's own kernels on GPUs that can
+//! access each other's memory; with those, one rank is then also killed or frozen. Each rank has
+//! its own GPU if there are enough. Otherwise they share one, which NCCL supports from 2.30 on with
 //! NCCL_MULTI_RANK_GPU_ENABLE=1.
 use std::ffi::OsStr;
 use std::io::Read as _;
@@ -27,7 +27,7 @@ use crate::goldens::{VARIANTS, engine_over, follow};
 use crate::{Options, Step, UNCHECKED};
 
 const TIMEOUT: Duration = Duration::from_secs(30);
-/// The option of a rank that is to measure the ways of exchanging data.
+/// The option that makes a rank measure the ways of exchanging data.
 const MEASURED: &str = "--measured-most";
 /// How long ranks wait for one that is gone.
 const SHORT: Duration = Duration::from_secs(3);
@@ -64,7 +64,7 @@ impl Relay for FileRelay {
     }
 }
 
-/// A rank in its group, and what kind of group it is.
+/// Joins a rank to its group; also returns the kind of group.
 fn joined(
     options: &Options,
     (exchange, timeout): (Exchange, Duration),
@@ -83,8 +83,8 @@ fn joined(
     Ok((backend, joining.reason))
 }
 
-/// Ranks that share a GPU take turns of milliseconds, and would measure those. So they do not
-/// measure, except in the step that tests measuring, and there as little as possible.
+/// Ranks that share a GPU run in time slices of milliseconds, and would measure those. So they do
+/// not measure, except in the step that tests measuring, and there as little as possible.
 fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
     let mut options = options.clone();
     if gpus[0] == gpus[1] {
@@ -93,7 +93,7 @@ fn tuned(options: &Options, gpus: [u32; 2]) -> Options {
     options
 }
 
-/// Sums and gathers in three equal steps: one called, one recorded, one replayed.
+/// Sums and gathers in three equal steps: launched directly, captured, replayed.
 fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     let (rows, width) = (3, 1000);
     let (rank, ranks) = (backend.rank() as usize, backend.world_size() as usize);
@@ -159,14 +159,14 @@ fn exchange(backend: &mut CudaBackend) -> Result<String, KernelError> {
     Ok(format!("{} graphs", backend.num_graphs()))
 }
 
-/// That no step failed to be captured: without graphs results are right too.
+/// Checks that neither graphs nor overlap was given up: without them results are right, too.
 fn not_given_up(backend: &CudaBackend) -> Result<(), String> {
     backend.given_up().map_or(Ok(()), |reason| Err(format!("given up: {reason}")))
 }
 
-/// How long sums of several sizes take, one after the other and not waited for in between. Nothing
-/// is allocated or freed from the first sum to the last: on a GPU that both ranks share, as
-/// threads, that may wait for the other's kernel, which waits for this rank's.
+/// Measures sums of several sizes, launched back to back. Nothing is allocated or freed from the
+/// first sum to the last: when both ranks are threads that share a GPU, that could wait for the
+/// other's kernel, which waits for this rank's.
 fn latencies(
     backend: &mut CudaBackend,
     meeting: &Meeting,
@@ -199,7 +199,7 @@ fn latencies(
     Ok(found)
 }
 
-/// Where two ranks wait for each other, with a limit.
+/// A barrier of two ranks, with a time limit.
 #[derive(Default)]
 struct Meeting {
     came: Mutex<usize>,
@@ -218,8 +218,8 @@ impl Meeting {
     }
 }
 
-/// Sums of two ranks that are threads. On one GPU their kernels run at the same time, unlike those
-/// of two processes.
+/// Sums of two ranks that are threads. On one GPU their kernels run concurrently, unlike those of
+/// two processes.
 fn sums(
     options: &Options,
     exchange: Exchange,
@@ -251,7 +251,7 @@ fn sums(
     first_of(results)
 }
 
-/// Rank 0's result, or what went wrong on which ranks.
+/// Returns rank 0's result, or the errors of all ranks.
 fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
     let (mut said, mut faults) = (Vec::new(), Vec::new());
     for (rank, result) in results.into_iter().enumerate() {
@@ -266,7 +266,7 @@ fn first_of<T>(results: Vec<Result<T, String>>) -> Result<T, String> {
     }
 }
 
-/// The golden values of one of two ranks.
+/// Checks golden values as one of two ranks.
 fn golden(
     options: &Options,
     rank: u32,
@@ -287,7 +287,7 @@ fn golden(
     Ok(format!("{compared} tokens, worst error {worst:.1e}, {made} graphs"))
 }
 
-/// One of two processes of this program, each of which is a rank.
+/// Runs one of two processes of this program, each of which is a rank.
 pub(crate) fn child(
     options: &Options,
     rank: u32,
@@ -314,7 +314,7 @@ pub(crate) fn child(
     Ok(format!("{graphs}; {reason}"))
 }
 
-/// Sums without end; returns what ended them.
+/// Sums until an error occurs; returns that error.
 fn until_the_other_is_gone(backend: &mut CudaBackend) -> Result<String, String> {
     let mut sum = || -> Result<(), KernelError> {
         let mut data = backend.new_buffer(1, 4096)?;
@@ -359,7 +359,7 @@ fn start(
         .collect()
 }
 
-/// Starts two processes, and sends one of them a signal amid its sums. Returns how long the other
+/// Starts two processes, and sends one of them a signal during its sums. Returns how long the other
 /// took to end, and its output.
 fn lost(options: &Options, gpus: [u32; 2], signal: &str) -> Result<String, String> {
     let words = |error: std::io::Error| error.to_string();
@@ -492,7 +492,7 @@ pub(crate) fn steps<'a>(options: &'a Options, ordinal: u32, part: &str) -> Vec<S
             steps
         }
         _ => {
-            // Threads share one GPU; otherwise they do not see each other's memory.
+            // Threads share one GPU; otherwise they cannot access each other's memory.
             let mut steps = vec![sums_step(options, Exchange::Peers, [ordinal; 2])];
             match pairs {
                 Ok(()) => steps.push(sums_step(options, Exchange::Nccl, gpus)),
@@ -512,7 +512,7 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     if let Some(other) = other {
         steps.extend(by_processes(options, Exchange::Peers, [ordinal, other]));
     }
-    // Ranks that share a GPU do not measure unless they are told to.
+    // Ranks that share a GPU do not measure unless requested.
     let name = "peers: ways of exchanging measured, two processes on one GPU";
     steps.push(Step::new(name, move |table| {
         let task: [&OsStr; 2] = [MEASURED.as_ref(), "16384".as_ref()];
@@ -528,7 +528,7 @@ fn peers(options: &Options, ordinal: u32, other: Option<u32>) -> Vec<Step<'_>> {
     steps
 }
 
-/// The steps of two processes with one way of exchanging data.
+/// The steps of two processes with the given way of exchanging data.
 fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<Step<'_>> {
     let how = if gpus[0] == gpus[1] { "one GPU" } else { "two GPUs" };
     let by = exchange.name();

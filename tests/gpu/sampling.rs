@@ -1,10 +1,10 @@
-//! Sampled tokens, and log-probabilities of given ones.
+//! Sampled tokens, and log-probabilities of given tokens.
 use kernels::KernelError;
 use kernels::sampling::{SampleParams, SampleRow, Sampled};
 
 use crate::operations::{Case, Random, Writable, wide};
 
-/// Tokens are compared where the choice is clear: these logits are far apart.
+/// Compares sampled tokens. The logits are far apart, so that the choice is clear.
 pub(crate) struct Sample {
     pub(crate) vocab: usize,
 }

@@ -1,16 +1,16 @@
-//! The check of the check: a step that fails, crashes or hangs is reported, and costs no other.
+//! Checks the check: a step that fails, crashes or hangs is reported, and affects no other.
 use std::process::Command;
 
 use crate::{AGAIN, Options, STEP};
 
-/// What a call of the stand-in returns or does, and words that the one failed line must contain.
+/// Result or effect of a call of the stand-in, and words that the one failed line must contain.
 const FAULTS: [(&str, &str); 3] =
     [("700", "CUDA_ERROR_ILLEGAL_ADDRESS"), ("-2", "signal: 6"), ("-1", "not finished")];
 /// Plenty for a step in small sizes.
 const LIMIT: &str = "20";
 
 /// # Errors
-/// What was not reported as it should be, in one line.
+/// What was not reported correctly, in one line.
 pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let mut counts = Vec::new();
@@ -44,15 +44,15 @@ pub(crate) fn faults_are_told(options: &Options) -> Result<(), String> {
     memory_that_is_not_shared_is_no_failure(options)?;
     a_kernel_that_does_not_wait_is_told(options)?;
     a_context_is_left_where_it_is_broken(options)?;
-    // All steps but the one.
+    // All steps except the failing one.
     if counts.iter().any(|count| *count != counts[0] || *count < 10) {
         return Err(format!("lines that are well, by fault: {counts:?}"));
     }
     Ok(())
 }
 
-/// With `--keep-going` a part continues after a fault, but not when the GPU answers nothing more.
-/// It runs only the steps that were asked for.
+/// With `--keep-going` a part continues after a fault, unless the context is broken. It runs only
+/// the requested steps.
 fn a_context_is_left_where_it_is_broken(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     for (code, exit, steps) in [("1", 1, 4), ("700", i32::from(AGAIN), 1)] {

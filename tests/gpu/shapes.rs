@@ -1,4 +1,4 @@
-//! Models of random weights in the shapes of known ones.
+//! Models with random weights in the shapes of known ones.
 use kernels::backend::prelude::*;
 use kernels::backend::{DType, HostMatrix, QkvWeights, RopeTable, Routing};
 use kernels::cuda::CudaBackend;
@@ -44,8 +44,8 @@ const DENSE: Shape = Shape {
     tied: false,
     quantization: Quantization::None,
 };
-/// Llama 3.1 8B, which is what is compared with other engines; Llama 3.2 1B; a third of Qwen3
-/// 30B-A3B's layers.
+/// Llama 3.1 8B, the one for comparisons with other engines; Llama 3.2 1B; a third of the layers of
+/// Qwen3 30B-A3B.
 pub(crate) static SHAPES: [Shape; 4] = [
     DENSE,
     Shape {
@@ -119,8 +119,8 @@ impl Shape {
         ModelConfig::from_value(config).map_err(|message| ModelError::File { file, message })
     }
 
-    /// Bytes of weights that a step of this many rows is likely to read. Of experts, those that
-    /// some row goes to, if all rows choose at random.
+    /// Expected bytes of weights that a step of this many rows reads. Of the experts, it counts
+    /// those that at least one row chooses, if rows choose at random.
     pub(crate) fn read_bytes(&self, all: u64, rows: u32) -> u64 {
         let Some(routing) = self.experts else { return all };
         let experts = routing.num_experts as f64;
@@ -129,7 +129,7 @@ impl Shape {
         all - (experts * missed * one as f64) as u64
     }
 
-    /// All matrices, cut from one run of random bytes.
+    /// Creates all matrices from one run of random bytes.
     fn weights(
         &self,
         backend: &mut CudaBackend,

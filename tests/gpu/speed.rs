@@ -1,6 +1,6 @@
-//! Speed: memory bandwidth, then decode and prefill of models with random weights in the shapes of
-//! known models. A decode step reads all weights except the embedding (and experts that no row
-//! chose), and the KV cache of its sequences. The figure that counts is the resulting share of the
+//! Measures memory bandwidth, then decode and prefill of models with random weights in the shapes
+//! of known models. A decode step reads all weights except the embedding (and experts that no row
+//! chose), and the KV cache of its sequences. The figure that matters is the achieved share of the
 //! measured read bandwidth.
 use std::time::Instant;
 
@@ -23,13 +23,13 @@ pub(crate) const BLOCK_SIZE: u32 = 16;
 /// attention, which needs the most.
 const CARVEOUT: u8 = 58;
 
-/// What a case measures.
+/// The sizes of a case.
 pub(crate) struct Sizes {
     batches: &'static [u32],
-    /// Tokens of a prompt before decode, and of the prefill case.
+    /// Prompt tokens before decode, and in the prefill case.
     pub(crate) context: u32,
     pub(crate) prefill: u32,
-    /// Tokens of a long sequence among short ones, and of a prompt among decoded ones.
+    /// Tokens of a long sequence among short ones, and of a prompt among decode rows.
     pub(crate) long: u32,
     pub(crate) prompt: u32,
     pub(crate) steps: u32,
@@ -47,7 +47,7 @@ impl Sizes {
     }
 
     /// Blocks of all sequences, in the largest case. Not every sequence is as long as the longest:
-    /// that would be more than a GPU holds.
+    /// a GPU could not hold that.
     pub(crate) fn blocks(&self) -> u32 {
         let alike = (self.decoded() * self.rows()).max(self.prefill.div_ceil(BLOCK_SIZE));
         alike.max(mixed::blocks(self))
@@ -70,7 +70,8 @@ fn carved_seconds(
     seconds
 }
 
-/// Rows of a shape. Each is reported as soon as it is measured, and one that fails costs no other.
+/// The table rows of a shape. Each is reported as soon as it is measured, and a failure affects no
+/// other.
 fn cases(
     shape: &Shape,
     engine: &mut Engine<CudaBackend>,
@@ -89,12 +90,11 @@ fn cases(
     let mut driver = Driver::new(engine, vocab);
     let together = (sizes.prefill / sizes.context).max(1);
     let greedy = SamplingParams::greedy();
-    // Logits of random weights are a bell without a peak, so a draw is made from as many tokens as
-    // possible.
+    // Logits of random weights have no peak, so a draw chooses among as many tokens as possible.
     let nucleus = SamplingParams { top_p: 0.95, ..SamplingParams::default() };
     for &batch in sizes.batches {
         let step = driver.step_seconds(batch, sizes, together, &greedy);
-        // Figures of another mode would be taken for those of graphs.
+        // Without graphs, the figures would be misleading.
         let step = step.and_then(|step| graphs_made(driver.engine.backend()).map(|_| step));
         let cached = u64::from(batch) * u64::from(sizes.context + sizes.steps / 2) * token;
         let read = shape.read_bytes(weights, batch) + cached;
@@ -143,7 +143,7 @@ fn cases(
     Ok(())
 }
 
-/// A long prompt by itself.
+/// Measures a single long prompt.
 fn prefilled(
     shape: &Shape,
     driver: &mut Driver<'_>,
@@ -153,7 +153,7 @@ fn prefilled(
     let config = shape.config().map_err(|error| error.to_string())?;
     let shard = Shard::new(&config, 0, 1).map_err(|error| error.to_string())?;
     let embedding = 2 * (shape.vocab * shape.hidden) as u64;
-    // The second run: algorithms are chosen in the first.
+    // The second run counts: algorithms are chosen in the first.
     let mut took = 0.0;
     for _ in 0..2 {
         let began = Instant::now();
@@ -163,7 +163,8 @@ fn prefilled(
         took = began.elapsed().as_secs_f64();
         driver.forget(seqs)?;
     }
-    // Two bytes of bf16 for each weight, and two operations; embedding and logits are of one row.
+    // A bf16 weight has two bytes and costs two operations, so bytes count operations per row.
+    // Embedding and logits are computed for one row only.
     let unread = if shape.tied { embedding } else { 2 * embedding };
     let weights = size::weight_bytes(&config, &shard, Quantization::None, &|_, _| false) - unread;
     let flops = shape.read_bytes(weights, 1) as f64 * f64::from(sizes.prefill) / took;
@@ -178,7 +179,7 @@ fn prefilled(
     Ok(())
 }
 
-/// The cost of verifying drafts of one sequence, with nothing else in the batch.
+/// Measures the cost of verifying drafts of one sequence, with nothing else in the batch.
 fn drafted(
     shape: &Shape,
     driver: &mut Driver<'_>,
@@ -189,7 +190,7 @@ fn drafted(
     let greedy = SamplingParams::greedy();
     let seqs = driver.prefill(1, (sizes.context, sizes.decoded()), 1, &greedy)?;
     let Some(seq) = seqs.first().copied() else { return Ok(()) };
-    // A warm step, a captured one, and one replay.
+    // A warm-up step, a captured one, and one replay.
     let (first, end) = (sizes.context, sizes.decoded() * BLOCK_SIZE);
     let (warm, _) = driver.verify(seq, rows - 1, first..first + rows + 2)?;
     let began = Instant::now();
@@ -209,8 +210,7 @@ fn drafted(
     Ok(())
 }
 
-/// The memory bandwidth that the manufacturer gives, in bytes per second, by a part of the GPU's
-/// name.
+/// The manufacturer's memory bandwidth in bytes per second, by a part of the GPU's name.
 const NOMINAL: [(&str, f64); 4] =
     [("H200", 4.8e12), ("H100 80GB HBM3", 3.35e12), ("A100-SXM4-80GB", 2.04e12), ("B200", 8e12)];
 
@@ -227,7 +227,7 @@ impl Memory {
         Self { measured, nominal }
     }
 
-    /// This rate as shares of both, in words.
+    /// Describes `rate` as shares of both.
     fn shares(&self, rate: f64) -> String {
         let mut words = String::new();
         if let Ok(measured) = self.measured {
@@ -241,7 +241,7 @@ impl Memory {
     }
 }
 
-/// Bytes per second of a copy, and of reading.
+/// Returns the bytes per second of a copy, and of reading.
 fn bandwidth(options: &Options, ordinal: u32) -> Result<(f64, f64), String> {
     let bytes = if options.quick { 1 << 20 } else { 8 << 30 };
     options

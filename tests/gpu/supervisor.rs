@@ -1,5 +1,5 @@
-//! Runs each part as a process of its own, within its time, and keeps the table. After a step that
-//! fails, hangs or crashes, the part goes on with the next step in a new process.
+//! Runs each part as a separate process with a time limit, and prints the table. After a step that
+//! fails, hangs or crashes, the part continues with the next step in a new process.
 use std::fs::File;
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::os::unix::process::CommandExt as _;
@@ -10,21 +10,21 @@ use std::time::{Duration, Instant};
 
 use crate::{AGAIN, Options, PARTS, ROW, STEP, UNCHECKED, head};
 
-/// All parts, on a GPU, unless `--time-limit` says otherwise.
+/// Default time limit of all parts, on a GPU.
 const ALL: Duration = Duration::from_secs(540);
-/// One step, on a GPU; longer where it makes a random model of 16 GB.
+/// Time limit of one step, on a GPU; longer in `speed`, which creates a random model of 16 GB.
 const EACH: Duration = Duration::from_secs(60);
 const EACH_OF_SPEED: Duration = Duration::from_secs(150);
-/// Looking for a GPU, and the first step of each part. On a machine that has just booted, the
-/// driver starts then, and about a gigabyte (this program, its kernels, NVIDIA's libraries) is read
-/// from disk.
+/// Time limit of looking for a GPU, and of the first step of each part. On a machine that has just
+/// booted, the driver starts then, and about a gigabyte (this program, its kernels, NVIDIA's
+/// libraries) is read from disk.
 const COLD: Duration = Duration::from_secs(180);
-/// One step on a stand-in, which is slow.
+/// Time limit of one step on the stand-in, which is slow.
 const EACH_SLOWLY: Duration = Duration::from_secs(600);
-/// New processes of a part. After that it goes on in the same process, whatever fails.
+/// Most new processes of a part. After that it continues in the same process, whatever fails.
 const RESTARTS: usize = 12;
 
-/// Where lines go.
+/// Prints and counts the lines.
 struct Report {
     file: Option<File>,
     rows: usize,
@@ -63,7 +63,7 @@ impl Report {
         self.line(&format!("{what:<48} {state:<7} {words}"));
     }
 
-    /// A part, or the rest of one, that was not run.
+    /// Reports a part, or the rest of one, that was not run.
     fn not_run(&mut self, part: &str, words: &str) {
         self.not_run += 1;
         self.line(&format!("{part:<48} NOT RUN {words}: the time is up; say --only {part}"));
@@ -76,11 +76,11 @@ struct Part {
     lines: Receiver<String>,
 }
 
-/// What became of a part's process.
+/// How a part's process ended.
 #[derive(Debug)]
 enum End {
     Exit(ExitStatus),
-    /// Not finished in time: how long a step has taken, and how long it might have.
+    /// Not finished in time: how long a step has taken, and its limit.
     Late {
         waited: Duration,
         allowed: Duration,
@@ -94,7 +94,7 @@ impl Part {
         if let Some(ordinal) = options.ordinal {
             command.args(["--gpu", &ordinal.to_string()]);
         }
-        // A process group of its own, so that its children end with it.
+        // A separate process group, so that its children end with it.
         command.stdin(Stdio::null()).stdout(Stdio::piped()).process_group(0);
         let mut process = command.spawn()?;
         let (sender, lines) = channel();
@@ -110,8 +110,8 @@ impl Part {
         Ok(Self { process, lines })
     }
 
-    /// Hands each line to `on_line` until there are no more. The first step, with what is before
-    /// it, may take `first`, others `each`; all together may last until `deadline`.
+    /// Passes each line to `on_line` until there are no more. The first step, including startup,
+    /// may take `first`, others `each`; all together may last until `deadline`.
     fn follow(
         &mut self,
         (first, each): (Duration, Duration),
@@ -140,7 +140,7 @@ impl Part {
         }
     }
 
-    /// What each thread waits in, to find out why the process hangs.
+    /// Returns what each thread waits in, to find out why the process hangs.
     fn threads(&self) -> String {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", self.process.id()));
         let read = |path: PathBuf| std::fs::read_to_string(path).unwrap_or_default();
@@ -154,11 +154,11 @@ impl Part {
         all.collect::<Vec<_>>().join(", ")
     }
 
-    /// Kills it and all that it started; an error says that it cannot be killed.
+    /// Kills the process and its children; the error says that it cannot be killed.
     fn kill(&mut self) -> Result<(), String> {
         let group = format!("-{}", self.process.id());
         let _ = Command::new("kill").args(["-KILL", "--", &group]).status();
-        // In case there is no such program.
+        // In case there is no `kill` program.
         let _ = self.process.kill();
         let began = Instant::now();
         while began.elapsed() < Duration::from_secs(15) {
@@ -171,7 +171,7 @@ impl Part {
     }
 }
 
-/// Runs one part to its end, in as many processes as it takes.
+/// Runs one part to completion, restarting its process as needed.
 fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Report) {
     let usual = match (options.quick, part) {
         (true, _) => EACH_SLOWLY,
@@ -232,14 +232,14 @@ fn run_part(options: &Options, part: &str, deadline: Instant, report: &mut Repor
             return report.not_run(part, "the rest");
         }
         if skip == begun_at {
-            // Not even its first step began: another attempt would end in the same way.
+            // Not even its first step began: another attempt would end the same way.
             return;
         }
     }
 }
 
-/// Prints the table's head. Returns the GPU that is used, or why there is none, if that has not
-/// been printed.
+/// Prints the table's head. Returns the GPU that is used; otherwise why there is none, unless that
+/// has been printed.
 fn print_head(options: &Options, report: &mut Report) -> Result<u32, String> {
     let words = |error: std::io::Error| error.to_string();
     let mut process = Part::start(options, "head", &[]).map_err(words)?;
@@ -295,11 +295,11 @@ fn run_all(options: &Options, report: &mut Report) -> ExitCode {
     if verdict == "PASS" { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// The whole check on a GPU, or the check of itself on a stand-in.
+/// Runs the whole check on a GPU, or the self-check on the stand-in.
 pub(crate) fn run(mut options: Options) -> ExitCode {
     if !PARTS.into_iter().any(|part| options.wants(part)) {
         println!("no such part; there are {}", PARTS.join(", "));
-        // `cargo test` with the name of another test.
+        // Otherwise it is `cargo test` with the name of another test.
         return if options.require_gpu { ExitCode::from(2) } else { ExitCode::SUCCESS };
     }
     let mut report = match Report::new(options.report.as_deref()) {
@@ -326,8 +326,8 @@ pub(crate) fn run(mut options: Options) -> ExitCode {
     }
 }
 
-/// On a host without a GPU: checks that every part works, as far as a stand-in shows, and that
-/// steps which fail, break the context or hang are reported and cost no others.
+/// On a host without a GPU, checks that every part works, as far as the stand-in can show, and that
+/// steps that fail, break the context or hang are reported and affect no others.
 fn check_itself(mut options: Options, report: &mut Report) -> ExitCode {
     let folder = Path::new(env!("CARGO_TARGET_TMPDIR"));
     let fakes = testkit::fake_cuda::fake_cuda_of(folder, 4).and_then(|fake| {

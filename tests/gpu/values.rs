@@ -1,25 +1,24 @@
-//! Values at the sizes of real models: other tests compare small ones, and a measurement of speed
-//! does not notice a wrong sum.
+//! Checks values at the sizes of real models: other tests compare small ones, and speed
+//! measurements do not notice a wrong sum.
 use shared::sampling::SamplingParams;
 
 use crate::driver::{Driver, Plans};
 use crate::speed::{BLOCK_SIZE, Sizes};
 use crate::{Options, Table, graphs_made};
 
-/// Tokens that are decoded, and tokens of the prompt before them.
+/// Number of decoded tokens, and of prompt tokens before them.
 const TOKENS: u32 = 32;
 const PROMPT: u32 = 100;
-/// Up to this many rows a step makes the same sums however it is launched. With more, the library
-/// may use another product for the rows that a graph has room for than for the rows that there are.
+/// Up to this many rows a step computes the same sums however it is launched. With more, cuBLASLt
+/// may choose another algorithm for a graph's number of rows than for the actual number.
 const SAME: u32 = 32;
 
-/// Rows of products. The library's algorithm is chosen at the first count of a bucket and used for
-/// all of it: so there are buckets met first at their most rows and then at fewer, and one met the
-/// other way round.
+/// Rows of products. cuBLASLt's algorithm is chosen at a bucket's first count and used for the
+/// whole bucket. So some buckets start with their largest count, and one with a smaller count.
 const ROWS: [usize; 15] = [1, 8, 16, 32, 40, 33, 64, 128, 65, 130, 192, 256, 200, 1024, 777];
 
-/// Ways to launch a step: as a graph, and with kernels that begin before those before them are
-/// complete.
+/// Ways to launch a step: whether as a graph, and whether kernels may begin before the preceding
+/// ones are complete.
 const WAYS: [(&str, bool, bool); 3] = [
     ("graphs and overlap", true, true),
     ("graphs", true, false),
@@ -29,7 +28,7 @@ const WAYS: [(&str, bool, bool); 3] = [
 /// A token, and the bits of its log-probability, which depend on all logits.
 type Drawn = (u32, Option<u32>);
 
-/// How tokens are chosen: greedily, which often gives the same token again; or drawn.
+/// How tokens are chosen: greedily, which often repeats a token; or drawn.
 fn choices() -> [(&'static str, SamplingParams); 2] {
     let drawn = SamplingParams { seed: 7, logprobs: Some(0), ..SamplingParams::default() };
     [("greedy", SamplingParams::greedy()), ("drawn", drawn)]
@@ -94,7 +93,7 @@ pub(crate) fn decodes_alike(
     Ok(())
 }
 
-/// Checks that these tokens equal the first ones.
+/// Checks that all found tokens equal the first ones.
 fn same(rows: u32, found: &[(&str, Vec<Drawn>)]) -> Result<String, String> {
     let Some(((_, first), others)) = found.split_first() else {
         return Err("no tokens".to_owned());

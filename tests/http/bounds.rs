@@ -15,7 +15,7 @@ use crate::rig::Rig;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-/// The size of what is made from a body may be many times the body's, in any field.
+/// What is made from a body may be many times its size, whatever the field.
 #[tokio::test]
 async fn a_body_has_so_many_values() {
     let rig = Rig::saying("x");
@@ -26,10 +26,10 @@ async fn a_body_has_so_many_values() {
     let reply = rig.client.post(COMPLETIONS, &values(most + 1)).await.unwrap();
     let message = reply.body["error"]["message"].as_str().unwrap();
     assert_eq!(reply.status, 400);
-    assert!(message.contains(&format!("values, the bound is {most}")), "{message}");
+    assert!(message.contains(&format!("values, the limit is {most}")), "{message}");
 }
 
-/// Each bound counts under its own reason, once, wherever it is.
+/// A refusal counts once, under the reason of the bound that was hit, wherever it is checked.
 #[tokio::test]
 async fn refusals_count_by_the_bound_that_was_hit() {
     let rig = Rig::saying("x");
@@ -134,7 +134,7 @@ async fn prompts_and_messages_are_checked() {
         assert_eq!(reply.status, 400, "{prompt}: {}", reply.body);
         assert_eq!(reply.body["error"]["param"], "prompt", "{prompt}");
     }
-    // An empty text is the token that the tokenizer begins texts with, and nothing without it.
+    // An empty text is only the beginning-of-text token; without special tokens, it is nothing.
     for prompt in [json!(""), json!([""])] {
         let mut body = json!({"prompt": prompt, "max_tokens": 1});
         let reply = rig.client.post(COMPLETIONS, &body).await.unwrap();
@@ -164,7 +164,7 @@ async fn prompts_and_messages_are_checked() {
     for (prompt, words) in [
         (json!([1, 2048]), ["vocabulary of 2048", "not 2048"]),
         (json!([[1], [-7]]), ["from 0 to 2047", "not -7"]),
-        (json!(vec!["a"; 513]), ["513 prompts", "the bound is 512"]),
+        (json!(vec!["a"; 513]), ["513 prompts", "the limit is 512"]),
     ] {
         let error = &rig.client.post(COMPLETIONS, &json!({"prompt": prompt})).await.unwrap().body;
         let message = error["error"]["message"].as_str().unwrap();
@@ -234,7 +234,7 @@ fn bodies_that_are_no_json_object_of_bounded_size() {
         assert_eq!(status, expected, "{shown}: {answer}");
         assert!(answer.contains("\"error\""), "{shown}: {answer}");
     }
-    // Many prompts, none of them too long: together more bytes than a single prompt may have.
+    // Many prompts, none too long; together they have more bytes than a single prompt may have.
     let many = json!({"prompt": vec![vec![300; 600]; 500], "max_tokens": 1}).to_string();
     assert!(many.len() > 1 << 20);
     let (status, answer) = raw(&rig, &post(COMPLETIONS, "application/json", many.as_bytes()));

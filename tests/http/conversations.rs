@@ -1,10 +1,10 @@
-//! The input that templates get from a chat request.
+//! The input that chat templates get from a request.
 use serde_json::{Value, json};
 
 use crate::rig::Rig;
 
 const CHAT: &str = "/v1/chat/completions";
-/// A template that shows its whole input.
+/// A template that prints its whole input.
 const SHOWS: &str = "{{ messages | tojson }}|{{ tools | tojson }}|{{ documents | tojson }}|\
     {{ add_generation_prompt }}|{{ style | default('none') }}|{{ reasoning_effort | default('none') }}";
 
@@ -73,7 +73,7 @@ async fn a_final_message_can_be_gone_on_with() {
     assert!(!rig.seen.lock().unwrap().requests[1].goes_on, "an answer begins a text");
 }
 
-/// Imperfect histories, as agents send back what models wrote, do not end a conversation.
+/// Agents send back what models wrote: imperfect histories must not end a conversation.
 #[tokio::test]
 async fn histories_may_be_imperfect() {
     let rig = Rig::with_template(SHOWS);

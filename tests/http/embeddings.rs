@@ -109,7 +109,7 @@ async fn an_answer_of_too_many_numbers_is_refused() {
     let error = &reply.body["error"];
     assert_eq!((reply.status, error["param"].as_str()), (400, Some("input")), "{error}");
     let message = error["message"].as_str().unwrap();
-    assert!(message.contains("1024 of them") && message.contains("8192"), "{message}");
+    assert!(message.contains("1024 entries") && message.contains("8192"), "{message}");
     assert!(rig.seen.lock().unwrap().requests.is_empty(), "nothing runs of a bad request");
     let answer = ask(&rig, &json!({"input": input, "dimensions": 4})).await;
     assert_eq!(answer["data"].as_array().unwrap().len(), 1025);

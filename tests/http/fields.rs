@@ -18,7 +18,7 @@ fn body(path: &str) -> Value {
     }
 }
 
-/// (field, a value that asks for something, a value that asks for nothing)
+/// (field, a value that requests something, a neutral value)
 fn refused() -> Vec<(&'static str, Value, Value)> {
     vec![
         ("bad_words", json!(["a"]), json!([])),
@@ -91,8 +91,8 @@ async fn fields_that_nobody_knows_and_hints_are_ignored() {
             ("user", json!("me")),
             ("prompt_cache_key", json!("k")),
             ("parallel_tool_calls", json!(true)),
-            // Chat fields: the template does not read the first, and the second has nothing to
-            // separate.
+            // Chat fields: the template does not read the first, and there is no reasoning for the
+            // second to separate.
             ("reasoning_effort", json!("low")),
             ("include_reasoning", json!(false)),
         ] {
@@ -236,7 +236,7 @@ fn the_documentation_lists_what_is_refused() {
         let own = listed(of);
         let refused: BTreeSet<&str> = refused::names(endpoint).into_iter().collect();
         let missing: Vec<_> = refused.iter().filter(|it| !all.contains(*it)).collect();
-        // The Responses API refuses some chat fields under their old names, as that row says.
+        // The Responses API refuses some chat fields under their old names, as that row lists.
         let others = listed("chat");
         for name in missing {
             let known = own.contains(name) || (of == "responses" && others.contains(name));

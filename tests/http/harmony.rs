@@ -141,7 +141,7 @@ async fn a_chat_has_reasoning_content_and_calls_whole_and_streamed() {
     );
     assert!(events > 4, "arguments come as they are written: {events}");
     assert_eq!(said["finish_reason"], "tool_calls");
-    // Calls are not looked for: their text belongs to the answer.
+    // Calls are not parsed: their text belongs to the answer.
     for more in [json!({"tools": null}), json!({"tool_choice": "none"})] {
         let choice = ask(&rig, &more).await;
         assert_eq!(choice["message"]["content"], "I look.\n{\"city\": \"Rome\"}");
@@ -180,7 +180,7 @@ async fn bounds_and_stop_strings_cut_anywhere_and_no_mark_is_shown() {
             (&json!("stop"), &json!(stop))
         );
     }
-    // Text and tokens that mark nothing.
+    // Text and special tokens that are no marks.
     rig.script(|script| script.text = "plain <|reserved|>text".to_owned());
     for more in [json!({}), json!({"skip_special_tokens": false})] {
         assert_eq!(ask(&rig, &more).await["message"]["content"], "plain text");
@@ -329,7 +329,7 @@ async fn what_the_output_must_be_is_of_its_last_message() {
     }
 }
 
-/// Without special tokens the marks are text; an operator may select or disable the format for any
+/// Without special tokens the marks are text; an operator can select or disable the format for any
 /// model.
 #[tokio::test]
 async fn the_form_is_told_by_the_template_or_an_operator() {

@@ -1,5 +1,5 @@
-//! The API with a scripted engine: shapes, bounds, streams, disconnects. No model is computed: the
-//! engine returns the tokens it is told to.
+//! The API with a scripted engine: shapes, bounds, streams, disconnects. No model runs: the engine
+//! returns scripted tokens.
 //!
 //! - [`rig`]: a real server on a free port, with a scripted engine behind it
 //! - [`shapes`]: the JSON of every answer
@@ -11,7 +11,7 @@
 //! - [`messages`]: `/v1/messages`, its blocks, events and errors
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, operators' limits
-//! - [`overload`]: limits of keys and addresses, the time that requests are given
+//! - [`overload`]: limits per key and address, time limits of requests
 //! - [`structured`]: structured output fields
 //! - [`tls`]: HTTPS, with curl
 //! - [`tokens`]: `/tokenize` and `/detokenize`

@@ -1,5 +1,5 @@
-//! What keeps one client's requests from affecting all others: limits of keys and addresses, the
-//! time that a request is given, prompts that are not shared.
+//! Keeping one client's requests from affecting all others: limits per key and address, time limits
+//! of requests, cached prompts that are not shared.
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use testkit::scrape::Scrape;
 
 use crate::rig::{Rig, Script};
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 async fn complete(rig: &Rig, headers: &[(&str, &str)], body: Value) -> Response {
@@ -67,7 +67,7 @@ async fn a_key_has_so_many_requests_under_way_and_others_are_not_concerned() {
     assert_eq!(counted(&rig, "tutti_requests_rejected_total", &refused).await, 1.0);
     let invalid = [("reason", "invalid")];
     assert_eq!(counted(&rig, "tutti_requests_rejected_total", &invalid).await, 0.0);
-    // Its client leaves.
+    // The client leaves.
     drop(first);
     let began = Instant::now();
     while complete(&rig, &[TIGHT], streamed.clone()).await.status() != 200 {
@@ -208,7 +208,7 @@ async fn an_address_has_so_many_connections_and_gets_back_those_it_closes() {
         assert!(began.elapsed() < PATIENCE, "its place is free again");
         std::thread::sleep(Duration::from_millis(20));
     }
-    // As many as a proxy on this host may have by default.
+    // Many connections from one address, as from a proxy on this host: the default allows them.
     let rig = Rig::with_api(&ApiOptions::default());
     let mut many: Vec<TcpStream> =
         (0..400).map(|_| TcpStream::connect(rig.address).unwrap()).collect();

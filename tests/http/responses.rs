@@ -1,4 +1,4 @@
-//! `/v1/responses`: its items, its events, what it refuses.
+//! `/v1/responses`: its items, its events, its refusals.
 use coordinator::engine::EngineError;
 use coordinator::http::options::ApiOptions;
 use coordinator::text::reply::{CallFormat, Reasoning};
@@ -155,7 +155,7 @@ async fn the_bound_of_the_output_is_a_bound() {
     let told = events(&rig, &json!({"input": "Hello", "max_output_tokens": 3})).await;
     assert_eq!(told.last().unwrap()["type"], "response.incomplete");
     assert_eq!(comparable(&told.last().unwrap()["response"]), comparable(&answer));
-    // Limited to what the model's length leaves.
+    // Limited to the rest of the model's length.
     let answer = ask(&rig, &json!({"input": "Hello", "max_output_tokens": 1_000_000})).await;
     assert_eq!(answer["max_output_tokens"], 1_000_000);
     let seen = rig.seen.lock().unwrap();
@@ -394,9 +394,13 @@ async fn what_is_not_understood_is_refused_by_its_name() {
     let tool = |tool: Value| json!({"tools": [tool]});
     for (more, param, says) in [
         (json!({"input": null}), "input", "required"),
-        (json!({"previous_response_id": "resp_1"}), "previous_response_id", "no response is kept"),
-        (json!({"conversation": "conv_1"}), "conversation", "no response is kept"),
-        (json!({"background": true}), "background", "no response is kept"),
+        (
+            json!({"previous_response_id": "resp_1"}),
+            "previous_response_id",
+            "responses are not stored",
+        ),
+        (json!({"conversation": "conv_1"}), "conversation", "responses are not stored"),
+        (json!({"background": true}), "background", "responses are not stored"),
         (json!({"prompt": {"id": "p"}}), "prompt", "not supported"),
         (json!({"messages": []}), "messages", "`input`"),
         (json!({"max_tokens": 5}), "max_tokens", "`max_output_tokens`"),
@@ -441,7 +445,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (
             json!({"tools": tools(), "tool_choice": {"type": "function", "name": "g"}}),
             "tool_choice",
-            "none of `tools`",
+            "not in `tools`",
         ),
         (
             json!({"tools": tools(), "tool_choice": {"type": "function", "function": {"name": "now"}}}),
@@ -452,7 +456,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
             json!({"tools": tools(), "tool_choice": {"type": "allowed_tools", "mode": "auto",
             "tools": [{"type": "function", "name": "g"}]}}),
             "tool_choice",
-            "none of `tools`",
+            "not in `tools`",
         ),
         (
             json!({"tools": tools(), "tool_choice": {"type": "web_search_preview"}}),

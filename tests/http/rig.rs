@@ -27,7 +27,7 @@ use tokio::sync::mpsc;
 /// What the engine does with every request.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Script {
-    /// The generated text; each choice gets all of it, unless a bound cuts it.
+    /// The generated text; each choice gets all of it, unless a limit cuts it.
     pub(crate) text: String,
     /// Refuse at once.
     pub(crate) refuse: Option<EngineError>,
@@ -43,10 +43,10 @@ pub(crate) struct Script {
 #[derive(Debug, Default)]
 pub(crate) struct Seen {
     pub(crate) requests: Vec<GenerateRequest>,
-    /// The senders of their events.
+    /// Event sender of each request.
     pub(crate) events: Vec<EventSender>,
     pub(crate) cancelled: usize,
-    /// Number of requests, and how many of them were refused for a full queue.
+    /// Number of requests, and number refused as if the queue were full.
     pub(crate) asked: (usize, usize),
 }
 
@@ -90,7 +90,7 @@ impl Rig {
         Self::built(script, text, &api, false, adapters)
     }
 
-    /// A rig of this model.
+    /// A rig that serves this model.
     pub(crate) fn of(script: Script, text: TextModel) -> Self {
         Self::chosen(script, text, &ApiOptions::default())
     }
@@ -217,7 +217,7 @@ async fn run_engine(
                     continue;
                 }
                 {
-                    // Recorded before answering: a test that has the answer finds the request.
+                    // Under the lock: a test that has the answer also finds the request.
                     let mut seen = seen.lock().unwrap();
                     generate(&script, &model, &mut request, &events);
                     seen.requests.push(*request);

@@ -78,7 +78,7 @@ async fn completion_logprobs_line_up_with_the_text() {
     }
 }
 
-/// As with the tokenizers of Llama 2 and Mistral, whose decoders drop a leading space.
+/// Some tokenizers' decoders drop a leading space, such as those of Llama 2 and Mistral.
 #[tokio::test]
 async fn a_completion_keeps_the_space_between_prompt_and_text() {
     let rig = Rig::of(Script { text: "and left".to_owned(), ..Script::default() }, stripping());
@@ -123,7 +123,7 @@ async fn a_completion_keeps_the_space_between_prompt_and_text() {
     }
 }
 
-/// A model folder with such a tokenizer and a few words.
+/// A model with such a tokenizer and a few words.
 fn stripping() -> TextModel {
     let words = ["<s>", "</s>", "\u{2581}The", "\u{2581}owl", "\u{2581}and", "\u{2581}left"];
     let vocabulary: Map<String, Value> =

@@ -63,7 +63,7 @@ async fn a_chat_stream_begins_with_the_role_and_ends_with_the_reason() {
     assert_eq!(last["finish_reason"].as_str(), Some("length"));
 }
 
-/// A separate event would count as one more token for those who measure inter-token latency.
+/// Tools that measure inter-token latency would count a separate event as one more token.
 #[tokio::test]
 async fn the_end_comes_with_the_last_token() {
     let rig = Rig::saying("a b c");
@@ -77,7 +77,7 @@ async fn the_end_comes_with_the_last_token() {
             body["logprobs"] = json!(1);
         }
         let mut together = 0;
-        // Only if it is there already: a reader may be faster than the engine reports both.
+        // Only if both are ready: the reader may be faster than the engine.
         for _ in 0..20 {
             let events = rig.client.stream(path, &body).await.unwrap().events;
             let last = &events.last().unwrap()["choices"][0];
@@ -95,7 +95,7 @@ async fn the_end_comes_with_the_last_token() {
     }
 }
 
-/// guidellm always asks for it.
+/// guidellm always requests this.
 #[tokio::test]
 async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
     let rig = Rig::saying(TEXT);
@@ -127,7 +127,7 @@ async fn every_event_says_what_was_used_so_far_where_that_is_wanted() {
         if path == "/v1/chat/completions" {
             assert_eq!(pieces[0]["usage"]["completion_tokens"], 0, "nothing was said yet");
         }
-        // As in vLLM, the last event's usage switches both on.
+        // As in vLLM, this does nothing without `include_usage`.
         body["stream_options"] = json!({"continuous_usage_stats": true});
         let events = rig.client.stream(path, &body).await.unwrap().events;
         assert!(events.iter().all(|event| event.get("usage").is_none()));
@@ -162,7 +162,7 @@ impl StrippingReader {
     }
 }
 
-/// Silence is filled with comments that no client takes for a part of an event.
+/// During silence the server sends comments, which no client takes for a part of an event.
 #[tokio::test]
 async fn a_stream_that_is_silent_for_a_while_is_read_by_those_who_strip_what_they_read() {
     let rig = Rig::new(Script { text: "a b".to_owned(), hang: true, ..Script::default() });
@@ -217,7 +217,7 @@ async fn what_a_request_named_and_ended_a_choice_is_said() {
     let (dot, end) = (token("Bye."), token("<|end|>"));
     assert!(rig.text.end_tokens.contains(&end));
     let cases = [
-        // The model's own end token, also where the request names it, too; a bound.
+        // The model's own end token, also if the request names it; a bound.
         (json!({}), Value::Null),
         (json!({"stop": "absent", "stop_token_ids": [end]}), Value::Null),
         (json!({"max_tokens": 1}), Value::Null),
@@ -382,7 +382,7 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     let rejected = "tutti_requests_rejected_total";
     let invalid = sum(&rig, rejected, &[("reason", "invalid")]).await;
     assert_eq!(invalid, 1.0);
-    // Counted by the front end: an engine does not know which client will retry.
+    // Counted by the frontend: an engine does not know which client will retry.
     let full = EngineError::QueueFull { queued: 1, max: 1, retry_after_s: 1 };
     rig.script(|script| script.refuse = Some(full));
     for stream in [false, true] {
@@ -392,8 +392,8 @@ async fn a_refused_request_is_counted_once_by_who_refuses_it() {
     assert_eq!(sum(&rig, rejected, &[("reason", "queue_full")]).await, 2.0);
 }
 
-/// A client that requests long text in many choices and has a small receive buffer; otherwise its
-/// kernel would buffer megabytes.
+/// A client that requests long text in many choices. Its receive buffer is small; otherwise the OS
+/// would buffer megabytes.
 async fn long_stream(rig: &Rig) -> TcpStream {
     // The server applies its socket options to connections that come later.
     assert_eq!(rig.client.get("/live").await.unwrap().status, 200);
@@ -418,7 +418,7 @@ fn long_text() -> String {
     "good night and left. ".repeat(200)
 }
 
-/// This is how the engine tells a client that has stopped reading from one that reads slowly.
+/// The engine needs this to tell a client that has stopped reading from one that reads slowly.
 #[tokio::test]
 async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is_taken() {
     let rig = Rig::saying(&long_text());
@@ -435,7 +435,7 @@ async fn what_a_client_does_not_read_waits_with_its_request_and_bit_by_bit_it_is
         last = now;
     }
     assert!(last > 20_000, "{last} of some 50,000 events wait");
-    // The server takes more as the client reads: buffers do not hide that.
+    // The server sends more as the client reads, even though buffers lie between.
     let mut buffer = vec![0; 16 << 10];
     for _ in 0..10 {
         let (before, mut read) = (waiting(), 0);

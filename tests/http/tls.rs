@@ -1,5 +1,5 @@
-//! HTTPS against `curl`, whose TLS implementation differs from ours: who trusts whom, certificates
-//! that change, and the cost of strangers.
+//! HTTPS against `curl`, whose TLS implementation differs from ours: trust, replaced certificates,
+//! and clients that never finish a handshake.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::fs::PermissionsExt as _;
@@ -13,7 +13,7 @@ use testkit::certificates::{Certificates, openssl};
 
 use crate::rig::Rig;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A folder with an authority and the certificates it signed; `None` without `openssl`.
@@ -52,7 +52,7 @@ fn serve_with(files: TlsFiles, api: ApiOptions) -> Rig {
     Rig::with_api(&ApiOptions { tls: Some(tls), ..api })
 }
 
-/// Runs `curl ARGS https://SERVER PATH` with `authority`: its exit code, and what it printed.
+/// Runs `curl ARGS https://SERVER PATH`, trusting `authority`; returns its exit code and output.
 fn curl(rig: &Rig, authority: &Path, path: &str, args: &[&str]) -> (i32, String) {
     let output = Command::new("curl")
         .args(["--silent", "--max-time", "30", "--noproxy", "*", "--cacert"])
@@ -92,7 +92,7 @@ fn completions_are_streamed_over_tls() {
         let (code, text) = curl(&rig, &ca, "/v1/completions", &[&POST[..], version].concat());
         assert_eq!(code, OK, "{version:?}");
         assert!(text.starts_with("data: {") && text.ends_with("data: [DONE]\n\n"), "{text}");
-        // The end comes with the last token, or in a separate event if it comes later.
+        // The finish comes with the last token, or in a separate event if it comes later.
         let events = text.matches("\"text\"").count();
         assert!((4..=5).contains(&events), "an event for each token: {text}");
         // HTTP/2 is not offered: the limits are per HTTP/1.1 connection.
@@ -183,7 +183,7 @@ fn strangers_do_no_harm() {
     let _ = plain.read_to_end(&mut answer);
     assert!(!answer.starts_with(b"HTTP"), "{}", String::from_utf8_lossy(&answer));
     // More stalled handshakes than actix allows at a time by default (256): later clients are still
-    // answered meanwhile. On a busy machine the deadline of the handshakes may pass before.
+    // answered meanwhile. On a busy machine the handshakes' deadline may pass first.
     let in_time = (0..5).any(|_| {
         let mut silent: Vec<_> = (0..300).map(|index| open_handshake(&rig, index)).collect();
         assert_eq!(curl(&rig, &ca, "/health", &[]).0, OK);
@@ -215,11 +215,11 @@ fn files_that_change_are_used_and_bad_ones_are_not() {
     let (certificate, key) = next.made.pair("server");
     let files = authority.files();
     let first = (std::fs::read(&files.certificate).unwrap(), std::fs::read(&files.key).unwrap());
-    // A certificate without its key, for long enough to be noticed.
+    // A certificate without its key, for long enough that the server sees it.
     std::fs::copy(&certificate, &files.certificate).unwrap();
     std::thread::sleep(Duration::from_millis(500));
     until(&rig, &old, &[], OK);
-    // Then the key, by a rename, as most tools do it.
+    // Then the key, by a rename, as most tools do.
     let beside = authority.path("new.key");
     std::fs::copy(&key, &beside).unwrap();
     std::fs::rename(&beside, &files.key).unwrap();
@@ -261,7 +261,7 @@ fn clients_show_certificates_where_they_have_to() {
         assert_ne!(ask(&[]), OK, "{version:?}");
         assert_ne!(ask(&foreign), OK, "{version:?}");
     }
-    // The trusted authorities may change, too.
+    // The trusted authorities can change, too.
     std::fs::copy(other.made.authority(), &trusted).unwrap();
     until(&rig, &ca, &foreign, OK);
     assert_ne!(curl(&rig, &ca, "/health", &own).0, OK);
@@ -272,7 +272,7 @@ fn files_that_cannot_be_used_are_refused_by_name() {
     let (Some(authority), Some(other)) = (Authority::new(), Authority::new()) else { return };
     let good = authority.files();
     good.check().unwrap();
-    // Keys in each of their forms.
+    // Keys in each format.
     authority.openssl("pkey -in server.key -traditional -out sec1.key");
     TlsFiles { key: authority.path("sec1.key"), ..good.clone() }.check().unwrap();
     authority.openssl(
@@ -304,7 +304,7 @@ fn files_that_cannot_be_used_are_refused_by_name() {
     refused(with_certificate(torn), &["torn.pem", "certificate 1", "cannot be used"]);
     let half = authority.path("half.pem");
     std::fs::write(&half, &whole[..whole.len() / 2]).unwrap();
-    refused(with_certificate(half), &["half.pem", "certificate 1", "no whole PEM"]);
+    refused(with_certificate(half), &["half.pem", "certificate 1", "not complete PEM"]);
     let clients = Some(good.key.clone());
     let files = TlsFiles { client_authority: clients, ..good.clone() };
     refused(files, &["--tls-client-ca", "no certificate"]);

@@ -163,7 +163,7 @@ async fn the_template_tells_how_calls_are_written() {
     let rig = Rig::with_template("{{ tools }} <tool_call>{\"name\": ..}</tool_call>");
     rig.script(|script| script.text = CALLS.to_owned());
     assert_eq!(ask(&rig, &json!({})).await["finish_reason"], "tool_calls");
-    // The demo model's template does not tell.
+    // The demo model's template does not reveal the call format.
     let unknown = Rig::saying(CALLS);
     let reply = unknown.client.post(CHAT, &request(&json!({}))).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tools")));
@@ -282,12 +282,12 @@ async fn special_tokens_are_text_where_that_is_asked_for() {
         let choice = ask(&rig, &json!({"tools": null, "skip_special_tokens": skip})).await;
         assert_eq!(choice["message"]["content"], expected);
     }
-    // Where marks are text, stop strings can match them.
+    // With special tokens in the text, stop strings can match them.
     let stop = json!({"tools": null, "skip_special_tokens": false, "stop": ["<|us"]});
     assert_eq!(ask(&rig, &stop).await["message"]["content"], "a ");
 }
 
-/// Agents ask for a format of the final answer in every turn, and offer tools in every turn.
+/// Agents send both a format for the final answer and tools, in every turn.
 #[tokio::test]
 async fn an_answer_may_have_a_form_beside_tools() {
     let rig = rig(&CALLS[8..], Some(CallFormat::Hermes), false);
@@ -338,5 +338,5 @@ async fn schemas_of_tools_have_bounds_too() {
     let reply = rig.client.post(CHAT, &request(&more)).await.unwrap();
     assert_eq!((reply.status, &reply.body["error"]["param"]), (400, &json!("tool_choice")));
     let message = reply.body["error"]["message"].as_str().unwrap();
-    assert!(message.contains("the bound is 64"), "{message}");
+    assert!(message.contains("the limit is 64"), "{message}");
 }

@@ -65,8 +65,7 @@ impl Case {
             weight: Weight::random(random, out, hidden),
             bias: extras.then(|| random.vec(out)),
             norms: extras.then(|| (random.vec(shape.head_dim), random.vec(shape.head_dim))),
-            // Sinks with weights from below that of any token to above those of all tokens
-            // together.
+            // Weights of sinks range from below that of any token to above all tokens' together.
             sinks: extras.then(|| random.vec(shape.num_heads).iter().map(|x| 5.0 * x).collect()),
             cos: (0..MAX_POSITIONS * half).map(|i| angle(i).cos() as f32).collect(),
             sin: (0..MAX_POSITIONS * half).map(|i| angle(i).sin() as f32).collect(),
@@ -167,7 +166,7 @@ impl Case {
     }
 
     /// q and attention outputs of a whole sequence, in f64, except that the projection's
-    /// activations, and the queries, K and V of attention, are rounded as the precision says.
+    /// activations, and the queries, K and V of attention, are rounded to the precision.
     fn oracle(&self, x: &[f32], precision: Precision) -> (Vec<f64>, Vec<f64>) {
         let taken = |values: &[f64]| -> Vec<f64> {
             let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
@@ -255,7 +254,7 @@ fn attention_matches_the_naive_version_however_the_prompt_is_chunked() {
 
 #[test]
 fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
-    // Whole vectors of tokens that all queries attend to, and every number of queries at a time.
+    // Full vectors of tokens that all queries attend to, and every number of queries at a time.
     let shapes = [
         (shape(3, 3, 128, None), 16, false),
         (shape(6, 2, 64, None), 16, false),
@@ -267,15 +266,15 @@ fn attention_over_several_vectors_of_tokens_matches_the_naive_version() {
     matches_however_chunked(&mut Random(35), &shapes, &chunks);
 }
 
-/// Shapes with blocks of the given numbers of tokens, and whether heads are normalised.
+/// Checks shapes, each with a block size in tokens and whether it has biases, norms and sinks.
 fn matches_however_chunked(
     random: &mut Random,
     shapes: &[(AttentionShape, usize, bool)],
     all_chunks: &[&[usize]],
 ) {
     for (isa, precision) in variants() {
-        // A rounded weight may be off by one part in 256, and an element of q, K or V between two
-        // bf16 may be rounded differently than in the oracle.
+        // A rounded weight may be off by one part in 256, and an element of q, K or V that is
+        // halfway between two bf16 may be rounded differently than in the oracle.
         let tolerance = if precision == Precision::Float32 { 1e-3 } else { 3e-2 };
         for &(shape, block_size, extras) in shapes {
             let case = Case::random(random, shape, block_size, extras);

@@ -1,5 +1,5 @@
 //! Emulated attention kernels compared with softmax in f64, on a cache that is NaN except where the
-//! batch has tokens; and with themselves: bits must depend neither on the batch nor on how a prompt
+//! batch has tokens; and with each other: bits must depend neither on the batch nor on how a prompt
 //! is chunked.
 use crate::cuda_emulation::{
     Arg, Launch, bf16s, launch, poison_bf16, poison_f32, read_bf16, rounded_all, some_f32s, u32s,
@@ -22,8 +22,7 @@ impl Shape {
         Self { has_sinks: true, ..self }
     }
 
-    /// The sink of a head: weights from below that of any token to above those of all tokens
-    /// together.
+    /// The sink of a head: weights from below that of any token to above all tokens' together.
     fn sink(&self, head: usize) -> Option<f32> {
         self.has_sinks.then_some((head * 7 % 5) as f32 * 2.5 - 3.0)
     }
@@ -125,7 +124,7 @@ struct Device {
 impl Device {
     fn new(random: &mut Random, shape: Shape, seqs: &[Seq]) -> Self {
         let block_size = 1usize << shape.shift;
-        // One block more than needed per sequence: its contents must not matter.
+        // One block more than needed per sequence; its contents must not matter.
         let lens: Vec<usize> =
             seqs.iter().map(|seq| seq.context.div_ceil(block_size) + 1).collect();
         let blocks = lens.iter().sum::<usize>() + 2;
@@ -256,8 +255,8 @@ impl Device {
         ]
     }
 
-    /// Computes the rows of the first `live` sequences in `items`, with `across` blocks per group
-    /// of heads that take `parts`.
+    /// Decodes the first `live` sequences in `items`; `across` blocks per group of heads share
+    /// `parts`.
     fn decode_parts(
         &self,
         (items, live): (&[u32], Option<usize>),
@@ -330,7 +329,7 @@ impl Device {
                         continue;
                     }
                     for (d, want) in seq.want(&self.shape, i, head).into_iter().enumerate() {
-                        // v| < 1. Weights are off by at most their rounding, in either direction.
+                        // |v| < 1. Weights are off by at most their rounding, in either direction.
                         let tolerance = weight_error + want.abs() / 250.0 + 1e-5;
                         assert_close(
                             got[d],
@@ -346,7 +345,7 @@ impl Device {
     }
 }
 
-/// The rule by which sequences of one row are split.
+/// Parameters of the rule that splits sequences with one row.
 #[derive(Clone, Copy, Debug)]
 struct Rule {
     max_splits: usize,
@@ -357,7 +356,7 @@ fn rule(max_splits: usize) -> Rule {
     Rule { max_splits, least: 64 }
 }
 
-/// For weights in bf16: half a unit in the last place, in the worst case for all weights alike.
+/// Weights in bf16 are off by half a unit in the last place, at worst all in the same direction.
 const ROUNDED: f64 = 1.0 / 256.0;
 
 fn shape(heads: usize, kv_heads: usize, head_dim: usize, shift: u32, window: usize) -> Shape {
@@ -414,7 +413,7 @@ fn a_prompt_gives_the_same_bits_however_it_is_cut() {
         for rows in [1, 63, 30, 7, 49] {
             done += rows;
             let chunk = whole.chunk(&shape, rows, done);
-            // Among others.
+            // Between others.
             let other = Seq::random(&mut random, &shape, 5, 9);
             let batch = [other.clone(), chunk, other];
             let device = Device::new(&mut random, shape, &batch);
@@ -451,7 +450,7 @@ fn decode_attention_matches_softmax_in_f64() {
         let device = Device::new(&mut random, shape, &seqs);
         let mut items: Vec<u32> = (0..seqs.len() as u32).collect();
         items.reverse();
-        // One block per part, and more; blocks that take several parts in turn.
+        // Many blocks, then fewer, which take several parts in turn.
         let out = device.decode(&items, rule(max_splits), 9, None);
         device.check(&out, ROUNDED, |_| true);
         assert_eq!(bits(&device.decode(&items, rule(max_splits), 2, None)), bits(&out));
@@ -462,8 +461,8 @@ fn decode_attention_matches_softmax_in_f64() {
     }
 }
 
-/// Lengths at which a sequence gets one more part, and where parts get longer; beside rows that are
-/// not live.
+/// Lengths at which a sequence gets one more part, and at which parts get longer; beside rows that
+/// are not live.
 #[test]
 fn sequences_at_the_ends_of_parts_are_decoded_whole() {
     let mut random = Random(37);
@@ -473,7 +472,7 @@ fn sequences_at_the_ends_of_parts_are_decoded_whole() {
     let device = Device::new(&mut random, shape, &seqs);
     let out = device.decode(&[4, 1, 0, 3, 2], rule(64), 40, None);
     device.check(&out, ROUNDED, |_| true);
-    // Items that are not live still name sequences: nothing may be written for those.
+    // Items that are not live still refer to sequences: nothing may be written for those.
     let out = device.decode(&[2, 1, 0, 0, 0], rule(64), 1, Some(2));
     device.check(&out, ROUNDED, |index| index == 1 || index == 2);
     // Now 65 and 4096 tokens take one part and 32 parts.
@@ -524,7 +523,7 @@ fn constant_values_come_out_exact() {
         seq.values.fill(0.734_375);
         let device = Device::new(&mut random, shape, &[seq]);
         let decoded = device.decode(&[0], rule(4), 4, None);
-        // As a single part, whose result is the row's.
+        // As a single part, whose result is the row's final one.
         let whole = device.decode(&[0], Rule { max_splits: 4, least: 192 }, 4, None);
         let prefilled = device.prefill(&device.tiles(), Arg::Null);
         let mut all = decoded.iter().chain(&whole).chain(&prefilled);

@@ -47,7 +47,7 @@ pub(crate) fn some_f32s(values: Option<&[f32]>) -> Arg {
     values.map_or(Arg::Null, f32s)
 }
 
-/// `len` NaN values, each of which must be overwritten.
+/// `len` NaN values, to detect those that are not written.
 pub(crate) fn poison_f32(len: usize) -> Arg {
     Arg::Buffer(vec![0xff; 4 * len])
 }
@@ -156,8 +156,8 @@ impl Launch<'_> {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        // It reads all input before it writes. If it rejects the request it may exit earlier; then
-        // it says why.
+        // It reads all input before it writes. If it rejects the request, it may exit earlier and
+        // print why.
         let _ = child.stdin.take().unwrap().write_all(&request);
         child
     }
@@ -252,8 +252,8 @@ pub(crate) fn program_named(name: &str, build: impl FnOnce(&Path)) -> PathBuf {
     program
 }
 
-/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are computed as
-/// written; every access is checked for alignment.
+/// Optimised, to keep the tests fast; without fused multiply-add, so that sums are rounded as
+/// written; with alignment checks of every access.
 const FLAGS: &[&str] = &[
     "-std=c++17",
     "-O2",
@@ -358,8 +358,8 @@ fn the_emulation_notices_what_it_should() {
     assert!(wrong.failure(&args).contains("multiple of 32"));
 }
 
-/// A grid may not be complete before those before it, and what these read or write is left alone
-/// until then: see `end_without_waiting` in `device.cuh`.
+/// A grid must not complete before the preceding ones, nor touch before then what they read or
+/// write: see `end_without_waiting` in `device.cuh`.
 #[test]
 fn the_emulation_notices_who_does_not_wait() {
     let word = [u32s(&[7])];

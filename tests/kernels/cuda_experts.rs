@@ -1,5 +1,5 @@
-//! Emulated kernels of mixtures of experts: choices, groups and sums compared with their
-//! definitions; the product of a slot compared with sums in f64, with the same bits in every
+//! Emulated kernels for mixtures of experts. Choices, groups and sums are compared with their
+//! definitions; products of slots with sums in f64, and they must have the same bits in every
 //! variant.
 use kernels::backend::ExpertActivation;
 
@@ -89,7 +89,7 @@ impl Group<'_> {
         slots.min(slots / self.tile_slots + self.num_experts)
     }
 
-    /// The slots, tiles and numbers of both, as the kernel leaves them.
+    /// The slots, the tiles and the numbers of tiles, as the kernel leaves them.
     fn run(&self) -> [Vec<u32>; 3] {
         let rows = self.experts.len() / self.top_k;
         let chunks = rows.div_ceil(self.chunk_rows);
@@ -203,7 +203,7 @@ impl Products {
         }
     }
 
-    /// The kernel of this family, and the number of buffers before its result.
+    /// The name of this family's kernel, and the number of buffers before its result.
     fn kernel(&self, family: &str, number: usize) -> (String, usize) {
         match self.int8 {
             None => (format!("tutti_experts_{family}_{number}"), 2),
@@ -339,7 +339,7 @@ fn down_of_every_slot() {
 #[test]
 fn experts_are_weighted_and_added_in_order() {
     let mut random = Random(75);
-    // The last four: a later chunk of a graph, of whose rows all, some and none are live.
+    // The last four: a later chunk of a graph, with all, some and none of its rows live.
     for (rows, top_k, width, first_row, live) in [
         (3, 2, 8, 0, 3),
         (2, 8, 1030, 0, 2),

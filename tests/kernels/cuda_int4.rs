@@ -1,4 +1,4 @@
-//! Emulated kernels of products with 4-bit weights, compared with sums in f64 and with themselves:
+//! Emulated kernels for products with 4-bit weights, compared with sums in f64 and with each other:
 //! a row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, bf16s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded, rounded_all,
@@ -64,7 +64,7 @@ impl Int4 {
     }
 }
 
-/// Rows of x followed by NaN, which must not count, and their stride.
+/// Rows of x, each padded with NaN that must not be used, and their stride.
 fn padded(x: &[f32], k: usize) -> (Arg, Arg) {
     let stride = k.next_multiple_of(8) + 8;
     let rows = x.chunks(k).flat_map(|row| [row, &vec![f32::NAN; stride - k]].concat());

@@ -1,5 +1,5 @@
-//! Emulated kernels of products with int8 weights, compared with sums in f64 and with themselves: a
-//! row's bits must depend neither on the other rows nor on the variant.
+//! Emulated kernels for products with int8 weights, compared with sums in f64 and with each other:
+//! a row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all, some_f32s,
     u32s,
@@ -44,7 +44,7 @@ impl Int8 {
     }
 }
 
-/// Rows of x followed by NaN, which must not count, and their stride.
+/// Rows of x, each padded with NaN that must not be used, and their stride.
 fn padded(x: &[f32], k: usize) -> (Arg, Arg) {
     let stride = k.next_multiple_of(8) + 8;
     let rows = x.chunks(k).flat_map(|row| [row, &vec![f32::NAN; stride - k]].concat());

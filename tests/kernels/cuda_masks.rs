@@ -66,8 +66,7 @@ fn what_is_wrong_beside_the_mask_is_noticed() {
 }
 
 /// The best of each part, then the best of those, compared with a loop over the whole vocabulary.
-/// Parts begin within a word of the mask, and the rows' masks are anywhere in a block of other
-/// words.
+/// Parts begin within a word of the mask, and the rows' masks lie among unrelated words.
 #[test]
 fn the_best_allowed_of_all_parts_is_the_best_allowed_of_the_whole() {
     let mut random = Random(62);

@@ -1,4 +1,4 @@
-//! Emulated kernels of products with few rows, compared with sums in f64 and with themselves: a
+//! Emulated kernels for products with few rows, compared with sums in f64 and with each other: a
 //! row's bits must depend neither on the other rows nor on the variant.
 use crate::cuda_emulation::{
     Arg, Launch, bf16s, f32s, launch, poison_bf16, poison_f32, read_bf16, read_f32, rounded_all,
@@ -11,7 +11,7 @@ struct Product {
     rows: usize,
     n: usize,
     k: usize,
-    /// Padding elements after each row of x and W; NaN, which must not count.
+    /// Padding elements after each row of x and W: NaN, which must not be used.
     padding: usize,
     x: Vec<f32>,
     w: Vec<f32>,
@@ -148,7 +148,7 @@ fn gate_and_up_are_multiplied_in_one() {
         for (rows, inner, k, gelu) in
             [(7, 24, 520, 0), (7, 24, 520, 1), (number + 3, 17, 1100, 0), (9, 17, 1100, 1)]
         {
-            // The first shape has the same numbers in every variant.
+            // The first shape's numbers are the same for every variant.
             let mut fixed = Random(25);
             let with_bias = rows == 7;
             let source = if rows == 7 { &mut fixed } else { &mut random };

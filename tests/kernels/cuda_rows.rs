@@ -379,7 +379,7 @@ fn blocks_are_copied_out_and_in() {
     }
 }
 
-/// One test case of what follows the QKV product.
+/// One test case for the kernel that follows the QKV product.
 struct Qkv {
     heads: usize,
     kv_heads: usize,

@@ -267,7 +267,7 @@ fn equal_logits_go_by_id() {
 fn draws_are_spread_as_the_weights_are() {
     // 4 tokens with weights 8 : 4 : 2 : 2, drawn in every way.
     let logits = [8.0f32, 2.0, 4.0, 2.0].map(f32::ln);
-    // The last two cut nothing, so they draw in order of id, like the first.
+    // The last two cut nothing, so they draw in id order, like the first.
     for (top_k, top_p) in [(0, 1.0), (3, 1.0), (0, 0.99), (4, 1.0), (5, 1.0)] {
         let n = 128;
         let rows: Vec<Row> = (0..n as u64)

@@ -1,6 +1,6 @@
 //! Emulated sampling compared with its definition in integers: sort all tokens, add up their
-//! weights, cut, draw. Tokens must be equal without exception: at ties, at the ends of lists and
-//! bins, and in rows that no model produces.
+//! weights, cut, draw. Tokens must always be equal: at ties, at the ends of lists and bins, and in
+//! rows that no model produces.
 use kernels::philox;
 use kernels::sampling::{SampleParams, Sampled};
 
@@ -74,7 +74,7 @@ fn check(what: &str, stride: usize, rows: &[(Vec<f32>, Row)]) -> Vec<Sampled> {
     let mut logits = Vec::new();
     for (row, _) in rows {
         logits.extend(row);
-        // Behind the vocabulary is padding that would win.
+        // After the vocabulary there is padding that would win.
         logits.resize(logits.len() + stride - vocab, 1e9);
     }
     let settings: Vec<Row> = rows.iter().map(|(_, row)| row.clone()).collect();
@@ -159,8 +159,8 @@ fn hard_rows_are_cut_and_drawn_exactly() {
     }
 }
 
-/// Few distinct values, so that cuts fall among equal ones; few tokens, and more than the list
-/// holds.
+/// Few distinct values, so that cuts fall among equal ones; with few tokens, and with more than the
+/// list holds.
 #[test]
 fn cuts_among_equal_tokens_are_exact() {
     let mut random = Random(82);
@@ -187,7 +187,7 @@ fn cuts_among_equal_tokens_are_exact() {
     }
 }
 
-/// A target at the very first and the very last unit of weight.
+/// Targets at the very first and the very last unit of weight.
 #[test]
 fn all_that_top_p_keeps_can_be_drawn_and_nothing_else() {
     // Weights 1/2, 1/4, 1/8, ..: the first three are 7/8.
@@ -203,8 +203,8 @@ fn all_that_top_p_keeps_can_be_drawn_and_nothing_else() {
     }
 }
 
-/// Vocabularies as large as models', whose bins hold hundreds of tokens, and tens of thousands
-/// share the weight.
+/// Vocabularies of realistic size: bins hold hundreds of tokens, and tens of thousands share the
+/// weight.
 #[test]
 fn a_whole_vocabulary_is_cut_exactly() {
     let mut random = Random(83);

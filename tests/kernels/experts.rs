@@ -79,7 +79,7 @@ impl Layer {
         Self { biases: Some(biases), activation, ..self }
     }
 
-    /// The bias of matrix `index` among those of `which`.
+    /// The bias of matrix `index` within `biases[which]`.
     fn bias(&self, which: usize, index: usize, width: usize) -> Option<&[f32]> {
         self.biases.as_ref().map(|biases| &biases[which][index * width..][..width])
     }
@@ -102,7 +102,7 @@ impl Layer {
         }
     }
 
-    /// Everything: choices, inner activations, result.
+    /// Runs the layer; returns choices, inner activations and result.
     fn run(
         &self,
         backend: &mut CpuBackend,
@@ -186,7 +186,7 @@ fn experts_match_the_naive_version() {
                 let (experts, weights) = backend.read_routes(&routes).unwrap();
                 for (row, x) in x.chunks(hidden).enumerate() {
                     let at = format!("{isa} {precision} {routing:?} row {row} of {rows}");
-                    // Rows choose in f32, whatever precision products have.
+                    // The router computes in f32, whatever the precision of the products.
                     let chosen = layer.choose(x);
                     let taken = as_taken(precision, x);
                     let mut want = vec![(0.0, 0.0); hidden];
@@ -256,8 +256,8 @@ fn the_reference_makes_the_same() {
     }
 }
 
-/// The ranks of a replica choose independently, on hosts that may differ: a rank that chose another
-/// expert would add a part of the wrong sum, and no rank would notice.
+/// The ranks of a replica choose independently, on hosts that may differ. A rank that chose another
+/// expert would contribute to a wrong sum, and no rank would notice.
 #[test]
 fn choices_have_the_same_bits_with_every_instruction_set() {
     let mut random = Random(67);

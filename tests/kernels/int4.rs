@@ -11,14 +11,14 @@ use crate::support::{
     bits, buffer, isas, poisoned, variants,
 };
 
-/// As for products of bf16. A weight rounded to bf16 would be off by about 1e-3 of a term.
+/// As for bf16 products. A weight rounded to bf16 would be off by about 1e-3 of a term.
 const TOLERANCE: f64 = 1.5e-5;
 
-/// A tensor of a file, as integers and packed; a matrix takes some of its columns.
+/// A 4-bit tensor, as values and as packed in a file; a matrix takes some of its columns.
 struct Four {
     packing: Packing,
     rows: usize,
-    /// Number of inputs of the tensor, and the first and the number of those taken.
+    /// Number of inputs of the tensor, the first one taken, and the number taken.
     all: usize,
     first: usize,
     cols: usize,
@@ -152,8 +152,8 @@ impl Four {
 
 /// (outputs, (inputs of the tensor, first taken, number taken), inputs per group): one input, one
 /// group, a partial last group and partial words, first groups that are cut, groups of several
-/// blocks of pairs, more groups or a longer one than many rows' weights are converted of at a time,
-/// partial panels.
+/// blocks of pairs, more groups or a longer one than are converted at a time for many rows, partial
+/// panels.
 const SHAPES: [(usize, (usize, usize, usize), usize); 11] = [
     (1, (1, 0, 1), 8),
     (65, (7, 0, 7), 7),

@@ -6,7 +6,7 @@ use crate::support::{Random, Weight, assert_same_in_batches, backend_in, bits, v
 fn products_of_a_row_do_not_depend_on_the_batch_or_the_threads() {
     let mut random = Random(41);
     for (isa, precision) in variants() {
-        // The long one is cut into blocks of inputs when there are several tiles of rows.
+        // The second shape is split into blocks of inputs when there are several tiles of rows.
         let shapes = [(67, 190), (2306, 384)].into_iter();
         for ((cols, rows), is_int8) in shapes.flat_map(|it| [(it, false), (it, true)]) {
             let weight = Weight::random(&mut random, rows, cols);

@@ -1,18 +1,18 @@
-//! The CPU backend against plain loops in f64, for every instruction set of this machine; and the
-//! CUDA kernels' sources, emulated on the host (`cuda_emulation`), against the same.
+//! Compares the CPU backend, with every instruction set of this machine, and the CUDA kernels'
+//! sources, emulated on the host (`cuda_emulation`), with plain loops in f64.
 //!
-//! `support` has the oracle's inputs and a collective of one rank; every other module has naive
-//! versions of the operations that it tests. Outputs are filled with NaN before every call.
+//! `support` has shared inputs and a simulated collective; every other module has naive versions of
+//! the operations that it tests. Outputs are filled with NaN before every call.
 //!
 //! On CPUs:
-//! - [`products`], [`int4`], [`mxfp4`]: matrix products, by the format of the weights
+//! - [`products`], [`int4`], [`mxfp4`]: matrix products, by weight format
 //! - [`attention`]: QKV projection, rotation and paged attention
 //! - [`rows`]: norms of rows
 //! - [`experts`]: mixtures of experts
 //! - [`adapters`]: the operations behind LoRA adapters
 //! - [`sampling`], [`masks`]: sampling, token masks
 //! - [`collectives`]: buffers passed to a collective
-//! - [`invariance`]: same bits alone, in a batch and with any number of threads
+//! - [`invariance`]: the same bits alone, in a batch and with any number of threads
 //!
 //! CUDA kernels, emulated:
 //! - [`cuda_emulation`]: compiles and launches them

@@ -1,4 +1,4 @@
-//! Products with MXFP4 weights on CPUs, compared with sums in f64 of values by the format's
+//! Products with MXFP4 weights on CPUs, compared with sums in f64 of values decoded by the format's
 //! definition; with interleaved rows, and with tensors stored by column.
 use kernels::backend::prelude::*;
 use kernels::backend::{Buffer, DType, ExpertActivation, HostMatrix, Routing, Scales};
@@ -13,7 +13,7 @@ use crate::support::{
 const TOLERANCE: f64 = 1.5e-5;
 const GROUP: usize = 32;
 
-/// A tensor as in a file: the first of two neighbours is in the lower bits of a byte.
+/// A tensor as in a file: the first of two neighbours is in the low bits of a byte.
 struct Tensor {
     rows: usize,
     cols: usize,
@@ -163,8 +163,8 @@ fn products_do_not_depend_on_the_batch_the_threads_or_the_panels_beside() {
     }
 }
 
-/// A tensor in which gate and up alternate, of which a rank takes some columns; and the same tensor
-/// in f32, stored by column.
+/// A tensor with alternating gate and up rows, of which a rank takes some columns; and the same
+/// tensor in f32, stored by column.
 #[test]
 fn experts_are_what_their_tensors_mean() {
     let mut random = Random(94);

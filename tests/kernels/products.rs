@@ -10,8 +10,8 @@ use crate::support::{
     buffer, isas, poisoned, variants,
 };
 
-/// Relative to the sum of absolute terms. Rounding activations to one bf16 where f32 is required,
-/// or not to the nearest bf16 where bf16 is, would be off by about 1e-3 of a term.
+/// Relative to the sum of absolute terms. Rounding activations to bf16 where f32 is required, or
+/// not to the nearest bf16 where bf16 is required, would be off by about 1e-3 of a term.
 const TOLERANCE: f64 = 1.5e-5;
 
 /// `[in, out]`: not multiples of 2, 16 or 64; one; and long enough for several blocks of inputs.
@@ -72,7 +72,7 @@ fn large_activations_keep_their_precision() {
 
 #[test]
 fn bfloat16_rounds_activations_to_the_nearest_ties_to_even() {
-    // One output of weight 1 per input, so that the result shows the activation as it was rounded.
+    // One output of weight 1 per input, so that the result is the rounded activation.
     let taken = [
         (1.0, 1.0),
         // 1 + 2^-8 is halfway between 1 and 1 + 2^-7; 1 + 3 * 2^-8 between that and 1 + 2^-6.
@@ -216,6 +216,6 @@ fn shapes_that_do_not_fit_are_errors() {
     for (i, error) in errors.into_iter().enumerate() {
         assert!(matches!(error, Err(KernelError::Shape { .. })), "case {i}: {error:?}");
     }
-    // Nothing was written by any of them.
+    // None of them wrote anything.
     assert!(out.values().iter().chain(half.values()).all(|x| x.is_nan()));
 }

@@ -1,4 +1,4 @@
-//! Sampling and log-probabilities compared with written-out definitions and with distributions.
+//! Sampling and log-probabilities compared with direct definitions and with distributions.
 use std::collections::BTreeSet;
 
 use kernels::KernelError;

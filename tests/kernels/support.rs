@@ -83,14 +83,14 @@ pub(crate) fn variants() -> impl Iterator<Item = (Isa, Precision)> {
     isas().flat_map(|isa| [(isa, Precision::Float32), (isa, Precision::Bfloat16)])
 }
 
-/// The activations as a product of this precision takes them: rounded in f64, by the value instead
-/// of the bits. Values are normal numbers.
+/// The activations as a product in this precision takes them: rounded in f64 arithmetic rather than
+/// on the bits. Values must be normal numbers.
 pub(crate) fn as_taken(precision: Precision, x: &[f32]) -> Vec<f32> {
     let round = |&x: &f32| {
         if x == 0.0 {
             return x;
         }
-        // A bf16 has 8 significant bits: the last one is worth 2^(exponent - 7).
+        // A bf16 has 8 significant bits; the last one is worth 2^(exponent - 7).
         let unit = 2f64.powi(f64::from(x).abs().log2().floor() as i32 - 7);
         ((f64::from(x) / unit).round_ties_even() * unit) as f32
     };
@@ -100,7 +100,7 @@ pub(crate) fn as_taken(precision: Precision, x: &[f32]) -> Vec<f32> {
     }
 }
 
-/// Every instruction set that this machine has.
+/// Every instruction set of this machine.
 pub(crate) fn isas() -> impl Iterator<Item = Isa> {
     Isa::ALL.into_iter().filter(|isa| isa.is_supported())
 }
@@ -131,7 +131,7 @@ impl Random {
     }
 }
 
-/// A weight matrix, both as in a file and as numbers.
+/// A weight matrix, both as stored in a file and as numbers.
 pub(crate) struct Weight {
     pub(crate) rows: usize,
     pub(crate) cols: usize,

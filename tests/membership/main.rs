@@ -114,7 +114,7 @@ async fn etcd_frozen_and_killed_loses_nobody() {
         }
         let seen = until(&mut view, "etcd is missed", |v| !v.connected).await;
         assert!(all(&seen), "the last view stays");
-        // For longer than the leases last.
+        // Longer than the leases last.
         tokio::time::sleep(TTL + Duration::from_secs(1)).await;
         assert!(all(&view.borrow()));
         if kill {
@@ -123,7 +123,7 @@ async fn etcd_frozen_and_killed_loses_nobody() {
             LocalCluster::signal(etcd.pid(), "CONT").unwrap();
         }
         until(&mut view, "all are back", |v| all(v) && v.connected).await;
-        // Whatever leases ended meanwhile, everybody is registered again.
+        // Whichever leases expired meanwhile, all members are registered again.
         for member in &members {
             until(&mut member.view(), "each is back", |v| all(v) && v.connected).await;
         }
@@ -150,7 +150,7 @@ async fn a_lease_taken_away_and_a_compacted_history_are_got_over() {
         false
     };
     assert!(registered(&mut client).await, "under a new lease");
-    // The history that a watch would need is compacted: the changes are noticed nevertheless.
+    // The history that a watch would need is compacted: changes are noticed nevertheless.
     LocalCluster::signal(etcd.pid(), "STOP").unwrap();
     until(&mut view, "etcd is missed", |v| !v.connected).await;
     LocalCluster::signal(etcd.pid(), "CONT").unwrap();
@@ -197,7 +197,7 @@ async fn an_etcd_that_lost_its_data_learns_everything_again() {
             && v.records.len() == 3
             && v.leader.as_ref().is_some_and(|leader| leader.record.incarnation == 1)
     };
-    // A history in which the newer revisions are smaller.
+    // etcd loses its data: newer revisions are smaller than older ones.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     for i in 0..200 {
         client.put("/test/workers/x", format!("{i}"), None).await.unwrap();
@@ -223,7 +223,7 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     let epoch = seen.leader.unwrap().epoch;
     let mut ledger = Ledger::new(options(&etcd));
     assert_eq!(ledger.load().await.unwrap(), None);
-    // Smaller and larger than what etcd takes in one request, in any order.
+    // Smaller and larger than etcd's request limit, in any order.
     let bytes = |len: usize| (0..len).map(|i| (i * 31 % 251) as u8).collect::<Vec<u8>>();
     for len in [10, 3 << 20, 1 << 19, 0, 5 << 20] {
         ledger.save(epoch, &bytes(len)).await.unwrap();
@@ -231,7 +231,7 @@ async fn only_the_leader_leaves_something_for_the_next_one() {
     }
     let large = ledger.save(epoch, &bytes(33 << 20)).await;
     assert!(matches!(large, Err(LedgerError::TooLarge { .. })), "{large:?}");
-    // Another leader's epoch, known or not, writes nothing; nor does anyone while nobody leads.
+    // Writes with another leader's epoch are refused, and so are all writes while nobody leads.
     let mut stranger = Ledger::new(options(&etcd));
     let fenced = stranger.save(epoch + 1, &bytes(3)).await;
     assert!(matches!(fenced, Err(LedgerError::Fenced)), "{fenced:?}");
@@ -330,8 +330,8 @@ async fn what_is_there_outlives_a_writer_that_cannot_read_it() {
     let seen = until(&mut leader.view(), "it leads", |v| v.leading).await;
     let epoch = seen.leader.unwrap().epoch;
     Ledger::new(options(&etcd)).save(epoch, b"first").await.unwrap();
-    // Another writer may read the leader and write everything but the head: its first answer is an
-    // error, and so are some of the following.
+    // A writer that may read the leader and write everything except the head: its first request is
+    // refused, and so are some of the following ones.
     let mut client = Client::connect([etcd.endpoint()], None).await.unwrap();
     for user in ["root", "tutti"] {
         client.user_add(user, "secret", None).await.unwrap();
@@ -391,7 +391,7 @@ async fn one_of_three_leads_and_the_next_takes_over_under_a_larger_epoch() {
     until(&mut view, "nobody leads", |v| v.leader.is_none()).await;
 }
 
-/// A proxy to etcd with this delay in each direction.
+/// Starts a proxy to etcd with this delay in each direction; returns its address.
 async fn slow_way_to(etcd: &Etcd, delay: Duration) -> String {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let way = format!("http://{}", listener.local_addr().unwrap());
@@ -432,12 +432,12 @@ async fn delayed(
     }
 }
 
-/// Registering and taking the lead take several requests in sequence: together these take longer
-/// than the lease lasts.
+/// Registering and taking the lead take several requests in sequence, which together last longer
+/// than the lease.
 #[tokio::test]
 async fn an_etcd_that_answers_slowly_costs_nobody_the_lease() {
     let Some((_folder, etcd)) = etcd().await else { return };
-    // Starting anew takes three requests within one lease; registering and taking the lead take
+    // A fresh start takes three requests within one lease; registering and taking the lead take
     // five more.
     let way = slow_way_to(&etcd, Duration::from_millis(500)).await;
     let ttl = Duration::from_secs(4);
@@ -448,7 +448,7 @@ async fn an_etcd_that_answers_slowly_costs_nobody_the_lease() {
     let leads = |v: &View| v.leader.as_ref().is_some_and(|it| it.record.node == "slow");
     let led = tokio::time::timeout(3 * PATIENCE, view.wait_for(leads)).await;
     let epoch = led.expect("it leads").unwrap().leader.as_ref().unwrap().epoch;
-    // For the length of several leases.
+    // For several lease times.
     let end = tokio::time::Instant::now() + 3 * ttl;
     while tokio::time::Instant::now() < end {
         tokio::time::sleep(Duration::from_millis(100)).await;

@@ -1,5 +1,5 @@
-//! Application metrics: what is refused where it is declared, and totals that are exact over
-//! processes that report, repeat, die and come back.
+//! Application metrics: which declarations are refused, and exact totals over processes that
+//! report, repeat, die and come back.
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
@@ -40,8 +40,8 @@ fn bad_declarations_say_what_is_wrong() {
         ("2fast_total", "[a-zA-Z_]"),
         ("with space_total", "[a-zA-Z_]"),
         ("vllm:mine_total", "[a-zA-Z_]"),
-        ("tutti_mine_total", "`tutti_` are taken"),
-        ("process_mine_total", "are taken"),
+        ("tutti_mine_total", "`tutti_` are reserved"),
+        ("process_mine_total", "are reserved"),
         ("documents", "counters end with `_total`"),
     ] {
         let error = counter(name).to_string();
@@ -151,7 +151,7 @@ fn processes_add_up_and_the_first_declaration_holds() {
     assert_eq!((totals.buckets.as_slice(), totals.sum()), (&[1, 1, 1][..], 111.0));
 
     // Another process uses the name for something else: that metric is refused, logged once and
-    // counted; the rest of the report is taken.
+    // counted; the rest of the report is accepted.
     let odd = Metrics::new();
     odd.gauge("c_total2", "Help.", &[], GaugeMerge::Sum).unwrap().set(1.0, &[]).unwrap();
     odd.counter("c_total", "Help.", &["other"]).unwrap().add(5, &["x"]).unwrap();
@@ -185,7 +185,7 @@ fn they_are_on_the_page_beside_ours() {
     }
 }
 
-/// What happens to a process in the property test.
+/// An event of a process in the property test.
 #[derive(Clone, Debug)]
 enum Event {
     Count { process: usize, tag: usize, n: u64 },
@@ -212,7 +212,7 @@ struct Process {
     incarnation: u64,
     sequence: u64,
     sent: Vec<(u64, PartialSnapshot)>,
-    /// What its reports have said so far, by tag.
+    /// Totals that its reports have contained so far, by tag.
     told: BTreeMap<usize, u64>,
     counted: BTreeMap<usize, u64>,
 }
@@ -231,8 +231,8 @@ impl Process {
 }
 
 proptest! {
-    /// An observer sees every event that was reported and adds them up. Whatever is repeated, lost
-    /// and restarted, the merged counter equals that sum and never falls.
+    /// A naive observer adds up all reported events. Whatever is repeated, lost or restarted, the
+    /// merged counter equals that sum and never decreases.
     #[test]
     fn merged_counters_equal_a_naive_observers(events in prop::collection::vec(event(), 1..120)) {
         let mut merger = Merger::default();

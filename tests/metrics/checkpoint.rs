@@ -1,4 +1,4 @@
-//! Totals that outlive the coordinator: what the next one makes of a checkpoint.
+//! Totals that outlive the coordinator: how the next one continues from a checkpoint.
 //! [`crate::merge_laws`] shows that no sequence of events loses or doubles anything.
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ const OWN: (Source, Incarnation) = (Source::Coordinator, Incarnation(1));
 /// Longer than a test takes.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// What the next coordinator starts with.
+/// The next coordinator's merger, restored from a checkpoint.
 fn next(merger: &Merger) -> Merger {
     let bytes = merger.checkpoint().encode().unwrap();
     let mut next = Merger::default();
@@ -53,7 +53,7 @@ fn requests_in_flight_end_with_the_coordinator_that_had_them() {
     stats.observe_duration(ttft, Duration::from_millis(30));
     let mut merger = Merger::default();
     merger.apply(OWN.0, OWN.1, 1, stats.snapshot()).unwrap();
-    // However often it is handed on.
+    // However often it is passed on.
     for merger in [next(&merger), next(&next(&merger))] {
         let merged = merger.merged();
         assert_eq!(merged.counter(REQUESTS_ACCEPTED, []), Some(10));
@@ -83,7 +83,7 @@ fn totals(merged: &Merged) -> BTreeMap<String, u64> {
     totals
 }
 
-/// Leaders that die at any point of their lives, including between a scrape and a checkpoint.
+/// Leaders die at any point, including between a scrape and a checkpoint.
 #[test]
 fn nothing_that_was_scraped_dies_with_the_leader() {
     let summary = RequestSummary { prompt_tokens: 7, n: 1, max_tokens: 100, cached_tokens: 0 };
@@ -195,7 +195,7 @@ fn a_worker_that_gets_another_slot_and_its_own_again_is_counted_once() {
         assert_eq!(series, [&Value::Counter(messages)]);
     };
     let mut merger = Merger::default();
-    // Steps are counted for each slot, the rest for the process as a whole.
+    // Steps are counted per slot, everything else per process.
     let reports = [(0, 9, 5, 10, 5), (1, 3, 2, 15, 7), (0, 10, 6, 20, 8)];
     for (slot, sequence, of_slot, messages, steps) in reports {
         let (source, incarnation, sequence, snapshot) = worker(slot, sequence, of_slot, messages);
@@ -223,7 +223,7 @@ fn what_is_no_checkpoint_is_refused() {
     assert_eq!(Checkpoint::decode(&large), Err(CheckpointError::TooLarge(large.len())));
 }
 
-/// A history that comes late would look like that many requests at once.
+/// A history that is restored late would look like that many requests at once.
 #[test]
 fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     let accept = |hub: &Hub| {
@@ -257,7 +257,7 @@ fn a_leader_shows_no_totals_before_it_knows_what_was_left() {
     assert_eq!(accepted().as_deref(), Some("6"));
 }
 
-/// An etcd that takes nothing from the start is treated like one that stops taking it.
+/// An etcd that never accepts a checkpoint is treated like one that stops accepting them.
 #[test]
 fn totals_that_were_never_written_have_an_age() {
     let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
@@ -279,7 +279,7 @@ fn totals_that_were_never_written_have_an_age() {
     assert!(checkpoints.publication().shown().is_none());
 }
 
-/// What an idle cluster counts by itself is not news; anything that would be missed is.
+/// Counts that an idle cluster produces by itself are not worth a checkpoint; all others are.
 #[test]
 fn an_idle_cluster_has_no_news() {
     let hub = Arc::new(Hub::new(OWN.1, Limits::default()));
@@ -299,7 +299,7 @@ fn an_idle_cluster_has_no_news() {
     let cpu = |page: &Merged| page.counter(PROCESS_CPU, ["coordinator"]);
     let in_flight = |page: &Merged| page.gauge(HTTP_REQUESTS_IN_FLIGHT, []);
     let before = publication.shown().unwrap();
-    // Steps of idle replicas, processor time, probes, scrapes, gauges.
+    // Steps of idle replicas, CPU time, probes, scrapes, gauges.
     rank.step(&StepTimings { step_us: 900, ..StepTimings::default() });
     hub.report(worker, run, &rank.report().unwrap()).unwrap();
     hub.process().with(|stats| {
@@ -314,12 +314,12 @@ fn an_idle_cluster_has_no_news() {
     hub.frontend().http_started();
     assert!(publication.writing(Some(&written)).is_none());
     let page = publication.shown().unwrap();
-    // Totals as in etcd, gauges as they are now.
+    // Totals as in etcd, current gauges.
     assert_eq!((cpu(&page.merged), cpu(&before.merged)), (None, None));
     assert_eq!(in_flight(&page.merged), Some(1.0));
     assert_eq!(in_flight(&before.merged), Some(0.0));
 
-    // Each of these by itself is news.
+    // Each of these alone is news.
     let news: [fn(&Hub); 4] = [
         |hub| drop(hub.observer().record().accepted(Duration::ZERO, 1, &"r".into())),
         |hub| hub.frontend().rejected(RejectReason::QueueFull),

@@ -1,4 +1,4 @@
-//! `docs/metrics.md` is what the catalogue says.
+//! `docs/metrics.md` matches the catalogue.
 use std::path::Path;
 
 use coordinator::metrics::markdown::markdown;

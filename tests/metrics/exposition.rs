@@ -1,4 +1,4 @@
-//! The text as a Prometheus server and its own linter see it.
+//! The exposition text as a Prometheus server and its linter see it.
 
 use coordinator::metrics::exposition::{Format, Page, PageOptions};
 use coordinator::metrics::observe::{RequestSummary, StepTokens};
@@ -112,10 +112,10 @@ tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"65536.0\"} 
 tutti_iteration_tokens_bucket{model_name=\"demo\",replica=\"0\",le=\"+Inf\"} 2
 tutti_iteration_tokens_sum{model_name=\"demo\",replica=\"0\"} 7
 tutti_iteration_tokens_count{model_name=\"demo\",replica=\"0\"} 2
-# HELP tutti_kv_cache_blocks KV blocks there are.
+# HELP tutti_kv_cache_blocks KV blocks in total.
 # TYPE tutti_kv_cache_blocks gauge
 tutti_kv_cache_blocks{model_name=\"demo\",replica=\"0\"} 100
-# HELP tutti_kv_cache_usage_ratio KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.
+# HELP tutti_kv_cache_usage_ratio Fraction of KV blocks in use, 0 to 1. Across replicas, divide the sums; do not average.
 # TYPE tutti_kv_cache_usage_ratio gauge
 tutti_kv_cache_usage_ratio{model_name=\"demo\",replica=\"0\"} 0.03
 # HELP tutti_kv_cache_used_blocks KV blocks that requests hold now.
@@ -170,7 +170,7 @@ fn the_format_is_the_one_that_the_scraper_prefers() {
         ("*/*", Format::Text),
         ("application/openmetrics-text", Format::OpenMetrics),
         ("text/plain;version=0.0.4;q=1,*/*;q=0.1", Format::Text),
-        // The header that Prometheus 2 sends, and that of 3.
+        // The headers of Prometheus 2 and 3.
         (
             "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;\
              q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
@@ -192,7 +192,7 @@ fn the_format_is_the_one_that_the_scraper_prefers() {
     }
 }
 
-/// The names of other servers: same data, their labels.
+/// The metric names of other servers: the same data, their labels.
 #[test]
 fn other_servers_names_come_from_the_same_totals() {
     let hub = full();
@@ -236,7 +236,7 @@ fn other_servers_names_come_from_the_same_totals() {
     ] {
         assert_eq!(scrape.get(series), value, "{series}");
     }
-    // What does not exist is not published under another name either.
+    // A series that does not exist is not published under another name either.
     let absent: Vec<_> = [Compat::Vllm, Compat::Aphrodite]
         .iter()
         .flat_map(|compat| compat.aliases())
@@ -255,7 +255,7 @@ fn other_servers_names_come_from_the_same_totals() {
     }
 }
 
-/// A reader that takes one series of a name for the server's gets the cluster's.
+/// A reader that expects one series per name, of a single server, gets the cluster's.
 #[test]
 fn a_cluster_is_one_server_to_those_who_look_for_one() {
     let hub = full();
@@ -306,8 +306,8 @@ fn the_prometheus_logger_holds_the_last_text() {
     assert!(logger.text().contains("tutti_fenced_frames_total 41\n"));
 }
 
-/// `promtool check metrics` finds nothing. The tool comes with the Prometheus server; without it
-/// this checks nothing on a developer's machine and fails in continuous integration.
+/// `promtool check metrics` reports nothing. The tool comes with the Prometheus server; without it,
+/// this test passes on a developer's machine and fails in continuous integration.
 #[test]
 fn promtool_finds_nothing_to_complain_about() {
     let text = text(&full(), Format::Text);

@@ -1,4 +1,4 @@
-//! What processes and hosts use; GPUs are a stand-in for NVML.
+//! Resource usage of processes and hosts; GPUs come from a stand-in for NVML.
 use std::time::{Duration, Instant};
 
 use shared::host::{HostSampler, nvlink_island};
@@ -7,7 +7,7 @@ use shared::metrics::catalogue as series;
 use shared::metrics::{LocalStats, Merged, Merger, Source};
 use testkit::fake_nvml::fake_nvml;
 
-/// What a process's cells are, merged.
+/// A process's cells, merged.
 fn merged(stats: &LocalStats, source: Source) -> Merged {
     let mut merger = Merger::default();
     merger.apply(source, Incarnation(1), 1, stats.snapshot()).unwrap();
@@ -86,7 +86,7 @@ fn processes_and_hosts_are_measured_and_never_fall() {
     let mut stats = LocalStats::new();
     let mut merger = Merger::default();
     let mut last = 0;
-    // How much time this process gets is not up to it, so repeat until it had a second.
+    // The scheduler decides how much CPU time this process gets: repeat until it had a second.
     for sequence in 1..=240 {
         sampler.sample(&mut stats);
         merger.apply(Source::Coordinator, Incarnation(1), sequence, stats.snapshot()).unwrap();

@@ -10,7 +10,7 @@ use shared::metrics::labels::FinishedReason;
 
 use crate::rig::{SUMMARY, config, hub, id, ms, scrape};
 
-/// What may happen to a request, chosen blindly.
+/// What can happen to a request, chosen at random.
 #[derive(Clone, Copy, Debug)]
 enum Event {
     Accept,
@@ -49,7 +49,7 @@ fn event() -> impl Strategy<Value = Event> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
-    /// In whatever order events come, the identities hold after each and no total falls.
+    /// Whatever the order of events, the identities hold after each and no total decreases.
     #[test]
     fn identities_hold_after_every_event(events in prop::collection::vec(event(), 1..60)) {
         let hub = hub();
@@ -169,15 +169,16 @@ fn identities_hold_in_scrapes_under_load() {
     );
 }
 
-/// Of two scrapes at once the second draws nothing before the first has merged what it drew: parts
-/// of the one could be newer than those of the other, and the totals of the later report lower.
+/// Of two simultaneous scrapes, the second draws nothing before the first has merged what it drew:
+/// otherwise parts of one could be newer than those of the other, and the later totals lower.
 #[test]
 fn scrapes_at_once_do_not_refuse_the_coordinator_s_own_totals() {
     let hub = hub();
     let (before, _) = hub.observer().report();
     std::thread::scope(|scope| {
         hub.process().with(|_| {
-            // The first stands still here: it has drawn the observer's totals, and these are taken.
+            // The first waits here: it has drawn the observer's totals, and the process's are
+            // locked.
             for _ in 0..2 {
                 scope.spawn(|| hub.merged());
             }

@@ -1,4 +1,4 @@
-//! The text of the log line, and when there is none.
+//! The text of the log line, and when it is omitted.
 use std::time::Duration;
 
 use coordinator::metrics::interval::Intervals;
@@ -58,7 +58,7 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     record.kv_blocks(a, 0, 300);
     record.kv_blocks(b, 0, 100);
     drop(record);
-    // No step since: only the timer makes it fall.
+    // No step since then: only the timer makes it fall.
     assert_eq!(
         log.lines(seconds(30), &hub.merged()).concat(),
         "Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, \
@@ -70,7 +70,7 @@ fn the_text_is_the_one_operators_know_and_it_falls_to_zero_then_silent() {
     assert!(log.lines(seconds(50), &hub.merged()).len() == 1, "awake again");
 }
 
-/// Totals of a cluster that speculates: 10 drafts of 4 tokens, half of them accepted.
+/// Totals of a cluster with speculative decoding: 10 drafts of 4 tokens, half of them accepted.
 fn speculating() -> Merged {
     let mut stats = LocalStats::new();
     for (id, count) in [
@@ -103,7 +103,7 @@ fn speculation_has_a_line_of_its_own_and_ratios_of_sums() {
              Number of draft tokens: 40, Number of emitted tokens: 30."
         ]
     );
-    // Without a draft there is no ratio: not 0, and not a division by it.
+    // Without drafts there is no ratio: neither 0 nor a division by 0.
     let none = Merger::default().merged();
     assert_eq!(none.gauge(catalogue::SPEC_DECODE_ACCEPTANCE, ["0"]), None);
 }
@@ -167,7 +167,7 @@ fn json_lines_say_the_same_in_numbers() {
     );
 }
 
-/// A script sees as much as the page does: what is swapped, and how failed requests ended.
+/// JSON lines contain as much as the page: swapped requests, and how failed requests ended.
 #[test]
 fn json_has_what_went_wrong_in_the_interval() {
     let hub = hub();

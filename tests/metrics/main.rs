@@ -1,4 +1,4 @@
-//! Cluster-wide metrics: what is declared, how reports merge, what a scrape says.
+//! Cluster-wide metrics: their declarations, the merge of reports, and scrapes.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,

@@ -1,7 +1,7 @@
-//! The laws of the merge, under random processes that count, report, die and come back, over a
+//! The laws of the merge, with random processes that count, report, die and come back, over a
 //! network that loses, repeats and reorders.
 //!
-//! The oracle keeps every single event of every process and counts from scratch: for each process
+//! The oracle keeps every single event of every process and counts from scratch: for each process,
 //! the events up to the newest report that arrived while it lived.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -20,10 +20,10 @@ use shared::protocol::FrontendId;
 
 const ROUTES: [&str; 2] = ["/a", "/b"];
 
-/// What a process can experience.
+/// An event that a process counts.
 #[derive(Clone, Copy, Debug)]
 enum Event {
-    /// Front ends: an answer. Its series is shared by all front ends.
+    /// Frontends: an answer. All frontends share its series.
     Answer { route: usize, micros: u32, in_flight: u8 },
     /// Workers: a step. Its series is the worker's own.
     Step { micros: u32, weights: u8 },
@@ -31,9 +31,9 @@ enum Event {
 
 #[derive(Clone, Debug)]
 enum Act {
-    /// The process at this place experiences something.
+    /// The process at this place counts an event.
     Happen(usize, Event),
-    /// The process sends a report into the network, where it stays for ever.
+    /// The process sends a report into the network, where it stays forever.
     Send(usize),
     /// A report arrives, perhaps again, perhaps never.
     Deliver(usize),
@@ -41,11 +41,11 @@ enum Act {
     Lose(usize),
     /// The process is found dead and another takes its place.
     Restart(usize),
-    /// The coordinator ends, with its own front end; another goes on from its checkpoint.
+    /// The coordinator ends, with its own frontend; another one continues from its checkpoint.
     TakeOver,
 }
 
-/// Places: two front ends and two workers.
+/// Places: two frontends and two workers.
 const SOURCES: [Source; 4] = [
     Source::Frontend(FrontendId(0)),
     Source::Frontend(FrontendId(1)),
@@ -55,7 +55,7 @@ const SOURCES: [Source; 4] = [
 
 fn act() -> impl Strategy<Value = Act> {
     let place = 0..SOURCES.len();
-    // Durations on and around bucket bounds, where a wrong comparison shows.
+    // Durations on and around bucket bounds, where a wrong comparison matters.
     let micros = prop_oneof![0u32..2_000_000, Just(1_000), Just(1_001), Just(2_500), Just(10_000)];
     prop_oneof![
         6 => (place.clone(), micros, any::<u8>(), 0..ROUTES.len()).prop_map(
@@ -76,7 +76,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// One process, counting as real ones do.
+/// One process, which counts as real ones do.
 struct Process {
     stats: LocalStats,
     incarnation: Incarnation,
@@ -115,7 +115,7 @@ impl Process {
     }
 }
 
-/// A report on its way.
+/// A report in transit.
 #[derive(Clone)]
 struct Report {
     source: Source,
@@ -134,7 +134,7 @@ impl Report {
     }
 }
 
-/// Everything that counts, kept event by event.
+/// Keeps everything that counts, event by event.
 #[derive(Default)]
 struct Oracle {
     newest: BTreeMap<(Source, Incarnation), (u64, Vec<Event>)>,
@@ -195,7 +195,7 @@ impl Oracle {
         self.check_gauges(merged);
     }
 
-    /// A gauge is what living processes last said.
+    /// Checks that gauges have the values that living processes reported last.
     fn check_gauges(&self, merged: &Merged) {
         let living = self
             .newest
@@ -234,7 +234,7 @@ fn check_histogram(bounds: &[f64], totals: &shared::metrics::HistogramTotals, mi
     assert_eq!(totals.sum_nanos, u128::from(sum) * 1000);
 }
 
-/// Nothing that only grows is lower in `now` than in `before`, or missing.
+/// Checks that no total is lower in `now` than in `before`, or missing.
 fn assert_monotone(before: &Merged, now: &Merged) {
     for (definition, family) in before.families() {
         let later: BTreeMap<_, _> = now
@@ -281,7 +281,7 @@ impl World {
     }
 
     fn restart(&mut self, place: usize) -> Incarnation {
-        // Incarnations are drawn at random: a later one may be the smaller number.
+        // Incarnations are random: a later one may be smaller.
         self.started += 1;
         let next = self.started.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         std::mem::replace(&mut self.processes[place], Process::new(next)).incarnation
@@ -325,7 +325,7 @@ proptest! {
                     merger = Merger::default();
                     prop_assert_eq!(merger.restore(Checkpoint::decode(&bytes).unwrap()), 0);
                     let dead = (SOURCES[0], world.restart(0));
-                    // What a process counts for itself does not outlive it.
+                    // Reports of a dead coordinator are not delivered any more.
                     world.network.retain(|report| (report.source, report.incarnation) != dead);
                     oracle.dead.push(dead);
                     let others = oracle.newest.keys().copied().collect::<Vec<_>>();

@@ -1,4 +1,4 @@
-//! What the coordinator's parts record comes out of a scrape, and the identities hold in each.
+//! Records of the coordinator's parts appear in scrapes, and the identities hold in each scrape.
 use std::time::Duration;
 
 use coordinator::metrics::observe::{ReplicaConfig, RequestSummary, StepTokens};
@@ -43,7 +43,7 @@ fn one_request_with_a_preemption_leaves_the_expected_times() {
     record.preempted(&mut track, replica, 20);
     record.scheduled(&mut track, replica, ms(1_900));
     record.tokens(&mut track, 0, 1, ms(2_000));
-    // Two tokens of one step share the time since the last.
+    // Two tokens of one step share the time since the previous token.
     record.tokens(&mut track, 0, 2, ms(2_100));
     record.finished(track, FinishedReason::Length, SUMMARY, ms(2_150));
     drop(record);
@@ -149,7 +149,7 @@ fn aborts_and_failures_count_but_have_no_latency() {
     assert_eq!(scrape.get("tutti_requests_rejected_total{reason=\"queue_full\"}"), 1.0);
     assert_eq!(scrape.get("tutti_requests_accepted_total"), 2.0);
     assert_eq!(scrape.get("tutti_e2e_request_latency_seconds_count"), 0.0);
-    // Without those that had a token when they left.
+    // What was observed before the requests ended still counts.
     assert_eq!(scrape.get("tutti_time_to_first_token_seconds_count"), 2.0);
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_count"), 2.0);
     assert_eq!(scrape.get("tutti_request_queue_time_seconds_sum"), 0.01);
@@ -179,7 +179,7 @@ fn a_broken_replica_keeps_its_totals_and_loses_its_gauges() {
     assert_eq!(before.matching("tutti_cache_config_info").count(), 2);
 
     hub.observer().record().failover(broken);
-    // Not moved yet: it still counts, in one place.
+    // Not moved yet: it still counts, exactly once.
     let during = scrape(&hub);
     during.check_identities();
     assert_eq!(during.get("tutti_requests_running{replica=\"0\"}"), 1.0);
@@ -250,7 +250,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     // A rank that does not draft has no such series.
     assert_eq!(live.get(&of("tutti_rank_draft_seconds_count", 0)), 4.0);
     assert_eq!(live.matching("tutti_rank_draft_seconds_count").count(), 1);
-    // By the way that they took; if nothing knows how long that was, nothing is observed.
+    // Exchanges are timed by their way; if the time is unknown, nothing is observed.
     ranks[0].exchanged("host", 100);
     ranks[0].exchanged("nccl", 7);
     ranks[0].exchanged("host", 23);
@@ -281,7 +281,7 @@ fn ranks_are_labelled_and_their_reports_survive_them() {
     assert_eq!(after.get(&of("tutti_rank_step_seconds_count", 1)), 4.0);
     assert!(!after.samples.contains_key(&of("tutti_rank_weights_bytes", 1)));
 
-    // The same slot comes back as another process that counts from zero.
+    // Another process takes the slot and counts from zero.
     let mut again = RankStats::new(WorkerId(1));
     again.formed(replica, 1, 1_000, ms(0));
     again.step(&StepTimings::default());
@@ -379,7 +379,7 @@ fn what_is_swapped_is_shown_where_there_is_host_memory_for_it() {
     let back = scrape(&hub);
     assert_eq!(back.get("tutti_requests_swapped{replica=\"1\"}"), 0.0);
     assert_eq!(back.get("tutti_kv_swapped_blocks_total{direction=\"in\",replica=\"1\"}"), 2.0);
-    // What describes the present vanishes with the epoch, totals stay.
+    // What describes the current state ends with the epoch; totals stay.
     let mut record = hub.observer().record();
     record.failover(with);
     record.interrupted(&mut track, true);
@@ -407,13 +407,13 @@ fn a_front_end_that_is_lost_is_missed_for_a_while_and_one_that_says_goodbye_is_n
     assert_eq!(up(1), Some(0.0));
     hub.observer().record().forget_frontends(ms(700), patience);
     assert_eq!(up(1), None);
-    // Back in time: it is up for as long as it stays.
+    // Back in time: it stays up.
     hub.observer().record().frontend_up(first);
     hub.observer().record().frontend_down(first, ms(1000));
     hub.observer().record().frontend_up(first);
     hub.observer().record().forget_frontends(ms(9000), patience);
     assert_eq!(up(1), Some(1.0));
-    // A goodbye counts only for the link that it came over.
+    // A goodbye counts only for the link on which it arrived.
     hub.observer().record().frontend_leaves(first);
     hub.observer().record().frontend_up(first);
     hub.observer().record().frontend_down(first, ms(9100));

@@ -1,5 +1,5 @@
 //! Reports that no correct source can have made are refused as a whole, counted by reason, and
-//! leave the totals as they were.
+//! leave the totals unchanged.
 use shared::ids::{Incarnation, WorkerId};
 use shared::metrics::catalogue::{
     HOST_CPUS, HTTP_REQUESTS, ITERATION_TOKENS, KV_CACHE_USAGE, OBSERVATIONS_REFUSED, RANK_STEP,
@@ -69,7 +69,7 @@ fn with(index: usize, value: Value) -> PartialSnapshot {
     report(series)
 }
 
-/// An unknown series does not take known ones with it; it is logged and counted once.
+/// An unknown series does not affect known ones; it is logged and counted once.
 #[test]
 fn another_catalogue() {
     let mut merger = Merger::default();
@@ -94,7 +94,7 @@ fn another_catalogue() {
 fn falling_totals() {
     refused(with(0, steps(9)), ReportRefusal::TotalFell);
     refused(with(2, Value::Counter(3)), ReportRefusal::TotalFell);
-    // Only the sum, and one bucket against another.
+    // Only the sum decreases; one bucket decreases while another grows.
     let Value::Histogram(mut totals) = steps(10) else { unreachable!() };
     totals.sum_nanos -= 1;
     refused(with(0, Value::Histogram(totals.clone())), ReportRefusal::TotalFell);
@@ -156,7 +156,7 @@ fn series_of_others() {
     let mut list = honest();
     list.insert(0, series(ITERATION_TOKENS.series(), &["0"], Value::Histogram(totals)));
     refused(report(list), ReportRefusal::NotOwner);
-    // A worker that reports for another one.
+    // A worker that reports series of another one.
     let mut list = honest();
     list.insert(1, series(RANK_STEP.series(), &["0", "1", "4"], steps(1)));
     refused(report(list), ReportRefusal::NotOwner);
@@ -211,7 +211,7 @@ fn more_label_sets_than_allowed() {
         (refused.counter_sum(HTTP_REQUESTS), refused.counter_sum_of(REPORTS_REFUSED, label))
     };
     assert_eq!(count(&merger), (4, 0));
-    // What exceeds the bound is left out. The rest of the report counts, now and later.
+    // Series beyond the bound are left out. The rest of the report counts, now and later.
     let mut more = answers(&["200", "404", "500"]);
     more.series[0].value = Value::Counter(5);
     assert_eq!(merger.apply(front, RUN, 2, more.clone()), Ok(Applied::Fresh));
@@ -227,7 +227,7 @@ fn more_label_sets_than_allowed() {
     assert_eq!(count(&merger).0, 12);
 }
 
-/// Names come and go: those that are gone take no room from present ones.
+/// Names come and go: those that are gone take no room from current ones.
 #[test]
 fn label_sets_of_gauges_are_those_of_what_is_there() {
     let limits = Limits { label_sets: 2, ..Limits::default() };
@@ -245,7 +245,7 @@ fn label_sets_of_gauges_are_those_of_what_is_there() {
     let other = Source::Worker(WorkerId(7));
     merger.apply(WORKER, RUN, 1, hosts(&["a"])).unwrap();
     merger.apply(other, RUN, 1, hosts(&["b"])).unwrap();
-    // One process after the other in one slot, each on another host.
+    // Successive processes in one slot, each on another host.
     for (run, host) in (10..).zip(["c", "d", "e", "f"]) {
         merger.retire(WORKER, Incarnation(run - 1));
         merger.apply(WORKER, Incarnation(run), 1, hosts(&[host])).unwrap();
@@ -257,7 +257,7 @@ fn label_sets_of_gauges_are_those_of_what_is_there() {
     merger.lost(other, RUN);
     merger.apply(WORKER, Incarnation(13), 3, hosts(&["g", "h"])).unwrap();
     assert_eq!(shown(&merger), ("gh".to_owned(), 0));
-    // There is no room for it when it comes back; later there is.
+    // There is no room for it when it comes back; later there is room.
     merger.apply(other, RUN, 2, hosts(&["b"])).unwrap();
     merger.apply(other, RUN, 3, hosts(&["b"])).unwrap();
     assert_eq!(shown(&merger), ("gh".to_owned(), 1));

@@ -1,4 +1,4 @@
-//! A hub, its page, and what tests record in it.
+//! A hub, its page, and helpers to record in it.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ pub(crate) fn text(hub: &Hub, format: Format) -> String {
     text
 }
 
-/// The id that a client knows its request by.
+/// The request id that the client knows.
 pub(crate) fn id() -> Arc<str> {
     "cmpl-7".into()
 }

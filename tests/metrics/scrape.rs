@@ -1,5 +1,5 @@
-//! A reader of the text format, written against the format's specification and not against our
-//! writer: what a Prometheus server would see.
+//! A reader of the text format, written from the format's specification, not from our writer: it
+//! sees what a Prometheus server would see.
 use std::collections::{BTreeMap, BTreeSet};
 
 /// One scrape.
@@ -31,7 +31,7 @@ impl Scrape {
                 family = name.to_owned();
             } else {
                 let (series, value) = line.rsplit_once(' ').unwrap();
-                // The same on all series of a cluster: what tells them apart is the rest.
+                // All series of a cluster have this label, so tests need not name it.
                 let series = series
                     .replace("{model_name=\"demo\"}", "")
                     .replace("{model_name=\"demo\",", "{");
@@ -49,7 +49,7 @@ impl Scrape {
         *self.samples.get(series).unwrap_or_else(|| panic!("{series} is missing"))
     }
 
-    /// All series of one sample name added up, as `sum(name)` would.
+    /// Adds up all series of one sample name, as `sum(name)` would.
     pub(crate) fn sum(&self, name: &str) -> f64 {
         self.matching(name).map(|(_, value)| value).sum()
     }
@@ -62,7 +62,7 @@ impl Scrape {
         })
     }
 
-    /// Series whose values may not fall from one scrape to the next.
+    /// Series whose values must not decrease from one scrape to the next.
     pub(crate) fn totals(&self) -> impl Iterator<Item = (&str, f64)> {
         let grows = |series: &str| {
             let name = series.split('{').next().unwrap_or(series);
@@ -80,7 +80,7 @@ impl Scrape {
             .filter(move |(n, _)| grows(n))
     }
 
-    /// The identities that hold within every scrape.
+    /// Checks the identities that hold within every scrape.
     pub(crate) fn check_identities(&self) {
         let computed: f64 = self
             .matching("tutti_prompt_tokens_by_source_total")
@@ -110,7 +110,7 @@ impl Scrape {
         self.check_histograms();
     }
 
-    /// Buckets are cumulative and end at the count.
+    /// Checks that buckets are cumulative and end with the count.
     fn check_histograms(&self) {
         for (family, _) in self.types.iter().filter(|(_, kind)| *kind == "histogram") {
             let counts: Vec<_> = self.matching_name(&format!("{family}_count"));

@@ -18,7 +18,7 @@ use crate::rig::{On, Rig, Seq};
 
 /// Largest error of a log-probability.
 const TOLERANCE: f64 = 1e-3;
-/// The same with products in bf16: see [`crate::goldens`].
+/// The same with products in bf16; see [`crate::goldens`].
 const BF16_TOLERANCE: f64 = 0.15;
 
 /// Adapters in a temporary folder.
@@ -81,7 +81,7 @@ fn bits(seq: &Seq) -> (Vec<u32>, Vec<u32>, Vec<u32>) {
     (seq.output().to_vec(), prompt, output)
 }
 
-/// A copy of a model whose weights are `W + scale * B A`, in f32.
+/// A copy of a model with the weights `W + scale * B A`, in f32.
 fn merged(name: &str, factors: &[Factors], spec: &AdapterSpec) -> Folder {
     let folder = Folder::copy_of(name);
     folder.edit(|tensors| tensors.iter_mut().for_each(|tensor| merge(tensor, factors, spec)));
@@ -108,7 +108,7 @@ fn merge(tensor: &mut Tensor, factors: &[Factors], spec: &AdapterSpec) {
     }
 }
 
-/// For each architecture the model, and an adapter whose merging changes its weights.
+/// For each architecture, its model and an adapter for it.
 fn specs() -> Vec<(&'static str, AdapterSpec)> {
     vec![
         ("llama-gqa", AdapterSpec::whole(8, 1)),
@@ -154,7 +154,7 @@ fn an_adapter_makes_what_merged_weights_make() {
             let mut rig = Rig::adapted(on, &model, (degree, degree), &scratch.lora);
             let mut seq = sequence(&mut rig, &longest, 2);
             rig.run(&mut seq, 1, u32::MAX);
-            // Where weights are kept in bf16, B is kept scaled; GPUs' products take bf16.
+            // CPUs keep the scaled B in bf16, so some scales round it; GPUs' products take bf16.
             let bound = match on {
                 On::FakeCuda => BF16_TOLERANCE,
                 On::Cpu if spec.alpha == 3.0 => 20.0 * TOLERANCE,
@@ -310,19 +310,19 @@ fn what_is_wrong_with_an_adapter_is_said_in_a_line() {
     };
     refused(&|scratch| scratch.lora.max_rank = 4, "r is 8, it must be 1 to 4 (--max-lora-rank)");
     refused(&configure("\"use_dora\":false", "\"use_dora\":true"), "use_dora is true");
-    refused(&configure("\"r\":8", "\"r\":4"), "ask for [4, ");
+    refused(&configure("\"r\":8", "\"r\":4"), "require [4, ");
     refused(&configure("\"LORA\"", "\"IA3\""), "peft_type is \"IA3\"");
     refused(
         &configure("\"target_modules\":[", "\"target_modules\":[\"lm_head\","),
-        "tensor lm_head: is missing, and target_modules",
+        "tensor lm_head: is missing, but target_modules",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "layers.9.self_attn.q_proj.lora_A"),
-        "is of layer 9, the model has 2",
+        "belongs to layer 9, but the model has 2",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "layers.0.self_attn.q_norm.lora_A"),
-        "is of none of the modules that adapters may change",
+        "belongs to none of the modules that adapters can change",
     );
     refused(
         &rename("layers.0.self_attn.q_proj.lora_A", "embed_tokens.aaaaaaaaaaaa.lora_A"),

@@ -1,7 +1,7 @@
 //! Steps of any mix, begun while the previous step runs, on stand-ins for GPUs: prompts in chunks
 //! beside decoding sequences, admissions, sequences that end late, are swapped, or come back under
-//! their old names, and sequences whose masks arrive while their step is computed. Every sequence
-//! must get what it gets when steps run one after the other.
+//! their old ids, and sequences whose masks arrive while their step is computed. Every sequence
+//! must get what it gets when steps run one after another.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -25,8 +25,8 @@ const BLOCK_SIZE: u32 = 16;
 const BLOCKS: u32 = 8;
 const SEQS: u32 = 10;
 
-/// Sequences as the author of plans tracks them: computed tokens, own blocks, places in the cache,
-/// and whether they are in host memory.
+/// A sequence as the author of plans tracks it: computed tokens, its own blocks, and its place in
+/// the cache.
 #[derive(Debug, Default)]
 struct Written {
     computed: u32,
@@ -47,8 +47,8 @@ fn prompt(seq: u64, len: u32) -> Vec<u32> {
     (0..len).map(|i| (seq as u32 * 31 + i * 7) % 384).collect()
 }
 
-/// Greedy and random sequences, some with log-probabilities, and some with edited logits: by fixed
-/// parameters, or by all tokens so far.
+/// Greedy and random sequences, some with log-probabilities, some with edited logits: by fixed
+/// parameters, or depending on all tokens so far.
 fn sampling(seq: u64) -> SamplingParams {
     SamplingParams {
         repetition_penalty: if seq == 2 { 1.5 } else { 1.0 },
@@ -158,11 +158,11 @@ impl Author {
     }
 }
 
-/// Steps of every kind, and the ones that can be begun while the previous step runs.
+/// Steps of every kind, with the numbers of those that can be begun while the previous step runs.
 fn mixed(masked: &[u64]) -> (Script, Vec<u64>) {
     let mut author = Author::new(masked);
     author.plan().admits(1, 5).admits(2, 20).runs(1, 5, true).runs(2, 20, true);
-    // A prompt in three chunks; another whole beside it.
+    // A prompt in three chunks; another one, whole, beside it.
     author.plan().decodes(&[1, 2]).admits(3, 40).runs(3, 16, false);
     author.plan().decodes(&[2, 1]).runs(3, 16, false).admits(4, 7).runs(4, 7, true);
     author.plan().decodes(&[1, 2, 4]).runs(3, 8, true);
@@ -210,7 +210,7 @@ fn hindered(masked: &[u64]) -> (Script, Vec<u64>) {
     author.written.get_mut(&1).unwrap().computed -= 2;
     author.plan().decodes(&[2]);
     author.plan().decodes(&[2]);
-    // Its name is given to another sequence while its token is in flight.
+    // Its id is given to another sequence while its token is in flight.
     author.plan().forgets(2).admits(2, 6).runs(2, 6, true);
     author.plan().decodes(&[2]);
     // An empty step.
@@ -287,7 +287,7 @@ fn complete(script: &Script, said: &[Said]) {
         let mut masks = script.masks.get(&plan.step).into_iter().flatten();
         for entry in plan.sequences.iter().filter(|entry| entry.masked) {
             let mask = masks.next().unwrap().as_ref().unwrap();
-            // A name may be reused.
+            // An id may be reused.
             let own = |said: &&Said| (said.0, said.1) == (entry.seq.0, entry.start + entry.count);
             let mut tokens = said.iter().filter(own).filter_map(|said| said.2);
             assert!(tokens.any(|token| mask.allows(token)), "{} of {}", entry.seq, plan.step);
@@ -330,7 +330,7 @@ fn steps_that_need_their_host_or_the_token_before_wait() {
     }
 }
 
-/// An epoch ends with a step of any kind begun; the next epoch keeps nothing of it.
+/// An epoch ends with a step of any kind begun; nothing of it carries over to the next epoch.
 #[test]
 fn an_epoch_may_end_with_any_step_begun() {
     let (plans, _) = mixed(&[2, 5]);
@@ -411,8 +411,8 @@ fn ranks_begin_alike(masked: &[u64]) {
     }
 }
 
-/// The other rank does not join the step that this one has begun: aborting the epoch frees it, and
-/// its device works in the next epoch.
+/// The other rank does not join the step that this one has begun: aborting the epoch frees this
+/// rank, and its device works in the next epoch.
 #[test]
 fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
     const COME: usize = 3;
@@ -455,7 +455,7 @@ fn a_mixed_step_that_waits_for_another_rank_is_aborted() {
             std::thread::sleep(Duration::from_millis(200));
             handles.iter().for_each(|handle| handle.abort());
         });
-        // It is begun; no other rank joins it.
+        // The step is begun; no other rank joins it.
         let plan = source.plans.pop_front().unwrap();
         let error = engine.step(&plan, &mut source, &mut Vec::new()).unwrap_err();
         let is_aborted = matches!(&error, EngineError::Kernel(KernelError::Collective(_)));

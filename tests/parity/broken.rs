@@ -64,7 +64,8 @@ fn truncated_and_corrupt_weight_files() {
 fn truncation_is_called_truncation() {
     let cut = |keep| broken("llama-gqa", |dir| edit(&dir.join(WEIGHTS), |b| b.truncate(keep)));
     let whole = std::fs::metadata(variant("llama-gqa").join(WEIGHTS)).unwrap().len() as usize;
-    let described = "is truncated: its header describes 246400 bytes of weights, 246399 are there";
+    let described = "is truncated: its header describes 246400 bytes of weights, but 246399 are \
+                     there";
     names(&cut(whole - 1), &[WEIGHTS, described]);
     names(&cut(100), &[WEIGHTS, "is truncated: its header has 2160 bytes, the file 100"]);
     let error = broken("llama-gqa", |dir| {
@@ -234,7 +235,7 @@ fn packed_tensors_need_all_their_parts() {
     let float = edited("qwen2-gptq-order", "qzeros", &|tensor| tensor.dtype = "F32".to_owned());
     names(&float, &["up_proj.qzeros", "F32", "I32"]);
     let beyond = edited("qwen2-gptq-order", "g_idx", &|tensor| tensor.data[4] = 4);
-    names(&beyond, &["up_proj.g_idx", "has 4, there are 4 groups"]);
+    names(&beyond, &["up_proj.g_idx", "has 4, but there are 4 groups"]);
     let other = edited("llama-w4a16", "weight_shape", &|tensor| tensor.data[0] = 7);
     names(&other, &["up_proj.weight_shape", "is [7, 64]", "[128, 64]"]);
 }
@@ -276,8 +277,8 @@ fn experts_of_gpt_oss_need_all_their_parts() {
     names(&error, &["degree 3", "experts of 64", "possible degrees: 1, 2, 4"]);
 }
 
-/// Some symmetric checkpoints store plain zero points in a format that stores them reduced by one;
-/// others have none.
+/// Symmetric checkpoints may store plain zero points in a format that stores them reduced by one,
+/// or none at all.
 #[test]
 fn zeros_of_symmetric_checkpoints_mean_nothing() {
     let tokens = |change: &dyn Fn(&mut Vec<Tensor>)| {
@@ -341,7 +342,7 @@ fn configurations_that_cannot_be_served() {
     names(&config("\"vocab_size\": 384", "\"vocab_size\": 0"), &["vocab_size is 0", "1..="]);
 }
 
-/// An incomplete download: the last layer is missing, which is found before anything is packed.
+/// An incomplete download lacks the last layer, which is noticed before anything is packed.
 #[test]
 fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     let folder = Folder::copy_of("llama-gqa");
@@ -358,7 +359,7 @@ fn a_missing_last_layer_is_found_before_anything_is_loaded() {
     assert_eq!(reports, 0);
 }
 
-/// Bytes as in the files, of any type; replicated KV heads count on every rank.
+/// Counts bytes as in the files, of any type; replicated KV heads count on every rank.
 #[test]
 fn progress_ends_with_all_bytes_of_the_shard() {
     let folder = Folder::copy_of("llama-gqa");
@@ -418,5 +419,5 @@ fn an_index_names_files_of_its_folder_that_have_what_it_says() {
     };
     let first = "model-00001-of-00004.safetensors";
     names(&assign(first), &[first, "tensor lm_head.weight", "not in this file"]);
-    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "no plain file name"]);
+    names(&assign("../../etc/passwd"), &[index, "../../etc/passwd", "not a plain file name"]);
 }

@@ -1,6 +1,5 @@
 //! The CUDA backend on the stand-in for NVIDIA's driver, with emulated kernels: all host code runs
 //! as it would with a GPU, and the kernels' own sources compute. No GPU has run this.
-//!
 //! The inputs of products are rounded to bf16, so log-probabilities are compared with a larger
 //! tolerance than on CPUs, and greedy tokens only where the golden's choice was clear.
 use std::collections::{BTreeMap, VecDeque};
@@ -255,8 +254,8 @@ fn no_step_of_any_number_and_length_is_captured_after_the_start() {
     assert_eq!(seen, run(&mut engine(false)));
 }
 
-/// Sequences of several parts, where windows leave fewer parts, one, or all: full layers and
-/// sliding layers each read their own list.
+/// Sequences of several parts, where windows leave fewer parts, one, or all: full and sliding
+/// layers each read their own list.
 #[test]
 fn long_sequences_are_split_by_each_layers_window() {
     let mixed = Folder::copy_of("qwen3");
@@ -296,7 +295,7 @@ fn graphs_with_experts_give_the_bits_of_single_calls() {
     let (graphs, made) = run_batches("mixtral", true, sizes);
     assert!(made >= 3, "{made} graphs");
     assert_eq!(eager, graphs);
-    // Also with several chunks of slots in a graph, the last of which may have no live rows.
+    // Also with several chunks of slots per graph, the last of which may have no live rows.
     let options = CudaOptions { expert_slots: 16, ..CudaOptions::default() };
     let (chunks, made) = run_batches_with("mixtral", options, sizes);
     assert!(made >= 3, "{made} graphs");
@@ -370,7 +369,7 @@ impl StepSource for Waiting {
     }
 
     fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String> {
-        // When a step was begun ahead, its plan has been taken already: the step before was
+        // If a step was begun ahead, its plan has already been taken: the previous step was
         // reported.
         assert!(self.plans.front().is_none_or(|next| next.step > step), "{step}");
         self.masks.remove(&step).ok_or_else(|| format!("{step} has no masks, or had them"))
@@ -414,7 +413,7 @@ pub(crate) fn plans_with(masked: &[usize]) -> Script {
             let is_masked = masked.contains(&index);
             if is_masked {
                 let masks = script.masks.entry(plan.step).or_default();
-                // Now and then a masked sequence for which the mask no longer matters.
+                // Occasionally a masked sequence whose mask no longer matters.
                 let ends = i == 3 && masks.is_empty();
                 masks.push((!ends).then(|| masks::of(index as u64, &[i])));
             }

@@ -1,4 +1,4 @@
-//! `--batch-invariant`: on a GPU (here emulated), a request's bits depend neither on the rest of
+//! `--batch-invariant`: on a GPU (emulated here), a request's bits depend neither on the rest of
 //! the batch nor on how the request got there.
 use kernels::collective::single_rank;
 use kernels::cuda::{CudaBackend, CudaOptions};

@@ -11,7 +11,7 @@ use crate::adapters::Scratch;
 use crate::drafts::{OUTPUT, requests, same};
 use crate::rig::{On, Rig, Seq};
 
-/// The most drafts that are requested.
+/// Maximum number of drafts requested.
 const MOST: u32 = 5;
 
 /// The prompts of a model, and their continuations without drafts.
@@ -36,7 +36,7 @@ impl Texts {
         Self { prompts, texts }
     }
 
-    /// Generates all of them in one batch with drafts, beside a prompt that is computed in parts;
+    /// Generates all texts in one batch with drafts, beside a prompt that is computed in parts;
     /// returns the number of steps.
     fn drafted(
         &self,
@@ -86,7 +86,7 @@ fn none() -> Lora {
     Lora::default()
 }
 
-/// Drafts of the model itself are all right where its sums are the same, which is on one rank.
+/// The model's own drafts are all right where its sums are the same, which is on one rank.
 #[test]
 fn the_model_itself_is_right_and_its_text_takes_few_steps() {
     let models = ["qwen3", "llama-gqa", "gpt-oss", "gemma3"].map(variant);
@@ -203,9 +203,9 @@ fn requests_with_adapters_and_masks_beside_are_drafted_for_by_the_model_alone() 
     assert_eq!(drafting.output()[..count], whole[..count]);
 }
 
-/// By definition: the draft model's drafts are its own continuation of the text so far, computed
-/// from scratch; those count that the text continues with. Whatever was drafted and rejected
-/// before, and whatever it was not asked for, is forgotten: otherwise its drafts would differ.
+/// By definition, the draft model's drafts are its own continuation of the text so far, computed
+/// from scratch; those that the text continues with count. What was drafted and rejected, or not
+/// asked for, must be forgotten: otherwise its drafts would differ.
 #[test]
 fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     let model = variant("llama-gqa");
@@ -244,8 +244,8 @@ fn drafts_are_what_the_draft_model_says_of_the_text_so_far() {
     assert!(accepted > 20 && rejected > 100, "{accepted} accepted, {rejected} rejected");
 }
 
-/// With emulated CUDA kernels, whose decode steps run as graphs: the draft model has a backend of
-/// its own on the same GPU, with graphs of its own.
+/// With emulated CUDA kernels, whose decode steps run as graphs: the draft model has its own
+/// backend on the same GPU, with its own graphs.
 #[test]
 fn on_gpus_that_do_not_mind_the_batch() {
     for (model, draft, degree) in

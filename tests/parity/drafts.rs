@@ -9,8 +9,8 @@ use crate::rig::{On, Rig, Seq};
 
 pub(crate) const OUTPUT: usize = 32;
 
-/// Everything that depends on previous tokens: penalties, suppressed end tokens, positions of
-/// random draws.
+/// Requests with everything that depends on previous tokens: penalties, suppressed end tokens,
+/// positions of random draws.
 pub(crate) fn requests() -> Vec<SamplingParams> {
     let greedy = || SamplingParams { logprobs: Some(3), ..SamplingParams::greedy() };
     let sampled = |seed| SamplingParams {
@@ -111,7 +111,7 @@ fn check(model: &Path, on: On, degree: u32) {
     let texts = texts(&mut rig, &prompts);
     let what = format!("of {} on {on:?} at tp {degree}", model.display());
     let steps = drafted(&mut rig, &texts, &prompts, vocab, &what);
-    // Without drafts each token takes a step, and prompts take some more.
+    // Without drafts, each token takes a step, and prompts take some more.
     assert!(steps < OUTPUT, "{steps} steps {what}");
 }
 
@@ -135,8 +135,8 @@ fn drafts_change_not_a_bit_on_gpus_that_do_not_mind_the_batch() {
     }
 }
 
-/// Without batch invariance kernels depend on the number of rows: the log-probability of the true
-/// next token is then the same with drafts as without, up to rounding.
+/// Without batch invariance, kernels depend on the number of rows: the log-probability of the true
+/// next token is then the same with and without drafts only up to rounding.
 #[test]
 fn drafts_change_next_to_nothing_on_other_gpus() {
     for (on, degree) in [(On::FakeCuda, 1), (On::FakeNccl, 2)] {

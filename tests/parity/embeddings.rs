@@ -9,7 +9,7 @@ use crate::rig::{On, Rig, Seq};
 
 /// Largest deviation of the cosine of two vectors from 1, and of each element.
 const FLOAT32: f64 = 1e-4;
-/// The same where products, or the activations that are pooled, are in bf16.
+/// The same where products, or the pooled activations, are in bf16.
 const BFLOAT16: f64 = 2e-2;
 
 const POOLINGS: [Pooling; 3] = [Pooling::Last, Pooling::First, Pooling::Mean];
@@ -72,7 +72,7 @@ fn they_are_those_of_transformers() {
     check_on(On::Reference, &variant("qwen3"), &[1, 2], FLOAT32);
 }
 
-/// What logits are divided by is in the weight of the last norm, from which embeddings are read.
+/// The divisor of logits is merged into the last norm's weight, from which embeddings are read.
 #[test]
 fn they_do_not_depend_on_what_logits_are_divided_by() {
     let folder = tempfile::tempdir().unwrap();
@@ -116,7 +116,7 @@ fn they_share_steps_with_sequences_that_get_tokens() {
     let steps = (goldens[0].prompt_ids.len() as u32).div_ceil(17);
     for _ in 0..steps {
         let [last, first, mean] = seqs.each_mut();
-        // Outputs have the order of the plan.
+        // Outputs are in the plan's order.
         rig.step(&mut [last, &mut writes, first, mean], 17);
     }
     while writes.output().len() < 8 {

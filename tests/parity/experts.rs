@@ -1,6 +1,6 @@
-//! Experts on the CUDA backend (emulated kernels) whose slots are grouped in many chunks, as
-//! thousands of rows are on a GPU, but with few rows. Compared with the reference, and bit by bit
-//! with a single chunk.
+//! Experts on the CUDA backend (emulated kernels), with slots grouped in many chunks, as for
+//! thousands of rows on a GPU, but with few rows. Compared with the reference, and bit by bit with
+//! a single chunk.
 use kernels::backend::prelude::*;
 use kernels::backend::{Backend, Buffer, DType, ExpertActivation, HostMatrix, Inspect, Routing};
 use kernels::collective::single_rank;
@@ -11,10 +11,11 @@ use kernels::sampling::{SampleParams, SampleRow};
 use crate::queued;
 use crate::rig::fake_cuda_with;
 
-/// Slots per chunk: those of 8 rows, or of one row with more experts.
+/// Slots per chunk: 8 rows, or one row with more experts.
 const SLOTS: usize = 16;
 
-/// Numbers between -1 and 1, exact in bf16, of such different sizes that their sums are rounded.
+/// Numbers between -1 and 1, exact in bf16, of such different magnitudes that their sums are
+/// rounded.
 fn numbers(seed: u32, count: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(2_654_435_769) | 1;
     let mut next = || {
@@ -48,7 +49,7 @@ struct Case {
     hidden: usize,
     inner: usize,
     routing: Routing,
-    /// The first column that the second product takes.
+    /// First column that the second product takes.
     first: usize,
 }
 
@@ -148,8 +149,8 @@ fn many_chunks_of_slots_make_what_one_does() {
     }
 }
 
-/// Ranks may use different kernels for products of many rows, because of their GPUs or their
-/// timings, and a request may come again in another batch. Choices depend on neither.
+/// Ranks may use different kernels for products of many rows, because of their GPUs or timings, and
+/// a request may come again in another batch. Choices depend on neither.
 #[test]
 fn a_rows_choice_depends_on_no_other_row() {
     let (rows, hidden) = (200, 328);
@@ -177,7 +178,7 @@ fn a_rows_choice_depends_on_no_other_row() {
     }
 }
 
-/// A step that may become a graph is launched for more rows than are live (12 for 9, the last 4 in
+/// A step that may become a graph is launched for more rows than are live (12 for 9; the last 4 are
 /// a separate chunk): nothing is computed for the others, in any chunk.
 #[test]
 fn rows_that_are_not_there_are_not_written_in_later_chunks() {

@@ -1,4 +1,4 @@
-//! Differences between models of the Llama family: scaled rotary embeddings, merged projections,
+//! Differences between models of the Llama family: scaled rotary embeddings, fused projections,
 //! text models within multimodal ones.
 use std::path::Path;
 
@@ -74,7 +74,7 @@ fn frequencies_are_those_of_transformers() {
     }
 }
 
-/// The served length selects the divisors, not the length of a sequence.
+/// The served length, not the length of a sequence, selects the divisors.
 #[test]
 fn longrope_has_one_set_of_divisors_up_to_the_original_length_and_another_beyond() {
     let model = variant("phi3");
@@ -180,8 +180,8 @@ fn projections_that_are_one_tensor_make_what_separate_ones_make() {
     assert!(error.contains("qkv_proj.weight") && error.contains("[128, 64]"), "{error}");
 }
 
-/// A copy of a symmetric GPTQ checkpoint with the weights it stands for, by the format's
-/// definition: words of eight inputs, one scale per 32.
+/// A copy of a symmetric GPTQ checkpoint, with the weights that it stands for according to the
+/// format's definition: words of eight inputs, one scale per 32.
 fn unpacked(folder: &Folder) -> Folder {
     let copy = Folder::copy_of("llama-gptq");
     std::fs::copy(folder.file("config.json"), copy.file("config.json")).unwrap();
@@ -342,7 +342,7 @@ fn a_text_model_is_served_from_what_holds_it() {
     });
     let error = worker::check::model(four.path(), 1, Quantization::None);
     let error = error.unwrap_err().to_string();
-    assert!(error.contains("model.norm.weight: is there a second time"), "{error}");
+    assert!(error.contains("model.norm.weight: is a duplicate"), "{error}");
 }
 
 #[test]

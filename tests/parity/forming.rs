@@ -11,7 +11,7 @@ use worker::rank::{AbortSlot, FormNews, Rank as _};
 
 use crate::rig::fake_nccl_options;
 
-/// Relays rank 0's group id to rank 1, and ends the epoch while the rank loads, if requested.
+/// Relays rank 0's group id to rank 1 and, if requested, ends the epoch while the rank loads.
 struct News<'a> {
     epoch: Epoch,
     other: &'a AbortSlot,
@@ -30,7 +30,7 @@ impl FormNews for News<'_> {
     }
 }
 
-/// The message of a coordinator of two ranks.
+/// The message with which a coordinator forms one of two ranks.
 fn form(rank: u32, epoch: u64) -> Form {
     let name = format!("tutti-forming-{}-{epoch}", std::process::id());
     Form {
@@ -57,8 +57,8 @@ fn form(rank: u32, epoch: u64) -> Form {
     }
 }
 
-/// Forms a rank as its coordinator does; returns the load times, in seconds, of two epochs, the
-/// first of which ends while the rank loads.
+/// Forms a rank as its coordinator does; returns the load times, in seconds, of two epochs, of
+/// which the first ends while the rank loads.
 fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     let device = CudaDevice {
         options: fake_nccl_options(rank),
@@ -82,7 +82,7 @@ fn formed(rank: u32, slots: &[AbortSlot; 2]) -> [f64; 2] {
     })
 }
 
-/// Loaded weights are kept for the next epoch, even if their epoch ended meanwhile.
+/// Loaded weights are kept for the next epoch even if their epoch ended meanwhile.
 #[test]
 fn a_load_outlives_its_epoch() {
     let slots = [AbortSlot::default(), AbortSlot::default()];
@@ -96,7 +96,7 @@ fn a_load_outlives_its_epoch() {
     }
 }
 
-/// A rank of one, with this draft model.
+/// The form of a single rank, with this draft model.
 fn alone(epoch: u64, draft: Option<&str>) -> Form {
     Form {
         epoch: Epoch(epoch),
@@ -116,7 +116,7 @@ fn alone(epoch: u64, draft: Option<&str>) -> Form {
             max_model_len: 64,
             max_num_seqs: 4,
             max_num_batched_tokens: 32,
-            // Less than could be used.
+            // Less memory than could be used.
             kv_cache_bytes: 60_000,
             swap_bytes: 20_000,
         },
@@ -150,7 +150,7 @@ fn with_drafts<D: Device>(device: D) {
     let error = rank.form(&alone(5, Some("../../models/demo")), &slots[0], &mut news).unwrap_err();
     assert!(error.permanent, "{error}");
     let message = error.to_string();
-    assert!(message.contains("demo/config.json: vocab_size is 2048, and the model"), "{message}");
+    assert!(message.contains("demo/config.json: vocab_size is 2048, but the model"), "{message}");
     assert!(!message.contains('\n'));
 }
 
@@ -170,8 +170,8 @@ fn a_draft_model_is_formed_with_its_rank_on_gpus() {
     });
 }
 
-/// The pages of a cache are taken as sequences fill it: a host that cannot hold all of them would
-/// end the process in the middle of a request.
+/// A cache's pages are taken as sequences fill it: a host without room for all of them would end
+/// the process in the middle of a request.
 #[test]
 fn a_cache_beyond_the_hosts_memory_is_refused() {
     let slots = [AbortSlot::default(), AbortSlot::default()];
@@ -191,13 +191,13 @@ fn a_cache_beyond_the_hosts_memory_is_refused() {
     let error = form(u64::MAX).unwrap_err();
     assert!(!error.permanent, "another process may give memory back");
     let message = error.to_string();
-    assert!(message.starts_with("there is to be a KV cache of "), "{message}");
-    assert!(message.contains("(--kv-cache-memory), and this host has "), "{message}");
+    assert!(message.starts_with("a KV cache of "), "{message}");
+    assert!(message.contains("(--kv-cache-memory) is needed, but this host has "), "{message}");
     assert!(form(256 << 20).unwrap().kv_blocks > 0);
 }
 
-/// Weights stay while their files do, whatever else becomes of these: not when others take their
-/// place.
+/// Loaded weights are kept as long as their files are unchanged or missing, but not if other files
+/// replace them.
 #[test]
 fn a_folder_that_was_replaced_is_loaded_anew() {
     let folder = tempfile::tempdir().unwrap();
@@ -234,10 +234,10 @@ fn a_folder_that_was_replaced_is_loaded_anew() {
     let whole = std::fs::read(&file).unwrap();
     std::fs::write(&file, &whole).unwrap();
     assert_eq!(form().unwrap(), (false, first));
-    // Gone: what is loaded does not need the file.
+    // Gone: the loaded weights do not need the file.
     std::fs::remove_file(&file).unwrap();
     assert_eq!(form().unwrap(), (false, first));
-    // Other weights of the same form: one bit differs in the middle of every kilobyte.
+    // Other weights of the same shapes: one bit differs in the middle of every kilobyte.
     let mut others = whole.clone();
     let header = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     others[header..].iter_mut().skip(2).step_by(256).for_each(|byte| *byte ^= 1);

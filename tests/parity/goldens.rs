@@ -13,11 +13,11 @@ const TOLERANCE: f64 = 1e-3;
 
 /// The same with products in bf16. Rounding changes an activation by at most 2^-9; over a model's
 /// layers this makes a mean error of about 1e-2, and the largest of some thousand log-probabilities
-/// is several times that (7.8e-2 here; other instruction sets round differently). A wrong layer is
-/// off by 1 or more.
+/// is off by several times that (7.8e-2 here; other instruction sets round differently). A wrong
+/// layer is off by 1 or more.
 const BF16_TOLERANCE: f64 = 0.15;
-/// The mean error of the greedy tokens, which hardly depends on the instruction set: at most 1.0e-2
-/// was seen.
+/// Bound on the greedy tokens' mean error, which hardly depends on the instruction set: at most
+/// 1.0e-2 was observed.
 const BF16_MEAN: f64 = 0.02;
 
 fn check(model: &Path) {
@@ -33,9 +33,9 @@ pub(crate) struct Followed {
     pub(crate) worst: f64,
     /// Sum of the errors of the greedy tokens' log-probabilities.
     pub(crate) total: f64,
-    /// Greedy tokens that are the golden ones, up to the first that is not.
+    /// Number of greedy tokens equal to the golden ones, up to the first that differs.
     pub(crate) compared: u32,
-    /// Which is that, if there is one.
+    /// Description of that first difference, if there is one.
     pub(crate) differs: Option<String>,
 }
 

@@ -141,7 +141,7 @@ fn seeds_and_choices_differ() {
 }
 
 /// A replica that continues with fewer or more ranks gives the same bits: each rank computes the
-/// sums of the ranks it stands for.
+/// sums of the ranks that it stands for.
 #[test]
 fn every_degree_gives_the_bits_of_the_wanted_one() {
     for model in [
@@ -180,8 +180,8 @@ fn every_degree_gives_the_bits_of_the_wanted_one() {
                 let what = format!("{} on {on:?}: {degree} ranks as 4", model.display());
                 same(&run((degree, 4)), &whole, &what);
             }
-            // By default a degree computes its own sums: this test can fail. Where activations are
-            // rounded, a small model may hide the difference.
+            // By default, a degree computes its own sums: this test can fail. With rounded
+            // activations, a small model may hide the difference.
             let own = run((1, 1));
             let bits = |seq: &Seq| seq.logprobs.iter().map(|l| l.to_bits()).collect::<Vec<_>>();
             if matches!(on, On::Cpu) {

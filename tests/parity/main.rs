@@ -5,23 +5,23 @@
 //! - [`goldens`]: prompt log-probabilities and greedy tokens
 //! - [`invariance`]: chunked, batched and re-admitted sequences give the same bits
 //! - [`broken`]: broken model folders give one clear error
-//! - [`checkpoint`]: scratch copies of model folders with other tensors
+//! - [`checkpoint`]: temporary copies of model folders with changed tensors
 //! - `cuda`, [`nccl`], `peers`: on stand-ins for GPUs, for one rank and for several
-//! - [`cuda_invariance`]: `--batch-invariant`: bits that do not depend on the batch
-//! - [`draft_model`]: drafts of a model change nothing but the number of steps
+//! - [`cuda_invariance`]: `--batch-invariant`: bits do not depend on the batch
+//! - [`draft_model`]: a model's drafts change nothing but the number of steps
 //! - [`drafts`]: drafted tokens change nothing but the number of steps
 //! - `embeddings`: compared with transformers, whole and in chunks, on every device and degree
-//! - `experts`: mixtures of experts on one of them, in many chunks of slots
-//! - `family`: scaled rotary embeddings, merged projections, text models within multimodal ones
+//! - `experts`: mixtures of experts on CUDA, in many chunks of slots
+//! - `family`: scaled rotary embeddings, fused projections, text models within multimodal ones
 //! - [`forming`]: ranks on stand-ins, formed as by a coordinator
 //! - [`masks`]: structured output by token masks, on every device and degree
-//! - [`odd`]: sizes, types and numbers that the repository's models do not have
-//! - [`plans`]: plans that do not fit are refused, plans at the bounds are run
-//! - [`quantised`]: weights in int8, and how far that is from the goldens
-//! - `queued`: queued sampling compared with the sampler by definition
-//! - `refusals`: what does not fit is refused by every backend, in the same words
+//! - [`odd`]: sizes, types and values that the repository's models do not have
+//! - [`plans`]: plans that do not fit are refused; plans at the bounds run
+//! - [`quantised`]: weights in int8, and their distance from the goldens
+//! - `queued`: queued sampling compared with the reference sampler
+//! - `refusals`: every backend refuses invalid arguments in the same words
 //! - [`rig`]: ranks as threads, driven by step plans
-//! - [`samplers`]: the fast sampler compared with the one by definition
+//! - [`samplers`]: the fast sampler compared with the reference sampler
 //! - `swapping`: sequences swapped to host memory and back, on every device
 #![allow(
     clippy::unwrap_used,

@@ -1,5 +1,5 @@
 //! Token masks through plan, engine and sampler: tokens obey their masks on every device and
-//! degree, alone and in a batch, and equal the choices of a sampler without masks.
+//! degree, alone and in a batch, and equal what a sampler without masks chooses.
 use kernels::collective::single_rank;
 use shared::ids::{BlockId, SeqId, StepId};
 use shared::protocol::{Drafts, EngineConfig, NewSequence, SequenceStep, StepPlan, TokenMask};
@@ -17,8 +17,8 @@ fn mix(state: u64, word: u64) -> u64 {
     (state ^ (state >> 29)).wrapping_mul(0xBF58_476D_1CE4_E5B9)
 }
 
-/// The tokens that a rule allows after `tokens`; like a grammar, it depends on all of them. One
-/// token, a few, half, all but a few.
+/// The tokens that a rule allows after `tokens`; like a grammar's, they depend on all of these. One
+/// token, a few, half, or all but a few.
 pub(crate) fn of(rule: u64, tokens: &[u32]) -> TokenMask {
     let state = tokens.iter().fold(rule, |state, token| mix(state, u64::from(*token)));
     let mut bits = [0u32; VOCAB.div_ceil(32) as usize];
@@ -56,7 +56,7 @@ fn sampling(index: usize) -> SamplingParams {
     SamplingParams { logprobs, ..sampling }
 }
 
-/// Two of three sequences have a rule.
+/// The rule of a sequence; two of three sequences have one.
 fn rule(index: usize) -> Option<u64> {
     (!index.is_multiple_of(3)).then_some(index as u64)
 }
@@ -67,7 +67,7 @@ fn same(a: &Seq, b: &Seq, what: &str) {
     assert_eq!(bits(a), bits(b), "{what}: log-probabilities, bit by bit");
 }
 
-/// Gives the tokens that a rule excludes an overwhelming negative bias: a different part of the
+/// Gives the tokens that a rule excludes an overwhelming negative bias, so a different part of the
 /// samplers must choose the same tokens.
 fn check_against_biases(on: On, degree: u32, tokens: usize) {
     let model = variant("llama-gqa");
@@ -170,7 +170,7 @@ fn masks_of_all_sequences_cost_no_graphs() {
     assert_eq!(engine.backend().num_graphs(), 1);
 }
 
-/// Every sequence alone, then all together, joining one by one.
+/// Runs every sequence alone, then all together, joining one by one.
 fn check_alone_and_together(on: On, degree: u32, count: usize, output: usize) {
     let model = variant("llama-gqa");
     let prompts: Vec<Vec<u32>> = goldens(&model).into_iter().map(|g| g.prompt_ids).collect();
@@ -230,9 +230,9 @@ fn a_masked_sequence_admitted_again_goes_on_identically() {
     }
 }
 
-/// In greedy steps each rank on a GPU sees only its own part of the vocabulary, in graphs and
-/// outside of them; in other steps, all of it. Rank 0 of ranks that exchange data through host
-/// memory always sees all.
+/// In greedy steps, each rank on a GPU sees only its own part of the vocabulary, in graphs and
+/// outside of them; in other steps, all of it. If ranks exchange data through host memory, rank 0
+/// always sees all of it.
 #[test]
 fn ranks_on_gpus_find_what_one_that_sees_all_logits_finds() {
     // The fourth and fifth are the greedy ones without log-probabilities.

@@ -1,4 +1,4 @@
-//! Ranks on GPUs that exchange data by NCCL, all of them stand-ins: same bits as ranks that
+//! Ranks on GPUs that exchange data with NCCL, all of them stand-ins: same bits as ranks that
 //! exchange data through host memory, with graphs, and with one step begun ahead.
 use std::collections::HashMap;
 use std::path::Path;
@@ -24,7 +24,7 @@ pub(crate) fn transcript(on: On, model: &Path, degree: u32, steps: usize) -> Tra
     transcript_of(on, model, degree, steps, |_| None)
 }
 
-/// The same for sequences of which some have rules.
+/// The same for sequences some of which have rules.
 pub(crate) fn transcript_of(
     on: On,
     model: &Path,
@@ -70,7 +70,7 @@ pub(crate) fn transcript_of(
         rig.step(&mut seqs.iter_mut().collect::<Vec<_>>(), 6);
     }
     for step in 0..steps {
-        // The simple ones, whose steps are graphs.
+        // The simple sequences, whose steps are graphs.
         let some = match step {
             step if step.is_multiple_of(3) => 0..3,
             step if step % 3 == 1 => 3..5,
@@ -128,7 +128,7 @@ fn the_demo_model_at_two_ranks() {
     check(On::FakeNccl, &demo(), 2, 1, 4);
 }
 
-/// The tokens of two ranks, each of which looks for the next step or does not.
+/// The tokens of two ranks; `ahead` says which of them looks for the next step.
 fn run_ranks(plans: &Script, ahead: [bool; 2]) -> Vec<(u64, u32, u32)> {
     let group = local_group(2, Duration::from_secs(30)).unwrap();
     let relay = SharedRelay::default();
@@ -171,8 +171,8 @@ fn steps_begun_ahead_give_the_same_tokens_on_every_rank() {
     }
 }
 
-/// Greedy steps of these sequences: a prompt at the first occurrence, a token later. Every third
-/// sequence wants its prompt's log-probabilities, and every fifth one has masks.
+/// Greedy steps of these sequences: a prompt at the first occurrence, later a token. Every third
+/// sequence asks for its prompt's log-probabilities, and every fifth has masks.
 fn greedy(batches: &[&[u64]]) -> Script {
     const PROMPT: [u32; 5] = [1, 5, 9, 33, 7];
     let mut computed = HashMap::new();
@@ -237,8 +237,8 @@ fn profiled(rank: u32, collective: Box<dyn Collective>, relay: SharedRelay) -> E
     engine
 }
 
-/// Ranks capture all steps before the first request, for steps of any size, as long as rank 0 has
-/// time for it; with less time, or none, tokens are the same.
+/// Ranks capture steps of every size before the first request, as long as rank 0 has time for it;
+/// with less time, or none, tokens are the same.
 #[test]
 fn ranks_capture_steps_of_every_size_before_the_first_request() {
     let batches: [&[u64]; 9] = [
@@ -288,9 +288,9 @@ fn ranks_capture_steps_of_every_size_before_the_first_request() {
     }
 }
 
-/// In the second epoch one rank is a new process: it must call, record and replay the same steps as
-/// the other one, which has seen larger steps before. Otherwise NCCL's ranks would wait for each
-/// other.
+/// In the second epoch, one rank is a new process: it must call, record and replay the same steps
+/// as the other one, which has already seen larger steps. Otherwise NCCL's ranks would wait for
+/// each other.
 #[test]
 fn a_replaced_rank_records_the_steps_that_the_other_records() {
     const LARGE: &[u64] = &[1, 2, 3, 4, 5, 6];

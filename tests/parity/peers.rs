@@ -19,7 +19,7 @@ use crate::rig::{On, fake_peers_alone};
 fn same_bits(folder: &str, degree: u32) {
     let model = variant(folder);
     let host = transcript(On::FakeCuda, &model, degree, 12);
-    // All fused one-shot; by size; all two-shot.
+    // All fused and one-shot; depending on size; all two-shot.
     for one_shot in [1 << 20, 1024, 0] {
         let devices = transcript(On::FakePeers(one_shot), &model, degree, 12);
         assert_eq!(devices, host, "one-shot up to {one_shot} bytes");
@@ -80,8 +80,8 @@ fn sum(backend: &mut CudaBackend, count: usize, value: f32) -> Result<Vec<f32>, 
     backend.read_buffer(&data)
 }
 
-/// Rank 0 calls a sum that rank 1 does not join; returns its error, and after how long. Both ranks
-/// work afterwards.
+/// Rank 0 computes a sum that rank 1 does not join; returns its error, and after how long. Both
+/// ranks work afterwards.
 fn left_alone(timeout: Duration, abort_after: Option<Duration>) -> (KernelError, Duration) {
     let groups = [(); 2].map(|()| local_group(2, Duration::from_secs(60)).unwrap());
     let [first, second] = groups;

@@ -92,39 +92,43 @@ fn plans_that_do_not_fit() {
         (
             pooled(Pooling::Mean),
             vec![chunk(2, 4, 1, &[2, 3])],
-            "seq-2 needs all its tokens, and is to be computed from 4",
+            "seq-2 needs all its tokens, but is to be computed from 4",
         ),
         (vec![], vec![run(7, 0, 1, &[2])], "seq-7 is not known"),
         (vec![new(1, &[1], 1)], vec![], "seq-1 is admitted twice"),
         (vec![], vec![chunk(1, 5, 1, &[]); 2], "seq-1 occurs twice"),
         (vec![], vec![run(1, 5, 1, &[8])], "seq-1 is given block-8 of 8"),
-        (vec![], vec![run(1, 5, 0, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
-        (vec![], vec![run(1, 5, 2, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
-        (vec![], vec![run(1, 5, u32::MAX, &[])], "seq-1 is to be computed to beyond its 6 tokens"),
-        (vec![], vec![run(1, 6, 1, &[])], "seq-1 is to be computed from 6, its cache ends at 5"),
+        (vec![], vec![run(1, 5, 0, &[])], "seq-1 is to be computed beyond its 6 tokens"),
+        (vec![], vec![run(1, 5, 2, &[])], "seq-1 is to be computed beyond its 6 tokens"),
+        (vec![], vec![run(1, 5, u32::MAX, &[])], "seq-1 is to be computed beyond its 6 tokens"),
+        (
+            vec![],
+            vec![run(1, 6, 1, &[])],
+            "seq-1 is to be computed from 6, but its cache ends at 5",
+        ),
         (
             vec![new(2, &TOKENS, 5)],
             vec![run(2, 0, 4, &[2])],
-            "seq-2 is to be sampled at 4, it has 5 tokens",
+            "seq-2 is to be sampled at 4, but has 5 tokens",
         ),
         (
             vec![new(2, &TOKENS, 5)],
             vec![run(2, 0, 5, &[2])],
             "seq-2 has 1 blocks, too few for 5 tokens",
         ),
-        (vec![new(2, &[], 0)], vec![], "seq-2 has 0 tokens, the bound is 12"),
-        (vec![new(2, &[1; 13], 1)], vec![], "seq-2 has 13 tokens, the bound is 12"),
+        (vec![new(2, &[], 0)], vec![], "seq-2 has 0 tokens, the limit is 12"),
+        (vec![new(2, &[1; 13], 1)], vec![], "seq-2 has 13 tokens, the limit is 12"),
         (vec![new(2, &[1], 2)], vec![], "seq-2 has fewer tokens than its prompt"),
         (vec![new(2, &[384], 1)], vec![run(2, 0, 1, &[2])], "seq-2 has token 384 of 384"),
         (
             vec![new(2, &[1], 1), new(3, &[1], 1)],
             vec![run(1, 5, 1, &[]), run(2, 0, 1, &[2]), run(3, 0, 1, &[3])],
-            "3 sequences, the bound is 2",
+            "3 sequences, the limit is 2",
         ),
         (
             vec![new(2, &[1; 8], 1), new(3, &[1; 8], 1)],
             vec![run(2, 0, 8, &[2, 3]), run(3, 0, 8, &[4, 5])],
-            "16 tokens, the bound is 14",
+            "16 tokens, the limit is 14",
         ),
         (
             vec![],
@@ -134,7 +138,7 @@ fn plans_that_do_not_fit() {
         (
             vec![],
             vec![SequenceStep { count: 1, ..drafts(&[7]) }],
-            "seq-1 is to be sampled at 6, it has 7 tokens",
+            "seq-1 is to be sampled at 6, but has 7 tokens",
         ),
         (
             vec![new(2, &TOKENS, 5)],
@@ -144,22 +148,22 @@ fn plans_that_do_not_fit() {
         (
             vec![new(2, &TOKENS, 5)],
             vec![SequenceStep { drafts: Drafts::Known(vec![7]), ..run(2, 0, 2, &[2, 3]) }],
-            "seq-2 is to be sampled at 2, it has 6 tokens",
+            "seq-2 is to be sampled at 2, but has 6 tokens",
         ),
         (
             vec![],
             vec![SequenceStep { drafts: Drafts::UpTo(1), ..drafts(&[7]) }],
-            "drafts are asked for, and there is no draft model",
+            "drafts are asked for, but there is no draft model",
         ),
         (
             vec![],
             vec![SequenceStep { drafts: Drafts::UpTo(2), ..drafts(&[7, 8]) }],
-            "3 sequences and drafts, the bound is 2",
+            "3 sequences and drafts, the limit is 2",
         ),
         (
             vec![],
             vec![SequenceStep { drafts: Drafts::UpTo(2), ..run(1, 5, 2, &[2]) }],
-            "seq-1 is to be sampled at 7, it has 8 tokens",
+            "seq-1 is to be sampled at 7, but has 8 tokens",
         ),
         (
             vec![],
@@ -182,13 +186,13 @@ fn plans_that_do_not_fit() {
             "seq-1 has drafts, but is not to be sampled freely",
         ),
         (vec![], vec![drafts(&[7, 384])], "seq-1 has draft 384 of 384"),
-        (vec![], vec![drafts(&[7, 8])], "3 sequences and drafts, the bound is 2"),
+        (vec![], vec![drafts(&[7, 8])], "3 sequences and drafts, the limit is 2"),
         (
             vec![new(2, &TOKENS, 5)],
             vec![drafts(&[7]), SequenceStep { sample: false, ..run(2, 0, 1, &[2]) }],
-            "3 sequences and drafts, the bound is 2",
+            "3 sequences and drafts, the limit is 2",
         ),
-        (vec![], vec![drafts(&[7; 7])], "seq-1 is to be sampled at 13, it has 13 tokens"),
+        (vec![], vec![drafts(&[7; 7])], "seq-1 is to be sampled at 13, but has 13 tokens"),
         (
             vec![],
             vec![SequenceStep { new_blocks: vec![], ..drafts(&[7, 7, 7]) }],
@@ -197,7 +201,7 @@ fn plans_that_do_not_fit() {
         (
             (2..10).map(|seq| new(seq, &[1], 1)).collect(),
             vec![],
-            "8 sequences are held, the bound is reached",
+            "8 sequences are held, the limit is reached",
         ),
     ];
     for (admitted, sequences, expected) in cases {
@@ -272,7 +276,7 @@ fn the_last_position_is_computed_and_no_further() {
     assert_eq!(step(&mut engine, &fill).unwrap().len(), 1);
     let beyond = StepPlan { sequences: vec![run(2, 12, 1, &[4])], ..plan(3) };
     let error = step(&mut engine, &beyond).unwrap_err();
-    assert_eq!(error, "step 3: seq-2 is to be sampled at 13, it has 13 tokens");
+    assert_eq!(error, "step 3: seq-2 is to be sampled at 13, but has 13 tokens");
 }
 
 /// `finished` is processed first: its ids and blocks are free within the same plan. Unknown ids are

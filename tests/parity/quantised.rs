@@ -1,5 +1,5 @@
-//! Weights quantised to int8 at load time: every backend gets the same weights, and how far the
-//! results are from float32.
+//! Weights quantised to int8 at load time: every backend gets the same weights, and the results
+//! stay close to float32.
 use std::path::Path;
 
 use shared::sampling::SamplingParams;
@@ -10,13 +10,13 @@ use crate::rig::{On, Rig, Seq};
 /// Largest deviation of the fast backend in f32 precision from the oracle with the same weights.
 const TOLERANCE: f32 = 1e-3;
 
-/// How far log-probabilities are from those of transformers in float32.
+/// Deviation of log-probabilities from those of transformers in float32.
 #[derive(Debug, Default)]
 struct Drift {
     worst: f64,
     total: f64,
     count: u32,
-    /// Of all prompt tokens together: the basis of perplexity.
+    /// Sums over all prompt tokens: the basis of perplexity.
     log_likelihood: [f64; 2],
     prompts: usize,
     /// Number of prompts with different greedy tokens.
@@ -90,7 +90,8 @@ fn close(a: &[Seq], b: &[Seq], tolerance: f32, what: &str) {
     }
 }
 
-/// Mean error for models with random weights: small models with large logits, where rounding shows.
+/// Mean error for models with random weights: small models with large logits, where rounding
+/// matters.
 const RANDOM: f64 = 0.1;
 
 fn check(model: &Path, most: f64) {

@@ -1,6 +1,6 @@
-//! Sampling queued behind sampling on a stand-in for a GPU, compared with the sampler by
-//! definition: rows with edited logits among others, lists of likely tokens, and rows whose last
-//! token the host does not have yet.
+//! Sampling queued behind sampling on a stand-in for a GPU, compared with the reference sampler:
+//! rows with edited logits among others, lists of likely tokens, and rows whose last token the host
+//! does not have yet.
 use kernels::ReferenceBackend;
 use kernels::backend::prelude::*;
 use kernels::backend::{
@@ -30,7 +30,7 @@ struct Sequence {
     output: Vec<u32>,
 }
 
-/// Of every six sequences three have edited logits, two of those depending on their tokens.
+/// Of every six sequences, three have edited logits, two of them depending on their tokens.
 fn sequence(index: u32) -> Sequence {
     let mut params = SampleParams {
         temperature: if index.is_multiple_of(4) { 0.0 } else { 0.8 },
@@ -54,7 +54,7 @@ fn sequence(index: u32) -> Sequence {
     Sequence { params, prompt: vec![index % 5, 3], output: Vec::new() }
 }
 
-/// The rows' tokens, by definition.
+/// The rows' tokens according to the reference sampler.
 fn oracle(logits: &[f32], rows: &[SampleRow<'_>]) -> Vec<Sampled> {
     let mut backend = ReferenceBackend::new(single_rank());
     let bytes: Vec<u8> = logits.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -157,7 +157,7 @@ fn behind_each_other(counts: &[usize]) {
             order
         })
         .collect();
-    // By definition, one after the other.
+    // The reference, one step after another.
     let mut expected = Vec::new();
     for (step, order) in orders.iter().enumerate() {
         let rows: Vec<SampleRow<'_>> = order
@@ -227,7 +227,7 @@ fn edits_and_lists_are_queued_and_depend_on_tokens_that_are_fed() {
     behind_each_other(&[70, 70, 64, 70]);
 }
 
-/// Memory for results is allocated while those of a step are in flight.
+/// Memory for results is allocated while those of another step are in flight.
 #[test]
 fn a_step_of_more_rows_than_ever_is_queued_behind_another() {
     behind_each_other(&[20, 600, 30]);

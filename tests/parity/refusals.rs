@@ -1,4 +1,4 @@
-//! What does not fit is refused by every backend, in the same words.
+//! Every backend refuses invalid arguments in the same words.
 use kernels::backend::{
     Activation, AttentionAt, AttentionShape, Batch, Buffer, DType, ExpertActivation, HostMatrix,
     KvShape, QkvInput, QkvWeights, RopeTable, Routing, SeqRows,
@@ -21,7 +21,7 @@ fn at<'a>(shape: &'a AttentionShape, batch: &'a Batch<'a>) -> AttentionAt<'a> {
     AttentionAt { shape, batch, layer: 0 }
 }
 
-/// What the backend says to calls with one thing wrong in each.
+/// The backend's errors for calls with one fault each.
 fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let zeros = vec![0; 4 * 3 * WIDTH * WIDTH];
     let square = backend.load_matrix(&[matrix(&zeros, WIDTH, WIDTH)]).unwrap();
@@ -40,7 +40,7 @@ fn refusals<B: Backend>(backend: &mut B) -> Vec<String> {
     let mut host = backend.new_host_kv(kv).unwrap();
     let routing = Routing { num_experts: 2, top_k: 1, normalise: true };
     let mut routes = backend.new_routes(2, routing).unwrap();
-    // What has rows at the beginning is a device's own business.
+    // A new buffer's number of rows is up to the device.
     let mut buffer = |width, rows, is_input| {
         let made = match is_input {
             true => backend.new_input_buffer(2, width),

@@ -52,7 +52,7 @@ impl StepSource for Given {
     }
 }
 
-/// Outputs, and how many tokens were drafted for each sequence that was to be drafted for.
+/// Outputs, and the number of tokens drafted for each sequence that asked for drafts.
 type Answer = Result<(Vec<SequenceOutput>, Vec<u32>), String>;
 
 /// A replica whose ranks are threads.
@@ -63,7 +63,7 @@ pub(crate) struct Rig {
     step: u64,
     next_seq: u64,
     next_block: u32,
-    /// Tokens drafted by a draft model so far, and those of them that were right.
+    /// Numbers of tokens drafted by a draft model so far, and of those that were right.
     pub(crate) drafted: (u32, u32),
 }
 
@@ -81,11 +81,11 @@ pub(crate) struct Seq {
     sampling: SamplingParams,
     /// The number of its adapter; 0 for none.
     pub(crate) adapter: u32,
-    /// The number of the rule that its tokens obey.
+    /// Number of the rule that its tokens obey.
     pub(crate) rule: Option<u64>,
     /// The drafts of its next step, if that computes only its last token.
     pub(crate) drafts: Vec<u32>,
-    /// How many tokens the draft model is to draft in that step.
+    /// Number of tokens that the draft model is to draft in that step.
     pub(crate) asks: u32,
     admitted: bool,
 }
@@ -113,14 +113,14 @@ pub(crate) enum On {
     ReferenceInt8,
     /// The CUDA backend with emulated kernels; ranks exchange data through host memory.
     FakeCuda,
-    /// As `FakeCuda`, with batch invariance.
+    /// Same as `FakeCuda`, with batch invariance.
     FakeInvariant,
-    /// As `FakeCuda`, with ranks that see each other's memory. Messages of up to this many bytes go
-    /// one-shot, fused with the following norm.
+    /// Same as `FakeCuda`, with ranks that see each other's memory. Messages of up to this many
+    /// bytes go one-shot, fused with the following norm.
     FakePeers(usize),
-    /// As `FakeCuda`, with a GPU per rank and a stand-in for NCCL between them.
+    /// Same as `FakeCuda`, with a GPU per rank and a stand-in for NCCL between them.
     FakeNccl,
-    /// As `FakeCuda`, with weights quantised to int8.
+    /// Same as `FakeCuda`, with weights quantised to int8.
     FakeCudaInt8,
 }
 
@@ -143,7 +143,7 @@ pub(crate) fn fake_cuda_backend(graphs: bool, collective: Box<dyn Collective>) -
     fake_cuda_with(CudaOptions { graphs, ..CudaOptions::default() }, collective)
 }
 
-/// As above, with any options.
+/// Same with any options.
 pub(crate) fn fake_cuda_with(options: CudaOptions, collective: Box<dyn Collective>) -> CudaBackend {
     let fake = fake_cuda_of(Path::new(env!("CARGO_TARGET_TMPDIR")), GPUS).unwrap();
     let (folders, kernels) = (vec![fake.libraries], Some(fake.kernels));
@@ -301,7 +301,7 @@ fn engine_reducing<B: Backend>(
     Ok(Engine::new(backend, decoder, sizes))
 }
 
-/// With a draft model, if there is one, and started anew.
+/// Adds a draft model, if there is one, and starts the engine again.
 pub(crate) fn with_draft<B: Backend>(
     mut engine: Engine<B>,
     model: &Path,
@@ -561,7 +561,7 @@ impl Rig {
                 seq.embedding = output.embedding;
             }
             if let Some(token) = output.token {
-                // All but a sequence's first token were drafted, and are computed already.
+                // All but a sequence's first token were drafted, and are already computed.
                 seq.computed += u32::from(seen.contains(&seq.id));
                 seen.push(seq.id);
                 assert_eq!(output.position as usize, seq.tokens.len());

@@ -1,4 +1,4 @@
-//! The fast sampler chooses the same tokens as the one by definition, for thousands of random
+//! The fast sampler chooses the same tokens as the reference sampler, for thousands of random
 //! parameters; logits are coarse, so that many are equal.
 use std::cell::{Cell, RefCell};
 
@@ -21,7 +21,7 @@ struct Case {
     params: SampleParams,
     prompt: Vec<u32>,
     output: Vec<u32>,
-    /// The allowed tokens, in a few words; all other words are 0 or all ones.
+    /// The allowed tokens, all within a few words; all other words are 0 or all ones.
     allowed: Option<Vec<u32>>,
 }
 
@@ -69,7 +69,7 @@ fn cases() -> impl Strategy<Value = Case> {
     )
 }
 
-/// Samples the case, and scores its first token.
+/// Samples for the case, and scores its first token.
 fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
     let bytes: Vec<u8> =
         case.logits.iter().flat_map(|x| (f32::from(*x) / 8.0).to_le_bytes()).collect();
@@ -97,13 +97,13 @@ fn sample<B: Backend>(backend: &mut B, case: &Case) -> [Sampled; 2] {
     [sampled.remove(0), scored.remove(0)]
 }
 
-/// Temperatures whose inverse is not a number of f32: the most likely tokens remain.
+/// Temperatures whose inverse is not finite in f32: only the most likely tokens remain.
 #[test]
 fn temperatures_near_zero_leave_the_most_likely_tokens() {
     let mut fast = CpuBackend::new(1, Precision::Float32, single_rank()).unwrap();
     let mut oracle = ReferenceBackend::new(single_rank());
     let mut logits = vec![-20; WIDTH];
-    // Two of equal logits, one just below.
+    // Two equal logits, one just below.
     (logits[40], logits[7], logits[90]) = (9, 9, 8);
     let mut seen = [false; 2];
     for temperature in [f32::from_bits(1), 1e-40, 2.9e-39, 3e-39, f32::MIN_POSITIVE] {
@@ -159,7 +159,7 @@ fn both_backends_choose_the_same() {
             Ok(())
         })
         .unwrap();
-    // The cases would show little if the most likely token always won.
+    // The cases would prove little if the most likely token always won.
     let (random, lower) = (random.get(), lower.get());
     assert!(random > 1000 && lower > 400, "{random} random, {lower} not the most likely");
 }

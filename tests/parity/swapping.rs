@@ -1,7 +1,7 @@
 //! Sequences that were swapped to host memory and back, several times, get the same text as
-//! sequences that were recomputed, and as undisturbed ones: the real scheduler with real engines,
-//! one step ahead, with far fewer KV blocks than the load needs. Some sequences are guided: their
-//! masks follow their plans.
+//! recomputed and as undisturbed ones: the real scheduler with real engines, one step ahead, with
+//! far fewer KV blocks than the load needs. Some sequences are guided: their masks follow their
+//! plans.
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, channel};
 use std::task::{Context, Poll};
@@ -46,12 +46,13 @@ struct Outcome {
     recomputed: u32,
     drafted: u32,
     accepted: u32,
-    /// Steps that rank 0 began while the previous step ran: only decode; with chunks of prompts or
-    /// admissions; with copies to or from host memory; and, of all these, those with masks.
+    /// Numbers of steps that rank 0 began while the previous step ran: only decode; with chunks of
+    /// prompts or admissions; with copies to or from host memory; and, of all these, those with
+    /// masks.
     ahead: [u32; 4],
 }
 
-/// The messages for a rank: the next plans, the first of which an engine may see, and masks.
+/// A rank's messages: the next plan, which an engine may look at, and masks.
 struct Plans {
     receiver: Receiver<ToWorker>,
     held: Option<StepPlan>,
@@ -99,7 +100,7 @@ impl StepSource for Plans {
     }
 }
 
-/// A guide by a rule that depends on all tokens.
+/// A guide whose rule depends on all tokens.
 #[derive(Debug)]
 struct Rule {
     rule: u64,
@@ -214,7 +215,7 @@ fn run<B: Backend>(
     (prefix_caching, speculation): (bool, Option<Speculation>),
     make: impl Fn(Box<dyn Collective>) -> B + Copy + Send,
 ) -> Outcome {
-    // Its steps are recorded.
+    // If so, its steps are recorded.
     let is_cuda = make(single_rank()).queues_samples();
     let sizes = EngineConfig {
         block_size: BLOCK_SIZE,
@@ -317,7 +318,7 @@ const DRAFTS: Speculation = Speculation {
     disable_by_batch_size: None,
 };
 
-/// The blocks that the longest sequence needs, and one more.
+/// One more than the number of blocks that the longest sequence needs.
 const FEW: u32 = MAX_LEN / BLOCK_SIZE + 1;
 
 /// Checks that all runs agree; returns what was begun ahead when sequences were swapped.
@@ -371,7 +372,7 @@ fn on_the_reference() {
     all_alike(1, ReferenceBackend::new);
 }
 
-/// Includes graphs and steps begun ahead; each row's bits are those it has alone.
+/// With graphs and steps begun ahead; each row's bits are those that it has alone.
 #[test]
 fn on_an_emulated_gpu_by_one_rank_and_by_two() {
     let options = CudaOptions { graphs: true, batch_invariant: true, ..CudaOptions::default() };

@@ -39,7 +39,7 @@ fn a_secret_is_long_enough_and_not_shown() {
     let message = AuthError::ShortSecret(5).to_string();
     assert!(message.contains("5 bytes") && message.contains("32"), "{message}");
     assert!(!format!("{:?}", secret(b'x')).contains('x'));
-    // Random bytes may contain what looks like white space at the beginning.
+    // Random bytes may begin with what looks like white space.
     assert!(Secret::new(&[&[9; 1][..], &[200; 31]].concat()).is_ok());
     // A trailing newline of the file does not count.
     let (a, b) = (Secret::new(&[b'k'; 40]), Secret::new(&[&[b'k'; 40][..], b"\n"].concat()));
@@ -152,7 +152,7 @@ proptest! {
     fn no_changed_frame_is_taken(at in 0usize..HEADER_LEN + 9 + TAG_LEN, change in 1u8..) {
         let (mut encoder, mut decoder, _) = coder();
         let mut bytes = encode(&mut encoder, b"some body");
-        // The length may not change, or the rest never arrives.
+        // The length must not change, or the rest never arrives.
         prop_assume!(!(8..12).contains(&at));
         bytes[at] ^= change;
         forge(&mut bytes);
@@ -239,7 +239,7 @@ async fn a_wrong_secret_is_noticed_by_the_client_first() {
 #[tokio::test]
 async fn an_http_server_is_no_coordinator_with_another_secret() {
     let key = secret(1);
-    // Shorter and longer than a challenge; an HTTPS port's answer to bytes that are no TLS.
+    // Shorter and longer than a challenge; an HTTPS port's answer to bytes that are not TLS.
     let answers: [&[u8]; 3] = [
         b"HTTP/1.1 400 Bad Request\r\n\r\n",
         b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\nconnection: close\r\ndate: now\r\n\r\n",

@@ -1,4 +1,4 @@
-//! Frames, the codec and links: what a peer may send, and the effect.
+//! Frames, the codec and links: what peers can send, and its effect.
 //!
 //! - [`auth`]: proof of the cluster secret, MACs of frames
 //! - [`fetching`]: what workers are told to fetch

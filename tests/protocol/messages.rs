@@ -390,7 +390,7 @@ fn every_message_of_front_ends_survives_and_every_cut_is_noticed() {
     });
 }
 
-/// The messages' wire form belongs to the protocol version.
+/// A change of the messages' wire form requires a new protocol version.
 #[test]
 fn the_form_of_messages_is_pinned() {
     let hex = |bytes: Vec<u8>| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
@@ -408,7 +408,7 @@ fn the_form_of_messages_is_pinned() {
     let id = GroupId { epoch: Epoch(5), bytes: vec![0xab, 0xcd] };
     assert_eq!(hex(codec::encode(&ToWorker::GroupId(id.clone())).unwrap()), "050502abcd");
     assert_eq!(hex(codec::encode(&FromWorker::GroupId(id.clone())).unwrap()), "090502abcd");
-    // Debug output does not show a secret.
+    // Debug output does not reveal a secret.
     assert!(!format!("{id:?}").contains("171") && format!("{id:?}").contains("2 bytes"));
     let goes_on = AcceptedChoice::GoesOn(vec![7, 70_000]);
     assert_eq!(hex(codec::encode(&goes_on).unwrap()), "000207fc70110100");

@@ -1,4 +1,4 @@
-//! Ranks of a replica report what they have of a step; it counts once they agree.
+//! What a replica does with its ranks' reports on a step, which counts once all ranks agree.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -43,7 +43,7 @@ impl Outside for Sent {
 }
 
 impl Sent {
-    /// A plan of which the ranks have everything, masks included.
+    /// Returns a plan if the ranks have everything for it, including masks.
     pub(crate) fn runnable(&self, at: usize) -> Option<StepPlan> {
         let has_all = |plan: &&StepPlan| {
             self.masks.contains(&plan.step) || !plan.sequences.iter().any(|entry| entry.masked)
@@ -67,7 +67,7 @@ pub(crate) fn operation(observer: &Observer) -> Operation {
     operation_of(observer, limits(), Arc::default())
 }
 
-/// An operation with this step time-out; `load` is what others know of it.
+/// Creates an operation with these limits; `load` is what others see of it.
 pub(crate) fn operation_of(
     observer: &Observer,
     limits: DriverLimits,
@@ -85,7 +85,7 @@ pub(crate) fn config() -> SchedulerConfig {
     }
 }
 
-/// One whose scheduler has these bounds.
+/// Creates an operation whose scheduler has these limits.
 pub(crate) fn operation_with(
     config: SchedulerConfig,
     observer: &Observer,
@@ -157,7 +157,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
             // Nothing more of this epoch counts.
             operation.step_done(now, WORKERS[1], result(&second, 6), &mut sent);
             assert_eq!((accepted(&mut tokens), sent.ends.len()), (0, 1));
-            // The next epoch goes on from what was accepted.
+            // The next epoch continues from what was accepted.
             assert!(operation.lost(now, Epoch(3), EpochEnd::Failed));
             operation.ready(now, Epoch(4), 8, 0, WORKERS.to_vec(), &mut sent);
             let again = sent.plans.iter().find(|plan| plan.epoch == Epoch(4)).unwrap();
@@ -169,12 +169,12 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
     }
 }
 
-/// A rank answers the steps that it was sent, one after the other. Anything else ends the epoch,
+/// A rank answers the steps that it was sent, one after another. Anything else ends the epoch,
 /// once.
 #[test]
 fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
     let now = Duration::from_millis(1);
-    // Two steps were sent: one rank answers a third, one an unknown one, one leaves the first out.
+    // Two steps were sent: one rank answers a third, one an unknown one, one skips the first.
     for (rank, step) in [(0, 3), (1, 3), (0, u64::MAX), (1, u64::MAX), (0, 2), (1, 2)] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
         let mut operation = operation(hub.observer());
@@ -188,7 +188,7 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
             operation.step_done(now, WORKERS[rank], result(&wrong, 5), &mut sent);
         }
         let who = WORKERS[rank];
-        assert_eq!(sent.ends, [format!("{who} answers step-{step} behind step-0")]);
+        assert_eq!(sent.ends, [format!("{who} answered step-{step} after step-0")]);
         for who in WORKERS {
             operation.step_done(now, who, result(&sent.plans[0].clone(), 5), &mut sent);
         }

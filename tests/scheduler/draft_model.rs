@@ -1,4 +1,4 @@
-//! Drafts by a model of rank 0's: which sequences ask for how many, and what the scheduler makes of
+//! Drafts by rank 0's draft model: which sequences ask for how many, and how the scheduler handles
 //! the answers.
 use coordinator::engine::EngineError;
 use coordinator::scheduler::{Effect, Method, SchedulerConfig, Speculation};
@@ -35,7 +35,7 @@ fn rig(config: SchedulerConfig, skill: Skill, blocks: u32) -> Rig {
     rig
 }
 
-/// Steps that one text takes, and tokens drafted and accepted.
+/// Number of steps that one text takes, and of tokens drafted and accepted.
 fn steps(skill: Skill, speculation: Option<Speculation>, max_tokens: u32) -> (u64, (u32, u32)) {
     let mut rig = rig(SchedulerConfig { speculation, ..config() }, skill, 60);
     rig.submit(request(max_tokens)).unwrap();
@@ -98,13 +98,13 @@ fn a_model_that_never_catches_up_is_hardly_asked() {
 
 #[test]
 fn a_prompt_waits_for_no_draft() {
-    // 20 tokens in parts of 8. The last part has one token, if the sequence begins behind another's
+    // 20 tokens in parts of 8. The last part has one token if the sequence begins after another's
     // block.
     let mut rig = rig(SchedulerConfig { max_num_batched_tokens: 8, ..config() }, Skill::All, 60);
     for len in [20, 17, 17] {
         let prompt = (0..len).collect();
         rig.submit(ClientRequest { prompt, ..request(20) }).unwrap();
-        // `FakeWorker::run` checks that nothing is drafted behind a prompt.
+        // `FakeWorker::run` checks that nothing is drafted after a prompt.
         rig.drain();
     }
     assert!(rig.drafted.0 > 0);
@@ -162,11 +162,11 @@ fn drafts_survive_preemption_swapping_loss_and_a_move_of_their_sequence() {
     }
 }
 
-/// Wrong answers of a rank.
+/// Wrong answers from a rank.
 #[test]
 fn an_answer_that_does_not_fit_what_was_asked_is_not_believed() {
-    // Positions and tokens that come, and how many are reported as drafted; what is believed of
-    // that: tokens, and how many were drafted and how many of those right.
+    // Positions and tokens in the answer, and how many are reported as drafted; what is believed:
+    // the number of tokens, and how many were drafted and how many of those were right.
     type Case = (&'static [(u32, u32)], &'static [u32], Option<(usize, Option<(u32, u32)>)>);
     let cases: [Case; 11] = [
         (&[(21, 5), (22, 6), (23, 7), (24, 8), (25, 9)], &[4], Some((5, Some((4, 4))))),

@@ -1,4 +1,4 @@
-//! Plans travel as one frame each, whatever is admitted at a time.
+//! Each plan is sent as one frame, whatever is admitted at a time.
 use coordinator::scheduler::{Scheduler, SchedulerConfig};
 use shared::protocol::ToWorker;
 use shared::sampling::Pooling;
@@ -7,7 +7,7 @@ use shared::wire::frame::{BODY_MAX, FrameDecoder, FrameEncoder, FrameKind};
 
 use crate::rig::{ClientRequest, Rig, sizes};
 
-/// Checks that a worker reads a plan, or masks, as they were sent.
+/// Checks that a worker decodes a plan, or masks, exactly as sent.
 pub(crate) fn travels(message: ToWorker) {
     let body = codec::encode(&message).unwrap();
     let mut bytes = Vec::new();
@@ -32,7 +32,7 @@ fn long() -> SchedulerConfig {
 fn many_questions_about_one_long_document_go_over_several_plans() {
     let mut rig = Rig::new(long());
     rig.ready(16_384);
-    // Token numbers of a large vocabulary, which take most bytes.
+    // Token ids of a large vocabulary, which take the most bytes.
     let document: Vec<u32> = (0..100_000).map(|i| 70_000 + i).collect();
     let ask = |question: u32| {
         let prompt = document.iter().copied().chain([question]).collect();
@@ -53,7 +53,7 @@ fn many_questions_about_one_long_document_go_over_several_plans() {
 
 #[test]
 fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
-    // With vectors of this size, 63 take a quarter of a frame.
+    // With vectors of this size, 63 fill a quarter of a frame.
     let sizes = SchedulerConfig { hidden_size: 16_384, max_num_seqs: 256, ..long() };
     let mut rig = Rig::new(sizes);
     rig.ready(2000);
@@ -71,15 +71,15 @@ fn embeddings_that_are_too_many_for_a_frame_are_of_several_steps() {
     }
     assert_eq!(steps, [63, 27]);
     assert!(ids.iter().all(|id| rig.requests[id].1.embedded));
-    // A long prompt is begun in a step that completes no more embeddings, and others are not held
-    // up.
+    // A long prompt begins in a step that completes no further embeddings, and does not delay
+    // others.
     rig.submit(ClientRequest { prompt: vec![1; 9000], ..text(0) }).unwrap();
     rig.drain();
 }
 
 #[test]
 fn sequences_with_a_long_beginning_in_common_come_back_over_several_plans() {
-    // Tables of 1,876 blocks: few of them, found or copied, take up a plan's share for swaps.
+    // Tables of 1,876 blocks: a few of them, found or copied, use up a plan's share for swaps.
     let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 256, ..long() });
     rig.host_blocks = 200_000;
     rig.ready(2060);

@@ -1,4 +1,4 @@
-//! A guide whose masks depend on every token before, and what the scheduler does with guided
+//! A guide whose masks depend on all previous tokens, and how the scheduler handles guided
 //! requests.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,9 +24,9 @@ pub(crate) struct Guidance {
     pub(crate) fails_behind: Option<usize>,
     /// Only this choice gives up; `None` for all choices.
     pub(crate) fails_in: Option<u32>,
-    /// Its masks are not there at once.
+    /// Whether its masks take time.
     pub(crate) slow: bool,
-    /// The most bytes that each of its masks may take, as it says.
+    /// Maximum size of each of its masks, in bytes, as it declares.
     pub(crate) mask_bytes: usize,
 }
 
@@ -52,19 +52,19 @@ impl Wake for Woken {
     }
 }
 
-/// The tokens that may come next, however long finding out takes.
+/// Returns the tokens that may come next, waiting as long as it takes to find out.
 pub(crate) fn known(guide: &mut dyn TokenGuide) -> &TokenMask {
     while guide.poll(&mut Context::from_waker(Waker::noop())).is_pending() {}
     guide.allowed().unwrap()
 }
 
-/// See the module's documentation.
+/// The guide; see the module's documentation.
 #[derive(Debug)]
 pub(crate) struct TestGuide {
     guidance: Guidance,
     state: u64,
     taken: usize,
-    /// It answers "ask again".
+    /// Whether it answers "ask again".
     waits: bool,
     allowed: TokenMask,
 }
@@ -129,7 +129,7 @@ fn guided(max_tokens: u32) -> ClientRequest {
     ClientRequest { max_tokens, guide: Some(Guidance::default()), ..ClientRequest::default() }
 }
 
-/// How many of the last plan's sequences are masked.
+/// Number of the last plan's sequences that are masked.
 fn masked(rig: &Rig) -> usize {
     rig.plan.sequences.iter().filter(|entry| entry.masked).count()
 }
@@ -143,7 +143,7 @@ fn guided_sequences_are_in_every_step_one_ahead_of_their_tokens() {
         let plain = ClientRequest { max_tokens: 20, ..ClientRequest::default() };
         let many: Vec<_> = (0..free).map(|_| rig.submit(plain.clone()).unwrap()).collect();
         assert!(rig.plan());
-        // As many steps as unguided ones need: in each, every sequence gets a token.
+        // As many steps as unguided sequences need: every sequence gets a token in each.
         for step in 1..20 {
             assert!(rig.plan(), "step {step} is in flight, and the next is planned");
             assert_eq!((masked(&rig), rig.plan.sequences.len()), (few.len(), few.len() + free));
@@ -199,7 +199,7 @@ fn a_step_whose_sequences_are_gone_gets_its_masks_all_the_same() {
     for (at, goes) in goes.into_iter().enumerate() {
         let mut rig = Rig::new(config());
         rig.ready(30);
-        // At the second one the first token ends it while the next step is under way.
+        // In the second case, the first token completes it while the next step is in progress.
         let over_in = at as u64;
         let guide = Some(Guidance { over_in, ..Guidance::default() });
         let id = rig.submit(ClientRequest { guide, ..guided(9) }).unwrap();
@@ -266,7 +266,7 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
     let message = "as it was told".to_owned();
     let error = Some(Some(EngineError::Guide { message }));
     assert_eq!(rig.requests[&fails].1.dropped, error);
-    // The same when it is found out later: by a sequence that runs, or by one that waits to run
+    // The same if this is found out later: by a running sequence, or by one that waits to run
     // again.
     for lost in [false, true] {
         let guide = Some(Guidance { fails_behind: Some(3), slow: true, ..Guidance::default() });
@@ -282,7 +282,7 @@ fn a_guide_that_gives_up_ends_its_own_request_alone() {
         assert_eq!(rig.requests[&fails].1.dropped, error);
     }
     assert_eq!(rig.requests[&goes_on].1.reasons, [Some(FinishReason::Length)]);
-    // Where the last token was accepted already, nothing is left to continue with.
+    // If the last token was already accepted, nothing is left to continue with.
     let guide = Some(Guidance { fails_behind: Some(3), ..Guidance::default() });
     let at_its_end = rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();
@@ -331,7 +331,7 @@ fn no_more_are_admitted_than_a_step_has_room_for_masks() {
     for id in ids {
         assert_eq!(rig.requests[&id].1.reasons, [Some(FinishReason::Length)]);
     }
-    // A mask that is too large by itself runs alone rather than never.
+    // A mask that is too large for any batch runs alone rather than never.
     let guide = Some(Guidance { mask_bytes: 17 << 20, ..Guidance::default() });
     rig.submit(ClientRequest { guide, ..guided(3) }).unwrap();
     rig.drain();

@@ -1,4 +1,4 @@
-//! The time it takes when many requests end at once; and readers that have stopped reading.
+//! The time taken when many requests end at once; and readers that have stopped reading.
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
 const CHOICES: u32 = 128;
-/// With a pass over the queue for each of 131,072 sequences it would take minutes.
+/// A pass over the queue for each of 131,072 sequences would take minutes.
 const MOMENT: Duration = Duration::from_secs(20);
 
 fn long_queue() -> SchedulerConfig {
@@ -76,7 +76,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     operation.submit(ms(1), other, EventSender::Local(slow), &mut sent);
     operation.ready(ms(1), Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
     let mut cancelled = None;
-    // A step every 4 s, as on a very slow machine: both requests last for two minutes.
+    // A step every 4 s, as on a very slow machine: both requests take two minutes.
     for at in (50..110_000).step_by(50).map(ms) {
         operation.tick(at, &mut sent);
         if at.as_millis().is_multiple_of(4_000)
@@ -102,7 +102,7 @@ fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     assert!(!slow_events.is_closed() && sent.ends.is_empty(), "{:?}", sent.ends);
 }
 
-/// A pass over the queue for each of them takes minutes.
+/// A pass over the queue for each client would take minutes.
 #[test]
 fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     const WAITING: u64 = 40_000;
@@ -123,7 +123,7 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     let began = Instant::now();
     (0..WAITING).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
     assert!(aborted() >= 4, "what runs is cancelled at once");
-    // Another replica does not go on with those that are about to be dropped.
+    // Another replica does not continue those that are about to be dropped.
     let moved = operation.share(secs(2), Surplus { most: 100, room: 1000 }, &mut sent);
     assert!(moved.is_empty(), "{}", moved.len());
     for at in 1..=20 {
@@ -134,14 +134,14 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     assert_eq!(aborted(), WAITING, "each once");
 }
 
-/// Looking for each among those handed over before takes minutes.
+/// Searching for each among those already handed over would take minutes.
 #[test]
 fn a_long_queue_is_handed_over_in_a_moment() {
     const WAITING: u64 = 60_000;
     let mut scheduler = Scheduler::new(long_queue()).unwrap();
     for id in 0..WAITING {
         let sampling = |choice| SamplingParams { choice, ..SamplingParams::greedy() };
-        // Every tenth has two choices.
+        // Every tenth request has two choices.
         let sampling = (0..1 + u32::from(id % 10 == 0)).map(sampling).collect();
         scheduler.submit(GenerateRequest { id: RequestId(id), sampling, ..request() }).unwrap();
     }
@@ -224,12 +224,12 @@ fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
     assert!(full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
     let apart: std::collections::BTreeSet<_> = full.iter().collect();
     assert!(apart.len() > 4, "they do not come again together: {full:?}");
-    // Those that waited leave: still nobody gets done with anything.
+    // Those that waited leave, but still nobody finishes anything.
     (0..4).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
     operation.tick(secs(2), &mut sent);
     let full = told(&mut operation, &mut sent, 2, 40..80);
     assert!(full.len() == 36 && full.iter().all(|wait| (45..=60).contains(wait)), "{full:?}");
-    // The next four run, and end in one second: so would four others.
+    // The next four run and end within one second: so would four others.
     operation.ready(secs(3), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
     (40..44).for_each(|id| operation.cancel(secs(3), RequestId(id), &mut sent));
     let full = told(&mut operation, &mut sent, 3, 80..120);

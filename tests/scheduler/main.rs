@@ -4,16 +4,16 @@
 //! - [`worker`]: applies plans exactly as the protocol says, and refuses any other
 //! - [`rig`]: scheduler, worker and clients, with named invariants checked after every event
 //! - [`agreement`]: what a replica does when its ranks report different things
-//! - [`frames`]: plans as they travel
+//! - [`frames`]: plans as sent
 //! - [`guided`]: a guide whose masks depend on every token, and how guided requests are handled
 //! - [`leaving`]: many requests that end at once, and readers that stop reading
 //! - [`masks`]: a mask that never comes
 //! - [`outgrowing`]: a KV cache that comes back smaller
 //! - [`placement`]: the cost of a large cluster
-//! - [`priorities`]: which request goes first, and which is put back
+//! - [`priorities`]: which request goes first, and which is preempted
 //! - [`random`]: random schedules
 //! - [`readiness`]: when a replica counts as ready
-//! - [`resuming`]: requests that go on from what another coordinator accepted
+//! - [`resuming`]: requests that continue from what another coordinator accepted
 //! - [`scenarios`]: the main cases, readable
 //! - [`swapping`]: sequences that go to host memory and come back
 //! - [`deadlines`]: steps that take much longer than such steps do

@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 
 use crate::agreement::{Sent, WORKERS, operation, request, result};
 
-/// Knows what may come first, and then nothing more.
+/// A guide that knows what may come first, and then never gets further.
 #[derive(Debug)]
 struct Stuck {
     first: TokenMask,
@@ -71,7 +71,7 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
             }
         }
         let ended = ended.unwrap_or_else(|| panic!("it waits for ever behind {knows} tokens"));
-        // Half as long as a step may take, because the step waits for it.
+        // Half of what a step may take, because the step waits for the mask.
         assert!((ms(4_500)..ms(5_000)).contains(&ended), "{ended:?} behind {knows} tokens");
         let tokens = std::iter::from_fn(|| other_events.try_recv().ok())
             .filter(|event| matches!(event, EngineEvent::Token { .. }));
@@ -80,7 +80,7 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
     }
 }
 
-/// Knows what may come next when it is asked for the fifth time.
+/// A guide that knows what may come next only when asked for the fifth time.
 #[derive(Debug)]
 struct Slow {
     next: TokenMask,
@@ -107,7 +107,7 @@ impl TokenGuide for Slow {
     }
 }
 
-/// Each mask comes, but late; at every look one is awaited.
+/// Each mask comes, but late; a mask is pending at every check.
 #[test]
 fn masks_that_come_late_end_nothing() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());

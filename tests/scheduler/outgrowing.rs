@@ -1,5 +1,5 @@
-//! A KV cache that comes back smaller: what was accepted moves to where there is room, or is told
-//! that there is none. It is never told that it asked for too much.
+//! A KV cache that comes back smaller: accepted requests move to where there is room, or are told
+//! that there is none, but never that they asked for too much.
 use std::time::Duration;
 
 use coordinator::cluster::orphanage::{Home, Orphanage};
@@ -15,11 +15,11 @@ use crate::agreement::{Sent, WORKERS, operation, request};
 
 const BLOCKS: u32 = 4;
 
-/// The events of a request that stays, and the replica that it is in.
+/// The events of a request that stays, and the replica that holds it.
 type Stays = (mpsc::Receiver<EngineEvent>, Operation);
 
-/// A replica has a request that needs all its blocks and one that needs one block, and comes back
-/// with half of its blocks. Returns what it gives up.
+/// A replica with a request that needs all its blocks and one that needs one block comes back with
+/// half of its blocks. Returns the requests that it gives up.
 fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
     let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
     let at = Duration::from_millis(1);
@@ -83,13 +83,13 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     let here = home(0, true, BLOCKS * 8);
     let (placed, _) = place(&[here, home(1, true, 8), home(2, false, BLOCKS * 16)]);
     assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
-    // A rank of the only one with room is silent: most silences end, and others have room later.
+    // The only replica with room has a silent rank: most silences end, and others have room later.
     let doubtful = |id, room| Home { doubtful: true, ..home(id, true, room) };
     let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, false, BLOCKS * 16)]);
     assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(1), 1));
     let (placed, _) = place(&[here, doubtful(1, BLOCKS * 16), home(2, true, BLOCKS * 16)]);
     assert_eq!((placed.homes[0].0, placed.homes.len()), (ReplicaId(2), 1));
-    // Nobody else has room, or had any.
+    // No other replica has room, or ever had.
     let (placed, _) = place(&[here, home(1, true, 8), home(2, false, 8)]);
     assert!(placed.homes.is_empty());
     assert_eq!((placed.outgrown.len(), placed.outgrown[0].1), (1, BLOCKS * 8));
@@ -121,7 +121,7 @@ fn a_replica_that_answers_no_more_leaves_nothing_behind() {
     assert_eq!(place(&mut orphanage).cancelled.len(), 1, "it was cancelled on its way");
     orphanage.expect(ReplicaId(0));
     assert_eq!(place(&mut orphanage).cancelled.len(), 1, "one more may be on its way");
-    // That replica's actor has panicked: a request that comes again under the same number is not
+    // That replica's actor has panicked: a request that comes again under the same id is not
     // cancelled for ever.
     orphanage.gone(ReplicaId(7));
     orphanage.expect(ReplicaId(0));

@@ -1,4 +1,4 @@
-//! The cost of the cluster, at a thousand workers, for the one thread that decides: a measurement.
+//! Measures what a thousand workers cost the one thread that decides for the cluster.
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -90,7 +90,7 @@ fn time_of_a_pass_over_a_thousand_workers() {
         }
         cluster.tick(now, &mut effects);
         effects.clear();
-        // A rank that keeps pace: this changes nothing and is looked at all the same.
+        // A rank that keeps pace: its report changes nothing, but is handled all the same.
         let (worker, epoch) = formed[0];
         let passes = 100;
         let began = Instant::now();

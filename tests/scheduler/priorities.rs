@@ -1,5 +1,5 @@
-//! Requests of different priority. The rig's invariants include that no request is overtaken by a
-//! less urgent one, and that the least urgent are preempted.
+//! Requests of different priority. The rig's invariants include that no less urgent request
+//! overtakes another, and that the least urgent are preempted.
 use coordinator::scheduler::SchedulerConfig;
 
 use crate::rig::{ClientRequest, Rig, sizes};
@@ -57,7 +57,7 @@ fn choices_of_a_request_stay_together() {
 
 #[test]
 fn out_of_blocks_the_least_urgent_waits_though_it_was_there_first() {
-    // Each needs six blocks at its end; there are ten.
+    // Each needs six blocks by its end; there are ten.
     let mut rig = rig(4, 10);
     let long = |name, priority| ClientRequest { max_tokens: 80, ..client(name, priority, 10) };
     let patient = rig.submit(long(10, 1)).unwrap();
@@ -79,7 +79,7 @@ fn out_of_blocks_the_least_urgent_waits_though_it_was_there_first() {
         }
     }
     assert!(rig.preemptions > 0 && first == Some(urgent), "{} {first:?}", rig.preemptions);
-    // Both have all their text; the rig has compared it.
+    // Both have their whole text; the rig has compared it.
     for id in [patient, urgent] {
         assert_eq!(rig.requests[&id].1.tokens[0].len(), 80);
     }
@@ -87,8 +87,8 @@ fn out_of_blocks_the_least_urgent_waits_though_it_was_there_first() {
 
 #[test]
 fn a_prompt_under_way_waits_for_blocks_of_less_urgent_ones_that_are_in_the_step() {
-    // The urgent one is admitted last, when there are just enough blocks for its prompt of three
-    // steps. In the middle of that, the other one, which decodes and is planned first, takes one
+    // The urgent one is admitted last, when there are just enough blocks for its prompt, which
+    // takes three steps. Meanwhile the other one, which decodes and is planned first, takes one
     // block.
     for before in 0..40 {
         let mut rig = rig(4, 9);

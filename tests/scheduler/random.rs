@@ -23,7 +23,7 @@ enum Event {
 
 fn request() -> impl Strategy<Value = ClientRequest> {
     (
-        // Many begin alike.
+        // Many prompts begin alike.
         (prop_oneof![Just(0u32), Just(30u32), 0u32..31], prop::collection::vec(0u32..50, 1..30))
             .prop_map(|(same, tail)| (0..same).chain(tail).collect::<Vec<u32>>()),
         prop_oneof![4 => Just(1u32), 1 => 2u32..4],
@@ -82,7 +82,7 @@ fn request() -> impl Strategy<Value = ClientRequest> {
         )
 }
 
-/// Several choices, one of which gives up at some time.
+/// Several choices, one of which gives up at some point.
 fn giving_up() -> impl Strategy<Value = ClientRequest> {
     let prompt = prop::collection::vec(0u32..50, 1..40);
     let (n, priority) = (2u32..4, -1i32..2);

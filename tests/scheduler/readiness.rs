@@ -12,7 +12,7 @@ use tokio::sync::mpsc;
 
 use crate::agreement::{Sent, WORKERS, limits, operation_of, request, result};
 
-/// In milliseconds: the canary is answered at 1,100, a prompt begins at 1,200; steps may take 9 s.
+/// Times in ms: the canary is answered at 1,100, a prompt begins at 1,200; a step may take 9 s.
 #[test]
 fn a_replica_is_ready_while_a_step_takes_long_and_no_longer_than_steps_may() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());

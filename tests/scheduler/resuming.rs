@@ -1,5 +1,5 @@
-//! Requests that go on from what another coordinator accepted of them. That their tokens are the
-//! same, with nothing lost or repeated, is among what random schedules check.
+//! Requests that continue from what another coordinator accepted. The random schedules check that
+//! their tokens are the same, with nothing lost or repeated.
 use std::time::Duration;
 
 use coordinator::engine::{
@@ -22,7 +22,7 @@ fn hub() -> Hub {
     Hub::new(Incarnation(1), shared::metrics::Limits::default())
 }
 
-/// A request of whose choices so many tokens were accepted, and how those end them.
+/// A request with so many accepted tokens per choice, and how they end the choice, if they do.
 fn resumed(id: u32, choices: &[(usize, Option<FinishReason>)]) -> GenerateRequest {
     let sampling = (0..).zip(choices);
     let sampling =
@@ -99,7 +99,7 @@ fn a_choice_whose_end_was_not_heard_ends_at_once_and_the_others_go_on() {
     assert_eq!((&*plan.admitted[0].tokens, plan.admitted[0].num_prompt), (&[5, 5, 5, 7, 7][..], 3));
     operation.step_done(NOW, WORKERS[0], result(&plan, 0), &mut sent);
     assert_eq!(events(&mut client), [EngineEvent::Token { choice: 0, token: 7, logprobs: None }]);
-    // What this one accepted is counted, and not what the other had.
+    // Only what this coordinator accepted is counted, not what the other one had.
     let merged = hub.merged();
     let tokens = [PROMPT_TOKENS, GENERATION_TOKENS, TOKENS_RECOMPUTED];
     let tokens = tokens.map(|name| merged.counter_sum(name));

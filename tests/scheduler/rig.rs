@@ -14,7 +14,7 @@ use crate::frames::travels;
 use crate::guided::{Guidance, TestGuide, Woken, known};
 use crate::worker::{FakeWorker, adapter_of, next_token};
 
-/// Sizes of a small replica; tests change those that they are about.
+/// Limits of a small replica; tests change those that they are about.
 pub(crate) fn sizes() -> SchedulerConfig {
     SchedulerConfig {
         block_size: 16,
@@ -29,7 +29,7 @@ pub(crate) fn sizes() -> SchedulerConfig {
     }
 }
 
-/// A request as its client sees it.
+/// A request as seen by its client.
 #[derive(Clone, Debug)]
 pub(crate) struct ClientRequest {
     pub(crate) prompt: Vec<u32>,
@@ -67,7 +67,7 @@ impl Default for ClientRequest {
 }
 
 impl ClientRequest {
-    /// `guide`, for this choice.
+    /// `guide` for this choice.
     fn guide_of(&self, choice: u32) -> Option<Box<dyn TokenGuide>> {
         let mut client = self.clone();
         if let Some(guide) = &mut client.guide
@@ -110,10 +110,10 @@ pub(crate) struct Rig {
     pub(crate) scheduler: Scheduler,
     pub(crate) worker: Option<FakeWorker>,
     pub(crate) epoch: u64,
-    /// Plans that the worker has, the oldest first, and the masks that have come for them.
+    /// Plans that the worker has received, oldest first, with the masks that have come for them.
     planned: VecDeque<(StepPlan, Option<StepMasks>)>,
-    /// Its answers that are on their way: outputs, and how many tokens were drafted for each
-    /// sequence that asked.
+    /// Its answers in transit: outputs, and how many tokens were drafted for each sequence that
+    /// asked.
     in_flight: VecDeque<(StepId, Vec<SequenceOutput>, Vec<u32>)>,
     pub(crate) requests: BTreeMap<RequestId, (ClientRequest, Got)>,
     stop_tokens: BTreeMap<SeqId, u32>,
@@ -123,13 +123,13 @@ pub(crate) struct Rig {
     woken: Arc<Woken>,
     pub(crate) totals: StepSummary,
     pub(crate) preemptions: u32,
-    /// Of these, those that went to host memory; and the blocks that went there and came back,
+    /// How many of these went to host memory, and the blocks that went there and came back,
     /// according to effects.
     pub(crate) swaps: u32,
     pub(crate) moved: (u32, u32),
-    /// Blocks of host memory that replicas have from now on.
+    /// Number of blocks in host memory that replicas have from now on.
     pub(crate) host_blocks: u32,
-    /// Tokens drafted, and those of them accepted.
+    /// Numbers of tokens drafted, and of those accepted.
     pub(crate) drafted: (u32, u32),
     /// Requests with an admitted sequence, according to effects.
     running: BTreeSet<RequestId>,
@@ -170,7 +170,7 @@ impl Rig {
         self.worker = Some(FakeWorker::new(self.config, num_blocks, self.host_blocks));
         let (epoch, host_blocks) = (Epoch(self.epoch), self.host_blocks);
         self.scheduler.replica_ready(epoch, num_blocks, host_blocks, &mut self.effects);
-        // The epoch before, if it still existed, is over.
+        // The previous epoch, if it still existed, has ended.
         self.running.clear();
         self.settle();
     }
@@ -189,8 +189,8 @@ impl Rig {
         self.settle();
     }
 
-    /// The replica breaks. Another one, which has served other requests before, continues with what
-    /// it held.
+    /// The replica breaks. Another one, which has served other requests before, continues its
+    /// requests.
     pub(crate) fn move_on(&mut self) {
         self.lost();
         let other = Scheduler::new(self.config).unwrap();
@@ -233,8 +233,8 @@ impl Rig {
         self.settle();
     }
 
-    /// The coordinator dies. Another one, which has no replica yet, is asked to go on with what
-    /// clients have of their requests.
+    /// The coordinator dies. Another one, which has no replica yet, is asked to continue from what
+    /// clients have received.
     pub(crate) fn lead_anew(&mut self) {
         self.worker = None;
         self.planned.clear();
@@ -289,7 +289,7 @@ impl Rig {
         self.settle();
     }
 
-    /// Plans one step and lets the worker run it; the answer waits to be delivered.
+    /// Plans one step and lets the worker run it; the answer waits for delivery.
     pub(crate) fn plan(&mut self) -> bool {
         let mut plan = std::mem::take(&mut self.plan);
         let planned = self.scheduler.plan(&mut plan, &mut self.effects);
@@ -302,7 +302,7 @@ impl Rig {
         planned
     }
 
-    /// Sends masks that are known, as the shell does after every event.
+    /// Sends the masks that are known, as the shell does after every event.
     pub(crate) fn send_masks(&mut self) {
         let mut masks = StepMasks::default();
         while self.scheduler.masks(&mut masks, &mut self.effects) {
@@ -336,7 +336,7 @@ impl Rig {
         self.planned.push_back((self.plan.clone(), None));
     }
 
-    /// The worker runs the plans of which it has everything.
+    /// Lets the worker run the plans for which it has everything.
     fn run_plans(&mut self) {
         let has_all = |(plan, masks): &mut (StepPlan, Option<StepMasks>)| {
             masks.is_some() || !plan.sequences.iter().any(|entry| entry.masked)
@@ -348,8 +348,8 @@ impl Rig {
         }
     }
 
-    /// The worker answers a step that waits for masks before they come, right after it has answered
-    /// the one before: each sequence gets this token.
+    /// Lets the worker answer a step before its masks come, right after the previous step: each
+    /// sequence gets this token.
     pub(crate) fn rush(&mut self, tokens: &[u32]) {
         let (before, outputs, drafted) = self.in_flight.pop_front().unwrap();
         let epoch = Epoch(self.epoch);
@@ -370,17 +370,17 @@ impl Rig {
         assert!(self.deliver());
     }
 
-    /// Whether a guide has woken the scheduler's shell since this was last asked.
+    /// Whether a guide has woken the scheduler's shell since the last call.
     pub(crate) fn was_woken(&self) -> bool {
         self.woken.take()
     }
 
-    /// Changes the oldest answer on its way.
+    /// Changes the oldest answer in transit.
     pub(crate) fn tamper(&mut self, change: impl FnOnce(&mut Vec<SequenceOutput>)) {
         change(&mut self.in_flight.front_mut().unwrap().1);
     }
 
-    /// Delivers the oldest answer.
+    /// Delivers the oldest answer in transit.
     pub(crate) fn deliver(&mut self) -> bool {
         let Some((step, outputs, drafted)) = self.in_flight.pop_front() else { return false };
         let stops = &self.stop_tokens;
@@ -393,7 +393,7 @@ impl Rig {
         true
     }
 
-    /// Takes all effects and checks the invariants.
+    /// Handles all effects and checks the invariants.
     fn settle(&mut self) {
         for effect in std::mem::take(&mut self.effects) {
             self.take(effect);
@@ -512,8 +512,8 @@ impl Rig {
         }
     }
 
-    /// Runs to the end, with answers that come late, ranks that are lost and moves to another
-    /// replica, each of which has `num_blocks`; `before` each step something may be set.
+    /// Runs to the end, with late answers, lost ranks and moves to other replicas, each of which
+    /// has `num_blocks` blocks; `before` runs before each step.
     pub(crate) fn disturbed(&mut self, num_blocks: u32, mut before: impl FnMut(&mut Self)) {
         for at in 0..400 {
             before(self);
@@ -533,7 +533,7 @@ impl Rig {
         self.drain();
     }
 
-    /// Runs until nothing is left to do; everything must finish within a bound of steps.
+    /// Runs until nothing is left to do; everything must finish within a bound on steps.
     pub(crate) fn drain(&mut self) {
         for _ in 0..20_000 {
             let planned = self.plan();
@@ -555,7 +555,7 @@ impl Rig {
     }
 }
 
-/// As a client asks for it who has this of it.
+/// The request with which a client that has received this asks to continue.
 fn resumed(mut request: GenerateRequest, got: &Got) -> GenerateRequest {
     if got.prompt_logprobs.is_some() {
         request.sampling.iter_mut().for_each(|sampling| sampling.prompt_logprobs = None);
@@ -586,7 +586,7 @@ fn resumed(mut request: GenerateRequest, got: &Got) -> GenerateRequest {
     GenerateRequest { resumed: Some(Box::new(resumed)), ..request }
 }
 
-/// A client's request, before anything is accepted of it.
+/// A client's request, before any token is accepted.
 fn asked(id: RequestId, client: &ClientRequest) -> GenerateRequest {
     let sampling = |choice| SamplingParams {
         choice,

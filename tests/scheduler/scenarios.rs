@@ -1,4 +1,4 @@
-//! The main cases, readable.
+//! The main cases, in readable form.
 use std::time::Instant;
 
 use coordinator::engine::{EngineError, FinishReason};
@@ -83,7 +83,7 @@ fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
     let mut rig = ready();
     let ends = rig.submit(prompt(4)).unwrap();
     let others = [rig.submit(prompt(5)).unwrap(), rig.submit(prompt(6)).unwrap()];
-    // Together at first: which one is the cause is unknown.
+    // Run together at first: it is unknown which one is the cause.
     begin(&mut rig);
     assert!(rig.plan.sequences.len() + rig.plan.admitted.len() > 0);
     rig.lost();
@@ -105,7 +105,7 @@ fn a_request_that_ends_epochs_is_tried_alone_and_then_given_up() {
 #[test]
 fn what_ends_epochs_late_in_its_prompt_is_given_up_too() {
     let mut rig = ready();
-    // Its first shares are computed again and again, which is no progress.
+    // Its first shares are computed again and again, which is not progress.
     let ends = rig.submit(prompt(90)).unwrap();
     for epoch in 0..4 {
         assert!(rig.requests[&ends].1.dropped.is_none(), "epoch {epoch}");
@@ -250,8 +250,8 @@ fn refusals_name_the_bound() {
     assert_eq!(error, EngineError::QueueFull { queued: 3, max: 3, retry_after_s: 1 });
 }
 
-/// A request without a bound gets what the cache has room for, wherever it runs, and ends as one
-/// that reached its bound.
+/// A request without a bound gets what the cache has room for, wherever it runs, and ends as if it
+/// had reached its bound.
 #[test]
 fn without_a_bound_the_cache_is_the_bound() {
     let open = ClientRequest { max_tokens: 900, open_ended: true, ..prompt(40) };
@@ -261,12 +261,12 @@ fn without_a_bound_the_cache_is_the_bound() {
         assert_eq!(got.reasons, [Some(FinishReason::Length)]);
         assert_eq!(got.tokens[0].len(), room - 40);
     };
-    // 8 blocks of 16.
+    // 8 blocks of 16 tokens.
     let mut rig = Rig::new(config());
     rig.ready(8);
     let id = rig.submit(open.clone()).unwrap();
     ends_at(&mut rig, id, 128);
-    // Accepted before it is known how many blocks there are.
+    // Accepted before the number of blocks is known.
     let mut rig = Rig::new(config());
     let id = rig.submit(open.clone()).unwrap();
     rig.ready(8);
@@ -281,7 +281,7 @@ fn without_a_bound_the_cache_is_the_bound() {
     rig.lost();
     rig.ready(8);
     ends_at(&mut rig, id, 128);
-    // If it has more tokens already than the smaller cache holds, it ends with those: in the
+    // If it already has more tokens than the smaller cache holds, it ends with those: in the
     // replica that comes back smaller, and in another one that continues it.
     for moves in [false, true] {
         let mut rig = ready();
@@ -300,7 +300,7 @@ fn without_a_bound_the_cache_is_the_bound() {
         }
         ends_at(&mut rig, id, 40 + got);
     }
-    // Where not even its prompt fits, it is refused.
+    // If not even its prompt fits, it is refused.
     let mut rig = Rig::new(config());
     rig.ready(2);
     let error = rig.submit(open).unwrap_err();
@@ -377,8 +377,8 @@ fn an_embedding_is_a_prompt_that_is_computed_and_is_no_token() {
     for pooling in [Pooling::Last, Pooling::First, Pooling::Mean] {
         let mut rig = ready();
         let client = ClientRequest { max_tokens: 0, pooling: Some(pooling), ..prompt(70) };
-        // The rig compares the vector with what the model makes of the whole prompt; the second of
-        // them may begin behind blocks of the first.
+        // The rig compares the vector with the model's for the whole prompt; the second request may
+        // begin after blocks of the first.
         let ids = [rig.submit(client.clone()).unwrap(), {
             rig.drain();
             rig.submit(client).unwrap()
@@ -436,7 +436,7 @@ fn time_of_a_plan_before_a_long_prompt_that_waits() {
         max_queued_requests: 100,
         ..config()
     });
-    // The prompt's blocks are kept; others take what is left, and it waits for a few blocks.
+    // The prompt's blocks are kept; others take the rest, and it waits for a few blocks.
     rig.ready(8400);
     let long = ClientRequest { max_tokens: 1, seed: 1, ..prompt(131_000) };
     rig.submit(long.clone()).unwrap();

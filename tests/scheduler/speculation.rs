@@ -1,4 +1,4 @@
-//! Sequences that repeat themselves, and what the scheduler does with their drafts.
+//! Sequences that repeat themselves, and how the scheduler handles their drafts.
 use std::time::Duration;
 
 use coordinator::engine::{EngineError, EventSender, FinishReason, GenerateRequest};
@@ -33,7 +33,7 @@ fn config() -> SchedulerConfig {
     }
 }
 
-/// A text that repeats itself: its seed is divisible by 3.
+/// A request whose text repeats itself: its seed is divisible by 3.
 fn repetitive(max_tokens: u32) -> ClientRequest {
     ClientRequest {
         seed: 3,
@@ -43,7 +43,7 @@ fn repetitive(max_tokens: u32) -> ClientRequest {
     }
 }
 
-/// A text that does not repeat itself.
+/// A request whose text does not repeat itself.
 fn plain(max_tokens: u32) -> ClientRequest {
     ClientRequest { seed: 1, prompt: vec![7, 8, 9], max_tokens, ..ClientRequest::default() }
 }
@@ -108,7 +108,7 @@ fn no_draft_reaches_beyond_the_last_token_or_the_longest_sequence() {
     for (max_tokens, max_model_len) in [(1, 400), (2, 400), (3, 400), (7, 400), (90, 32), (90, 33)]
     {
         let mut rig = Rig::new(SchedulerConfig { max_model_len, ..config() });
-        // As many blocks as the longest sequence has: the worker takes no more.
+        // As many blocks as the longest sequence needs: the worker takes no more.
         rig.ready(max_model_len.min(8 + max_tokens).div_ceil(16));
         let id = rig.submit(repetitive(max_tokens)).unwrap();
         rig.drain();
@@ -176,8 +176,8 @@ fn nothing_is_drafted_where_more_sequences_run_than_were_said() {
 
 #[test]
 fn drafts_take_what_is_left_of_rows_and_budget() {
-    // There are 8 rows: 6 sequences leave 2 free, and one more where a sequence waits. Of 10 tokens
-    // a prompt takes what is left.
+    // There are 8 rows: 6 sequences leave 2 free, and one more if a sequence waits. A prompt takes
+    // what is left of the 10 tokens.
     let mut rig = Rig::new(SchedulerConfig { max_num_batched_tokens: 10, ..config() });
     rig.ready(60);
     for _ in 0..6 {
@@ -195,7 +195,7 @@ fn drafts_take_what_is_left_of_rows_and_budget() {
     rig.drain();
 }
 
-/// A sequence that waits to draft and then cannot runs only in every other step.
+/// A sequence that waits to draft and then cannot would run only in every other step.
 #[test]
 fn nobody_waits_to_draft_where_no_row_is_left() {
     let steps = |speculation| {
@@ -204,7 +204,7 @@ fn nobody_waits_to_draft_where_no_row_is_left() {
         for _ in 0..8 {
             rig.submit(repetitive(100)).unwrap();
         }
-        // 8 tokens of each prompt: one step for all.
+        // 8 tokens per prompt: one step for all.
         loop {
             if rig.plan() {
                 assert_eq!(entries(&rig).len(), 8, "each is in every step");
@@ -226,7 +226,7 @@ fn the_most_urgent_draft_where_few_rows_are_left_and_others_do_not_wait() {
         for _ in 0..6 {
             rig.submit(repetitive(100)).unwrap();
         }
-        // Two rows belong to one sequence; another one's answer may be awaited.
+        // Two rows belong to one sequence; another one's answer may be pending.
         loop {
             if rig.plan() {
                 let all = rig.scheduler.gauges().in_flight == 6;
@@ -274,7 +274,7 @@ fn nobody_waits_to_draft_while_prompts_take_the_whole_step() {
         let (missed, planned, over, all) = steps(config().speculation, waits);
         let (_, _, over_without, all_without) = steps(None, waits);
         assert!(planned > 40, "{planned}");
-        // Before the prompt comes, and with the room behind its last part, they may wait.
+        // Before the prompt comes, and with the room left after its last part, they may wait.
         assert!(missed <= 6, "{missed} of {planned} steps");
         assert!(over <= over_without + 2 && all <= all_without + 2, "{over} {all}");
     }
@@ -325,8 +325,8 @@ fn prompts_and_embeddings_are_rows_as_drafts_are() {
 #[test]
 fn no_block_is_taken_for_a_draft_that_another_may_need() {
     let mut rig = Rig::new(config());
-    // Two sequences of 8 + 8 tokens have a block each, and the next token of each needs another. Of
-    // 3 blocks the free one is kept for that.
+    // Two sequences of 8 + 8 tokens have a block each, and each needs another for its next token.
+    // Of 3 blocks, the free one is kept for that.
     rig.ready(3);
     rig.submit(repetitive(24)).unwrap();
     rig.submit(repetitive(24)).unwrap();
@@ -362,7 +362,7 @@ fn drafts_survive_preemption_loss_and_a_move_of_their_sequence() {
     assert!(rig.preemptions > 0 && rig.drafted.1 > 20, "{} {:?}", rig.preemptions, rig.drafted);
 }
 
-/// Wrong answers of a rank.
+/// Wrong answers from a rank.
 #[test]
 fn more_than_was_verified_is_not_believed() {
     let output = |position: u32, token: u32| SequenceOutput {
@@ -375,7 +375,7 @@ fn more_than_was_verified_is_not_believed() {
         corrupted: false,
         embedding: Vec::new(),
     };
-    // For drafts 4 0 1 2 behind 3: what comes, and how many tokens are believed, if the answer is.
+    // For drafts 4 0 1 2 after 3: the answer, and how many tokens are believed, if it is accepted.
     type Case = (&'static [(u32, u32)], Option<usize>);
     let cases: [Case; 7] = [
         (&[(9, 4), (10, 0), (11, 1), (12, 2), (13, 3)], Some(5)),
@@ -426,8 +426,8 @@ fn more_than_was_verified_is_not_believed() {
     }
 }
 
-/// A draft's tokens come at once: the time since the token before is shared by them all, as for a
-/// client that counts.
+/// The tokens of a draft arrive at once and share the time since the previous token, as a client
+/// would measure it.
 #[test]
 fn a_drafts_tokens_share_the_time_they_took() {
     let hub = Hub::new(Incarnation(1), Limits::default());
@@ -460,7 +460,7 @@ fn a_drafts_tokens_share_the_time_they_took() {
         assert!(driver.next_plan(now, &mut plan));
         let drafted: Vec<usize> = plan.sequences.iter().map(|entry| entry.drafts.len()).collect();
         assert_eq!(drafted, drafts);
-        // All drafts are right, and the sequences go on.
+        // All drafts are right, and the sequences continue.
         let rows = plan.sequences.iter().flat_map(|entry| {
             let first = entry.start + entry.count - entry.drafts.len() as u32;
             (first..=entry.start + entry.count).map(|position| (entry.seq, position))
@@ -491,8 +491,8 @@ fn a_drafts_tokens_share_the_time_they_took() {
     assert_eq!(buckets.copied().collect::<Vec<_>>(), [5, 3], "{between:?}");
 }
 
-/// Other requests find a block only when all of its tokens are accepted: the KV cache is as it
-/// would be without drafts.
+/// Other requests find a block only once all of its tokens are accepted, as if there were no
+/// drafts.
 #[test]
 fn blocks_of_drafts_are_nobody_elses() {
     let mut rig = Rig::new(config());
@@ -506,7 +506,7 @@ fn blocks_of_drafts_are_nobody_elses() {
     }
     assert!(rig.plan() && rig.deliver() && rig.plan());
     assert_eq!(entries(&rig)[0].drafts.len(), 4);
-    // Another prompt, which begins with what the draft says, shares nothing yet.
+    // Another prompt that begins with what the draft predicts shares nothing yet.
     let alike: Vec<u32> = (0..20).map(|at| at % 5).collect();
     rig.submit(ClientRequest { prompt: alike, ..repetitive(2) }).unwrap();
     assert!(rig.plan());

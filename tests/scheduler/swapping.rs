@@ -13,7 +13,7 @@ fn rig(blocks: u32, host: u32) -> Rig {
     rig
 }
 
-/// Different tokens for each seed, so that no block is shared.
+/// A prompt with different tokens for each seed, so that no block is shared.
 fn prompt(len: u32, seed: u32) -> ClientRequest {
     ClientRequest {
         prompt: (0..len).map(|i| (i + 7 * seed) % 50).collect(),
@@ -113,7 +113,7 @@ fn with_its_epoch_host_memory_is_gone_and_everybody_waits() {
 
 #[test]
 fn a_token_in_flight_may_end_the_one_that_left() {
-    // Its last token is on the way when its block is needed: 30 + 18 tokens fill three blocks.
+    // Its last token is in transit when its block is needed: 30 + 18 tokens fill three blocks.
     for max_tokens in 1..24 {
         let mut rig = rig(5, 20);
         rig.submit(ClientRequest { max_tokens: 40, ..prompt(30, 0) }).unwrap();
@@ -157,8 +157,8 @@ fn choices_of_one_request_are_told_apart() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Loads beyond what the cache holds, with host memory of every size. All end, within the bound
-    /// of steps in `drain`, with the tokens that the rig knows to be right.
+    /// Loads beyond what the cache holds, with every size of host memory. All end, within the bound
+    /// on steps in `drain`, with the tokens that the rig knows to be right.
     #[test]
     fn everybody_gets_on_whatever_the_sizes(
         blocks in 7u32..14,

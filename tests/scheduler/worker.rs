@@ -9,8 +9,8 @@ use shared::wire::frame::BODY_MAX;
 
 use crate::guided::VOCABULARY;
 
-/// The token that follows `tokens`: depends on seed, choice and everything before, and is one of
-/// those allowed.
+/// Returns the token that follows `tokens`: it depends on seed, choice and all previous tokens, and
+/// is one of those allowed.
 pub(crate) fn next_token(
     sampling: &SamplingParams,
     tokens: &[u32],
@@ -20,7 +20,7 @@ pub(crate) fn next_token(
     for token in tokens {
         hash = (hash ^ u64::from(*token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23);
     }
-    // Every third text repeats itself, with an interruption now and then.
+    // Every third text repeats itself, with an occasional interruption.
     if sampling.seed.is_multiple_of(3) && !(hash >> 11).is_multiple_of(16) {
         let next = tokens.last().map_or(0, |last| (last + 1) % 5);
         if allowed.is_none_or(|mask| mask.allows(next)) {
@@ -33,7 +33,7 @@ pub(crate) fn next_token(
     allowed[(hash >> 33) as usize % allowed.len()]
 }
 
-/// The adapter of a request with this seed: of large seeds, every other has one of two.
+/// Returns the adapter of a request with this seed: half of the large seeds have one of two.
 pub(crate) fn adapter_of(seed: u64) -> u32 {
     if seed >> 20 & 1 == 1 { 1 + (seed >> 21 & 1) as u32 } else { 0 }
 }
@@ -46,11 +46,11 @@ struct Known {
     sampling: SamplingParams,
     blocks: Vec<u32>,
     computed: u32,
-    /// Its blocks in host memory, while they are there.
+    /// Its blocks in host memory while it is swapped out.
     host: Option<Vec<u32>>,
 }
 
-/// What the ranks of a replica know.
+/// The state of a replica's ranks.
 #[derive(Debug)]
 pub(crate) struct FakeWorker {
     config: SchedulerConfig,
@@ -58,34 +58,34 @@ pub(crate) struct FakeWorker {
     known: BTreeMap<SeqId, Known>,
     /// What each place of the KV cache holds: a hash of the token there and all before it.
     cache: Vec<u64>,
-    /// Like `cache`, in host memory; and the blocks of it that are in use.
+    /// Like `cache`, in host memory; and which of its blocks are in use.
     host: Vec<u64>,
     host_held: Vec<bool>,
     last_step: u64,
-    /// Blocks copied out and in.
+    /// Numbers of blocks copied out and in.
     pub(crate) swapped: (u32, u32),
     /// What its draft model knows.
     pub(crate) skill: Skill,
-    /// Tokens drafted for each share of the last plan that asked for some.
+    /// Number of tokens drafted for each share of the last plan that asked for some.
     pub(crate) drafted: Vec<u32>,
 }
 
-/// What a draft model knows about the tokens to come.
+/// How well a draft model predicts tokens.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) enum Skill {
-    /// Mostly all of it; sometimes it drafts fewer tokens than it may, or none.
+    /// Mostly right; sometimes it drafts fewer tokens than it may, or none.
     #[default]
     Some,
-    /// All of it.
+    /// Always right.
     All,
-    /// Nothing.
+    /// Never right.
     Nothing,
     /// It never catches up.
     Behind,
 }
 
 impl Skill {
-    /// What it drafts for a sequence with these tokens.
+    /// Returns its drafts for a sequence with these tokens.
     fn drafts(self, sampling: &SamplingParams, tokens: &[u32], most: u32) -> Vec<u32> {
         let mut text = tokens.to_vec();
         let hash = tokens.iter().fold(sampling.seed, |hash, token| extend(hash, *token)) >> 20;
@@ -107,7 +107,7 @@ impl Skill {
     }
 }
 
-/// What the cache holds after `before` and one more token.
+/// Returns what the cache holds after `before` and one more token.
 fn extend(before: u64, token: u32) -> u64 {
     (before ^ u64::from(token)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(23) | 1
 }
@@ -132,7 +132,7 @@ impl FakeWorker {
         }
     }
 
-    /// Copies what the plan says, out before in.
+    /// Copies the plan's blocks, out before in.
     fn swap(&mut self, plan: &StepPlan) {
         let size = self.config.block_size as usize;
         let place = |block: u32| block as usize * size..(block as usize + 1) * size;
@@ -169,7 +169,7 @@ impl FakeWorker {
         }
     }
 
-    /// Runs a plan with these masks for its masked sequences; panics when it cannot be run
+    /// Runs a plan, with these masks for its masked sequences; panics if it cannot be run
     /// (`plan_is_runnable`).
     pub(crate) fn run(
         &mut self,
@@ -218,7 +218,7 @@ impl FakeWorker {
                 drafted.drafts = drafts.into();
             }
             let entry = &drafted;
-            // The first share may begin behind what the cache already has.
+            // The first share may begin after what the cache already holds.
             assert!(known.host.is_none(), "{} is in host memory", entry.seq);
             if known.computed == 0 && entry.start > 0 {
                 assert!(self.config.prefix_caching && entry.start % self.config.block_size == 0);
@@ -272,8 +272,8 @@ impl FakeWorker {
         assert_eq!(seqs.len(), plan.sequences.len(), "a sequence occurs once");
     }
 
-    /// Every sequence that the worker has not been told to forget finds its own values in the
-    /// cache: blocks are shared only where they hold the same.
+    /// Checks that every sequence that the worker still knows finds its own values in the cache:
+    /// blocks may be shared only if they hold the same.
     fn cache_holds_what_it_shall(&self) {
         let size = self.config.block_size as usize;
         for (seq, known) in self.known.iter().filter(|(_, known)| known.host.is_none()) {
@@ -289,7 +289,8 @@ impl FakeWorker {
     }
 }
 
-/// The tokens of a share with drafts that count: up to the first that differs from its draft.
+/// Returns the tokens of a share with drafts that count: up to the first that differs from its
+/// draft.
 fn verified(known: &mut Known, entry: &SequenceStep) -> Vec<SequenceOutput> {
     if entry.drafts.is_empty() {
         return Vec::new();

@@ -26,13 +26,13 @@ use crate::world::World;
 /// What the checks remember about workers.
 #[derive(Default)]
 pub(crate) struct Checks {
-    /// Steps that each report of a process run counts, by the report's sequence number.
+    /// Number of steps that each report of a process run counts, by the report's sequence number.
     pub(crate) reported: BTreeMap<(WorkerId, u64, u64), u64>,
-    /// By slot: from when and until when it is slow.
+    /// By slot: when its slowness begins and ends.
     slow: BTreeMap<usize, (Time, Time)>,
 }
 
-/// What they remember about a coordinator.
+/// What the checks remember about a coordinator.
 #[derive(Clone, Default)]
 pub(crate) struct LifeChecks {
     /// The newest report of each process run that was delivered.
@@ -131,7 +131,7 @@ impl World {
         self.coordinator.checks.plans.insert(replica, (plan.epoch, plan.step.0));
     }
 
-    /// It sends masks only for steps that it has sent, step by step.
+    /// A replica sends masks only for steps that it has sent, step by step.
     fn check_masks(&mut self, replica: ReplicaId, masks: &StepMasks) {
         let checks = &mut self.coordinator.checks;
         let own = (masks.epoch, masks.step.0);
@@ -160,7 +160,7 @@ impl World {
             same(reason.as_str(), got, expected);
         }
         for reason in RejectReason::ALL {
-            // Front ends count full queues, and there are none here.
+            // Front ends count full queues, and there are none in the simulation.
             let told = tally.rejected.get(reason).copied().unwrap_or_default();
             let expected = if *reason == RejectReason::QueueFull { 0 } else { told };
             let got = merged.counter_sum_of(REQUESTS_REJECTED, *reason);
@@ -212,7 +212,8 @@ impl World {
         {
             wrong.push(format!("{accepted} of {drafted} tokens of {drafts} drafts emit {emitted}"));
         }
-        // Sequences that were admitted before are not looked up again, but may find something.
+        // Sequences that were admitted before are not looked up again, but may still find
+        // something.
         if found > looked_up || found > cached {
             wrong.push(format!("{found} of {looked_up} tokens found in the cache, {cached} used"));
         }
@@ -313,7 +314,7 @@ impl World {
         }
     }
 
-    /// Nothing that has to be noticed goes unnoticed.
+    /// Checks that everything that must be noticed is noticed in time.
     fn check_bounds(&mut self) {
         self.check_paces();
         if !self.is_awake() {
@@ -343,7 +344,7 @@ impl World {
         }
     }
 
-    /// What holds at the end of a run without open faults.
+    /// Checks what must hold at the end of a run without open faults.
     pub(crate) fn check_end(&mut self) {
         let now = self.time();
         for (id, running) in &self.coordinator.replicas {

@@ -1,4 +1,4 @@
-//! The clients: what they were promised and what they got.
+//! The clients: what they were promised, and what they got.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -42,9 +42,9 @@ impl StopCheck for Watch {
 pub(crate) enum State {
     /// Not submitted yet.
     Coming,
-    /// On its way to a replica.
+    /// Submitted to a replica, but not accepted yet.
     Submitted,
-    /// Accepted and not ended.
+    /// Accepted, and not ended.
     Live,
     Rejected,
     /// The coordinator that had it is gone, which ended the connection; or there was no
@@ -66,7 +66,7 @@ struct Open {
     /// The coordinator that has or had it.
     life: Option<Life>,
     replica: Option<ReplicaId>,
-    /// Since when it has been waiting for any replica to serve, if it is.
+    /// Since when it has waited for a replica that can serve, if it waits.
     waits_since: Option<Time>,
     /// How many tokens of each choice were accepted when an epoch that ran it ended.
     lost_at: Vec<Vec<usize>>,
@@ -184,7 +184,7 @@ impl Clients {
         self.at.entry((life, to)).or_default().extend(indices);
     }
 
-    /// A request that has not ended, if there is one.
+    /// Returns a request that has not ended, if there is one.
     pub(crate) fn hung(&self) -> Option<String> {
         let ended =
             |open: &Open| matches!(open.state, State::Rejected | State::Lost | State::Ended(_));
@@ -193,14 +193,14 @@ impl Clients {
         Some(format!("req-{index} at {:?} ({:?})", open.replica, open.state))
     }
 
-    /// Whether its client is one that will cancel but has not yet.
+    /// Whether its client will cancel but has not done so yet.
     pub(crate) fn would_cancel(&self, index: usize) -> bool {
         let open = &self.open[index];
         let leaves = open.client.leaves.is_some_and(|(_, leaving)| leaving == Leaving::Cancels);
         leaves && open.left.is_none()
     }
 
-    /// A request that is still held long after its client left, if there is one.
+    /// Returns a request that is still held long after its client left, if there is one.
     pub(crate) fn unnoticed(&self, life: Life, now: Time) -> Option<usize> {
         let held = |open: &Open| {
             open.life == Some(life)
@@ -261,8 +261,8 @@ impl Open {
         log.iter().map(Vec::len).collect()
     }
 
-    /// Whether so many epochs in a row ended without a token of one choice that it counts as the
-    /// cause.
+    /// Whether so many epochs in a row ended without progress of one choice that the request counts
+    /// as the cause.
     fn is_suspect(&self) -> bool {
         let stuck = |(choice, accepted): (usize, usize)| {
             let lost = self.lost_at.iter().rev();
@@ -289,7 +289,7 @@ impl Open {
             if !text.starts_with(&log[choice]) {
                 return Err(format!("choice {choice} is {:?}, not {text:?}", log[choice]));
             }
-            // What was on its way when the coordinator was lost did not arrive.
+            // Events that were in transit when the coordinator was lost did not arrive.
             if !lost && self.left != Some(Leaving::Drops) && self.got[choice] != log[choice] {
                 let (got, log) = (&self.got[choice], &log[choice]);
                 return Err(format!("choice {choice}: the client got {got:?} of {log:?}"));
@@ -383,7 +383,7 @@ impl World {
         let is_suspect = open.is_suspect();
         let Some(events) = &mut open.events else { return Ok(false) };
         if submitted && open.state == State::Submitted {
-            // A refusal comes at once, or never.
+            // A refusal comes at once or never.
             match events.try_recv() {
                 Ok(EngineEvent::Failed(error)) => {
                     let allowed = matches!(
@@ -394,7 +394,7 @@ impl World {
                     *tally.rejected.entry((&error).into()).or_default() += 1;
                     return if allowed { Ok(false) } else { Err(format!("refused: {error}")) };
                 }
-                // Its client closed the channel, so how it was refused cannot be seen.
+                // Its client closed the channel, so the refusal cannot be seen.
                 Err(_)
                     if open.left == Some(Leaving::Drops) && events.sender_strong_count() == 0 =>
                 {
@@ -472,7 +472,8 @@ impl World {
         open.check(false)?;
         if over && open.state == State::Live {
             let whole = finished || (open.left == Some(Leaving::Drops) && open.whole());
-            // Whether the request was given up before its client was missed; only the totals tell.
+            // Whether the request was given up before its client was missed; only the totals show
+            // it.
             let given_up = || {
                 let errors = coordinator.hub.merged();
                 let errors = errors.counter_sum_of(REQUEST_SUCCESS, FinishedReason::Error);

@@ -26,7 +26,7 @@ impl World {
         self.coordinator.core.replicas().any(|replica| replica.held_until.is_some())
     }
 
-    /// No wait is longer than ten minutes, and none has run out while it is still waited for.
+    /// Checks that no wait is longer than ten minutes, and that none goes on after it has run out.
     pub(crate) fn check_holds(&mut self) {
         let now = self.time();
         let (most, late) = (Duration::from_secs(600), Duration::from_secs(15));

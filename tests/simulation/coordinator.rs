@@ -1,6 +1,6 @@
 //! Coordinators that lead: their real cores and, between those, what `cluster::actor` and
-//! `replica::actor` do with mailboxes and links. Each coordinator is a life. What happens in one
-//! life reaches another only through the checkpoint of its totals.
+//! `replica::actor` do with mailboxes and links. Each coordinator is a life. One life affects
+//! another only through the checkpoint of its totals.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -30,7 +30,7 @@ use crate::scenario::{FORM_TIMEOUT, MODEL, S, Scenario, Time};
 use crate::tally::Tally;
 use crate::world::World;
 
-/// Numbers coordinators that lead, or led.
+/// Number of a coordinator that leads or led.
 pub(crate) type Life = usize;
 
 #[derive(Clone, Copy, Debug)]
@@ -42,7 +42,7 @@ pub(crate) struct Connected {
 
 pub(crate) struct Coordinator {
     pub(crate) life: Life,
-    /// The place of its process.
+    /// Seat of its process.
     pub(crate) seat: usize,
     /// Whether it has taken over what the last leader left.
     restored: bool,
@@ -121,7 +121,7 @@ impl Coordinator {
         self.connected.len()
     }
 
-    /// As `ClusterActor::route`.
+    /// Does what `ClusterActor::route` does.
     pub(crate) fn route(&mut self, request: &GenerateRequest) -> Option<ReplicaId> {
         let homes = self.replicas.iter().map(|(id, running)| running.home(*id));
         let homes = with_room(homes, request.tokens_needed());
@@ -136,7 +136,7 @@ impl Coordinator {
     }
 }
 
-/// Every coordinator that there was. Whatever happens at a coordinator happens at the acting one.
+/// All coordinators so far. Whatever happens at a coordinator happens at the acting one.
 #[derive(Default)]
 pub(crate) struct Coordinators {
     lives: Vec<Option<Box<Coordinator>>>,
@@ -144,12 +144,12 @@ pub(crate) struct Coordinators {
 }
 
 impl Coordinators {
-    /// Those that run.
+    /// The coordinators that run.
     pub(crate) fn lives(&self) -> Vec<Life> {
         self.lives.iter().flatten().map(|it| it.life).collect()
     }
 
-    /// Lets this one act, if it runs.
+    /// Makes a coordinator the acting one, if it runs.
     pub(crate) fn act(&mut self, life: Life) -> bool {
         let runs = self.lives.get(life).is_some_and(Option::is_some);
         if runs {
@@ -173,7 +173,7 @@ impl DerefMut for Coordinators {
     }
 }
 
-/// What a leader leaves for the next one, and what must come of it.
+/// What a leader leaves for the next one, and what must follow from it.
 #[derive(Clone)]
 pub(crate) struct Saved {
     pub(crate) bytes: Vec<u8>,
@@ -245,7 +245,7 @@ impl World {
             Err(error) => return self.fail(format!("the totals: {error}")),
         };
         let mut tally = self.coordinator.tally.clone();
-        // For later readers these have ended with this coordinator.
+        // For later readers, these requests ended with this coordinator.
         self.clients.end_in_flight(life, &mut tally);
         let tokens = self.coordinator.tokens_before + self.clients.accepted_tokens(life);
         let checks = self.coordinator.checks.for_the_next(self.coordinator.hub.merged());

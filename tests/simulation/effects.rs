@@ -1,5 +1,5 @@
-//! What the cluster's core wants done, and requests on their way to a replica, as in
-//! `cluster::actor`.
+//! Carries out what the cluster's core wants done, and takes requests to a replica, as
+//! `cluster::actor` does.
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -121,7 +121,7 @@ impl World {
         }
     }
 
-    /// As `ClusterActor::start_replica`.
+    /// Does what `ClusterActor::start_replica` does.
     pub(crate) fn start_replica(&mut self, id: ReplicaId) {
         let (now, due) = (self.time(), self.now);
         let coordinator = &mut *self.coordinator;
@@ -153,7 +153,7 @@ impl World {
         }
     }
 
-    /// A request comes in from the front end, as `ClusterActor::submit`.
+    /// A request arrives from the front end; does what `ClusterActor::submit` does.
     pub(crate) fn submit(&mut self, index: usize) {
         let (request, events) = self.clients.open(index, self.coordinator.life, self.now);
         if let Some((after, _)) = self.scenario.clients[index].leaves {

@@ -1,7 +1,7 @@
 //! One rank's engine: applies plans exactly as the protocol says and refuses any other.
 //!
-//! Its KV cache holds the model's state at each place. So a read notices a block that two sequences
-//! share, or that was not written in this epoch.
+//! Its KV cache holds the model's state at each place, so a read detects a block that two sequences
+//! wrongly share, or that was not written in this epoch.
 use std::collections::BTreeMap;
 
 use shared::ids::SeqId;
@@ -13,7 +13,7 @@ use shared::sampling::{Pooling, SamplingParams};
 use crate::model::{ADAPTERS, POISON, VOCABULARY, before, choose, embedding, extend};
 use crate::switches::Switches;
 
-/// As in the real engine: sequences held for each one that a step can run.
+/// Same as in the real engine: sequences held per sequence that a step can run.
 const HELD_PER_RUNNING: usize = 4;
 
 #[derive(Debug)]
@@ -26,11 +26,11 @@ struct Known {
     states: Vec<u64>,
     /// Its blocks in host memory, while they are there.
     host: Option<Vec<u32>>,
-    /// Places that it has written to, rejected drafts' included.
+    /// Number of places that it has written to, including those of rejected drafts.
     written: usize,
 }
 
-/// What a sequence's next token depends on besides the model.
+/// Inputs to the choice of a sequence's next token, besides the model.
 #[derive(Debug)]
 pub(crate) struct Chooser {
     pub(crate) last: u32,
@@ -48,11 +48,11 @@ pub(crate) struct RankEngine {
     host: Vec<u64>,
     known: BTreeMap<SeqId, Known>,
     last_step: u64,
-    /// It has learned tokens other than those sampled.
+    /// Whether it has learned tokens other than those sampled.
     pub(crate) has_other_tokens: bool,
-    /// What was drafted for each sequence that asked, in the step under way.
+    /// Drafts for each sequence that asked for some in the current step.
     drafted: BTreeMap<SeqId, Vec<u32>>,
-    /// Guards that are taken away: see [`crate::switches`].
+    /// Guards that are taken away; see [`crate::switches`].
     pub(crate) believes_drafts: bool,
     pub(crate) keeps_rejected: bool,
     pub(crate) drafts_alone: bool,
@@ -129,8 +129,8 @@ impl RankEngine {
         Ok(shares)
     }
 
-    /// Drafts as rank 0's draft model would, and shares the result as it would: mostly the right
-    /// tokens, sometimes others, sometimes fewer than allowed.
+    /// Drafts as rank 0's draft model would, and shares the result: mostly the right tokens,
+    /// sometimes others, sometimes fewer than allowed.
     fn draft(&mut self, plan: &StepPlan) -> Result<(), String> {
         self.drafted.clear();
         for entry in &plan.sequences {
@@ -157,7 +157,7 @@ impl RankEngine {
         Ok(())
     }
 
-    /// How many tokens were drafted for each sequence that asked, in the plan's order.
+    /// Returns how many tokens were drafted for each sequence that asked, in the plan's order.
     pub(crate) fn told(&self, plan: &StepPlan) -> Vec<u32> {
         let asked = plan.sequences.iter().filter(|entry| entry.drafts.asked().is_some());
         asked.map(|entry| drafts_of(&self.drafted, entry).len() as u32).collect()
@@ -169,7 +169,7 @@ impl RankEngine {
         }
     }
 
-    /// Copies what the plan says, out before in.
+    /// Copies the plan's blocks, out before in.
     fn swap(&mut self, plan: &StepPlan, size: usize, switches: &Switches) -> Result<(), String> {
         for swap in &plan.swap_out {
             let why = |what: &str| format!("{}: {what}", swap.seq);
@@ -267,7 +267,7 @@ impl RankEngine {
         if known.host.is_some() {
             return Err("is in host memory".to_owned());
         }
-        // The first share may begin behind what the cache already has.
+        // The first share may begin after what the cache already holds.
         let size = config.block_size as usize;
         if known.states.is_empty() && start > 0 && start < known.tokens.len() {
             if known.sampling.pooling.is_some_and(Pooling::needs_all) {
@@ -304,7 +304,7 @@ impl RankEngine {
             return Err(format!("has {} blocks for {end} tokens", known.blocks.len()));
         }
         let place = |at: usize| known.blocks[at / size] as usize * size + at % size;
-        // Attention reads every block: its last place says whether it is still this sequence's.
+        // Attention reads every block: its last place shows whether it is still this sequence's.
         let ends_of_blocks = (size - 1..start).step_by(size).chain(start.checked_sub(1));
         for at in ends_of_blocks {
             if self.cache[place(at)] != known.states[at] {
@@ -323,7 +323,7 @@ impl RankEngine {
         Ok(())
     }
 
-    /// Whether a step of this plan computes what ends the process.
+    /// Whether a step of this plan computes the token that ends the process.
     pub(crate) fn is_poisoned(&self, plan: &StepPlan) -> bool {
         let tokens = |entry: &SequenceStep| {
             let admitted = plan.admitted.iter().find(|new| new.seq == entry.seq);
@@ -334,8 +334,8 @@ impl RankEngine {
         plan.sequences.iter().any(|entry| tokens(entry).is_some_and(|it| it.contains(&POISON)))
     }
 
-    /// How the sampled rows choose, in order, once they are computed; `masks` are those of the
-    /// masked rows, as far as they are known here.
+    /// Returns how the sampled rows choose, in order, once they are computed; `masks` are those of
+    /// the masked rows, as far as known.
     pub(crate) fn choosers(&self, plan: &StepPlan, masks: &[Option<TokenMask>]) -> Vec<Chooser> {
         let mut masks = masks.iter();
         let sampled = plan.sequences.iter().filter(|entry| entry.sample);
@@ -379,7 +379,7 @@ impl RankEngine {
             let (all, mine);
             (all, tokens) = tokens.split_at(rows.min(tokens.len()));
             (mine, learned) = learned.split_at(rows.min(learned.len()));
-            // Of the tokens sampled behind drafts, those count that agree with the drafts, and one
+            // Of the tokens sampled after drafts, those count that agree with the drafts, and one
             // more.
             let counting = |of: &[u32]| {
                 let agrees = of.iter().zip(drafts).take_while(|(it, draft)| it == draft);

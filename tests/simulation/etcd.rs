@@ -1,5 +1,5 @@
-//! etcd: keys with revisions, leases, a history that can be compacted, and watches.
-//! [`crate::membership`] has the ways in which its messages get lost; this part keeps its promises.
+//! etcd: keys with revisions, leases, a history that can be compacted, and watches. It keeps its
+//! promises here; [`crate::membership`] models the ways in which its messages get lost.
 use std::collections::BTreeMap;
 
 use shared::membership::keeper::{Change, Event, EventKind, Held};
@@ -9,10 +9,10 @@ use shared::membership::{Desired, Record};
 use crate::coordinator::Saved;
 use crate::scenario::{S, Time};
 
-/// Numbers the processes that use etcd: workers by slot, then coordinators by seat.
+/// Index of a process that uses etcd: workers by slot, then coordinators by seat.
 pub(crate) type MemberId = usize;
 
-/// What a process asks for and waits for.
+/// A request that a process has sent and waits for.
 #[derive(Clone, Debug)]
 pub(crate) enum Request {
     Keep(i64),
@@ -20,14 +20,14 @@ pub(crate) enum Request {
     List,
     Watch(i64),
     Get(String),
-    /// Write a record on condition of the key's last revision.
+    /// Write a record, on condition of the key's last revision.
     Register {
         key: String,
         record: Record,
         seen: i64,
         lease: i64,
     },
-    /// Write the leader's key on condition that it is not there, and that nobody led meanwhile.
+    /// Write the leader's key, on condition that it does not exist and that nobody led meanwhile.
     Lead {
         record: Record,
         lease: i64,
@@ -39,7 +39,7 @@ pub(crate) enum Request {
         lease: i64,
         epoch: i64,
     },
-    /// Write what operators said, on condition of the leader's epoch.
+    /// Store operators' commands, on condition of the leader's epoch.
     Store {
         desired: Desired,
         epoch: i64,
@@ -48,16 +48,16 @@ pub(crate) enum Request {
 
 #[derive(Clone, Debug)]
 pub(crate) enum Answer {
-    /// How much longer the lease lives; 0 if it does not.
+    /// How much longer the lease lives; 0 if it has ended.
     Kept(Time),
-    /// It cannot be said now whether the lease lives.
+    /// It is unknown whether the lease lives.
     NotKept,
     Granted(i64),
     List(i64, Vec<Entry>),
     Watching,
     Held(Option<Held>),
     Written(bool),
-    /// No such lease.
+    /// There is no such lease.
     Refused,
 }
 
@@ -68,7 +68,7 @@ pub(crate) enum Said {
     Change(Change),
 }
 
-/// For keys that no lease ends.
+/// Lease of keys that no lease ends.
 const NO_LEASE: i64 = 0;
 
 #[derive(Clone, Debug)]
@@ -88,21 +88,21 @@ struct Lease {
 #[derive(Default)]
 pub(crate) struct Etcd {
     revision: i64,
-    /// The history up to here is gone.
+    /// History up to this revision is gone.
     compacted: i64,
     keys: BTreeMap<String, Key>,
     leases: BTreeMap<i64, Lease>,
     last_lease: i64,
     history: Vec<Event>,
-    /// The watchers to be told of changes.
+    /// Watchers to be notified of changes.
     watches: BTreeMap<MemberId, ()>,
     /// Changes to be sent to watchers.
     pub(crate) news: Vec<(MemberId, Change)>,
-    /// The condition on the leader's key is ignored.
+    /// Whether the condition on the leader's key is ignored.
     pub(crate) any_leads: bool,
-    /// The last leader is not recorded.
+    /// Whether the last leader is not recorded.
     pub(crate) no_led: bool,
-    /// The condition on storing what operators said is ignored.
+    /// Whether the condition on storing commands is ignored.
     pub(crate) any_stores: bool,
     /// What the last leader left.
     pub(crate) ledger: Option<Saved>,
@@ -176,7 +176,7 @@ impl Etcd {
         }
     }
 
-    /// How long a lease lives from now on; 0 if it is not there.
+    /// Renews a lease and returns how long it lives; 0 if it does not exist.
     pub(crate) fn keep(&mut self, lease: i64, now: Time) -> Time {
         let Some(lease) = self.leases.get_mut(&lease) else { return 0 };
         lease.ends = now + lease.ttl;
@@ -321,14 +321,15 @@ impl Etcd {
         self.put(&[(LED_KEY, Value::Led(led), NO_LEASE)]);
     }
 
-    /// What all processes except the leader say of themselves, and which run says it.
+    /// Returns the records of all processes except the leader's, with their process runs.
     pub(crate) fn registered(&self) -> BTreeMap<String, u64> {
         let keys = self.keys.iter().filter(|(key, _)| *key != LEADER_KEY);
         keys.filter_map(|(key, of)| Some((key.clone(), of.process()?.incarnation))).collect()
     }
 
-    /// Leaves the totals, as the leader since `epoch`. If it no longer leads and the condition is
-    /// ignored, leaves only the bytes. Returns what was there before, if it is replaced.
+    /// Stores the totals, as the leader since `epoch`. If that leader no longer leads and the
+    /// condition is ignored, stores only the bytes. Returns what was stored before, if it is
+    /// replaced.
     pub(crate) fn save(&mut self, epoch: i64, saved: Saved, fenced: bool) -> Option<Saved> {
         if self.leads_since(epoch) {
             return self.ledger.replace(saved);
@@ -348,7 +349,7 @@ impl Key {
         }
     }
 
-    /// As a process reads it.
+    /// The value as a process reads it.
     fn value(&self) -> Value {
         match &self.value {
             Value::Led(led) => Value::Led(Led { revision: self.modified, ..led.clone() }),

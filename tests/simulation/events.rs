@@ -71,7 +71,7 @@ impl Ord for Side {
 pub(crate) struct Report {
     pub(crate) events: u64,
     pub(crate) faults: u64,
-    /// Times a rank was told to form.
+    /// Times that a rank was told to form.
     pub(crate) forms: u64,
     pub(crate) finished: u64,
     pub(crate) unavailable: u64,
@@ -80,9 +80,9 @@ pub(crate) struct Report {
     pub(crate) lost: u64,
     /// Coordinators that ended because another led.
     pub(crate) superseded: u64,
-    /// Times that etcd was away for everybody.
+    /// Times that etcd was unreachable for everybody.
     pub(crate) outages: u64,
-    /// Requests given up because epochs ended again and again with them alone.
+    /// Requests given up because epochs repeatedly ended with them alone.
     pub(crate) quarantined: u64,
     /// Requests that continued at another replica.
     pub(crate) moved: u64,

@@ -1,5 +1,5 @@
-//! A worker's executor: runs one command at a time. It does what `worker::executor` does, with this
-//! simulation's model.
+//! A worker's executor, which runs one command at a time. It does what `worker::executor` does,
+//! with this simulation's model.
 use std::collections::VecDeque;
 use std::rc::Rc;
 
@@ -18,13 +18,13 @@ use crate::random::mix;
 use crate::scenario::{MODEL, MS, S, Time};
 use crate::world::World;
 
-/// As `worker::executor`.
+/// Same as in `worker::executor`.
 const COMMANDS_MAX: usize = 32;
-/// As `worker::rank`.
+/// Same as in `worker::rank`.
 const MASKS_MAX: usize = 4;
-/// As `worker::executor`.
+/// Same as in `worker::executor`.
 const MASKS_PATIENCE: Time = 60 * S;
-/// As `worker::outbox`, but rarer: encoding a report is most of what a run costs.
+/// Longer than in `worker::outbox`: encoding reports is most of the cost of a run.
 const REPORT_INTERVAL: Time = 400 * MS;
 
 #[derive(Clone, Debug)]
@@ -66,37 +66,37 @@ pub(crate) struct Collective {
 
 #[derive(Debug, Default)]
 pub(crate) struct Executor {
-    /// Each with the number of the link that it came over.
+    /// Each with the number of the link over which it came.
     pub(crate) queue: VecDeque<(u64, Command)>,
-    /// The present link's number.
+    /// Number of the current link.
     pub(crate) link: u64,
     pub(crate) job: Option<Job>,
-    /// Of the event that ends the job.
+    /// Token of the event that ends the job.
     token: u64,
     pub(crate) began: Time,
-    /// How long the step under way takes to compute.
+    /// How long computing the current step takes.
     computes: Time,
-    /// The epoch that it is formed in, and the link that it came over.
+    /// The link and epoch in which it is formed.
     pub(crate) epoch: Option<(u64, Epoch)>,
-    /// Epochs up to this one, of this link or one before, are over.
+    /// Links and epochs up to this one have ended.
     pub(crate) aborted: (u64, Epoch),
-    /// The epoch whose collective an abort reaches.
+    /// The link and epoch whose collective an abort reaches.
     handle: Option<(u64, Epoch)>,
-    /// Of the command under way.
+    /// Link of the current command.
     pub(crate) entered: u64,
-    /// Masks that have come and are not taken yet, with the link that they came over.
+    /// Masks that have come but are not taken yet, each with its link.
     masks: VecDeque<(u64, StepMasks)>,
     collective: Option<Collective>,
     /// Rank and degree of the weights held.
     loaded: Option<(u32, u32)>,
     form: Option<Form>,
-    /// How many blocks it has room for, as it said when it was formed.
+    /// Number of blocks that it has room for, as reported when it was formed.
     kv_blocks: u32,
     host_blocks: u32,
     engine: RankEngine,
 }
 
-/// Ranks that have come to the same point.
+/// Ranks that have arrived at the same point.
 #[derive(Debug, Default)]
 pub(crate) struct Meeting {
     ranks: Vec<Arrived>,
@@ -107,7 +107,7 @@ pub(crate) struct Arrived {
     slot: usize,
     token: u64,
     rank: u32,
-    /// How many ranks meet.
+    /// Number of ranks that meet.
     world_size: u32,
     shares: Vec<u64>,
     choosers: Vec<Chooser>,
@@ -136,7 +136,7 @@ impl World {
         executor.queue.push_back((executor.link, command));
         if self.processes[slot].hung.is_some() {
             if leaves {
-                // As `Commands::push`: what it replaces is gone.
+                // As in `Commands::push`: the commands that it replaces are gone.
                 let queue = &mut self.processes[slot].executor.queue;
                 let last = queue.pop_back();
                 queue.retain(|(_, it)| matches!(it, Command::Report));
@@ -151,7 +151,7 @@ impl World {
         true
     }
 
-    /// As `Executor::abort`.
+    /// Does what `Executor::abort` does.
     pub(crate) fn abort(&mut self, slot: usize, epoch: Epoch) {
         let executor = &mut self.processes[slot].executor;
         let over = (executor.link, epoch);
@@ -197,7 +197,7 @@ impl World {
         self.schedule(takes, Event::Executed { slot, token });
     }
 
-    /// Starts what is next, if nothing is under way.
+    /// Starts the next command, if none is running.
     fn pump(&mut self, slot: usize) {
         while self.processes[slot].executor.job.is_none() && self.processes[slot].hung.is_none() {
             let executor = &mut self.processes[slot].executor;
@@ -261,7 +261,8 @@ impl World {
         self.meet((place, 0), arrived);
     }
 
-    /// Where the ranks of a collective meet: a place that no other epoch of any coordinator has.
+    /// Returns where the ranks of a collective meet: a place that no other epoch of any coordinator
+    /// has.
     fn place_of(&self, form: &Form) -> u64 {
         if self.switches.collectives_share_names {
             return form.epoch.0 % 4;
@@ -280,7 +281,7 @@ impl World {
         let stall = std::mem::take(&mut process.stall);
         let slowed = process.slowed;
         let takes = self.random.range(200, self.scenario.step) * slowed + rows * 10 + stall;
-        // The longest steps are within the time-out: a slow rank is not a hung one.
+        // The longest steps are within the timeout: a slow rank is not a hung one.
         let bound = self.scenario.limits.step_timeout.as_micros() as Time;
         let takes = if stall == 0 { takes.min(bound * 4 / 5) } else { takes };
         if stall > 0 || slowed > 1 {
@@ -293,7 +294,7 @@ impl World {
         self.begin_for(slot, Job::Compute(message), takes);
     }
 
-    /// The job's time is over.
+    /// The job's time has passed.
     pub(crate) fn executed(&mut self, slot: usize, token: u64) {
         if self.processes[slot].executor.token != token || self.processes[slot].hung.is_some() {
             return;
@@ -400,7 +401,8 @@ impl World {
         executor.engine.drafts_alone = self.switches.drafts_are_not_told && !is_first;
         let shares = match executor.engine.run(plan, &self.switches) {
             Ok(shares) => shares,
-            // With other tokens other drafts are right, so the next plan does not fit what it has.
+            // Other tokens make other drafts right, so the next plan does not fit this rank's
+            // state.
             Err(_) if executor.engine.has_other_tokens => {
                 return self.step_failed(slot, plan, "the plan does not fit");
             }
@@ -423,7 +425,7 @@ impl World {
         }
     }
 
-    /// Masks have come. As `AbortSlot::tell_masks`.
+    /// Masks have come; does what `AbortSlot::tell_masks` does.
     pub(crate) fn tell_masks(&mut self, slot: usize, masks: &StepMasks) {
         let executor = &mut self.processes[slot].executor;
         let term = (executor.link, masks.epoch);
@@ -439,7 +441,7 @@ impl World {
         }
     }
 
-    /// Continues the step under way if its masks are there.
+    /// Continues the current step if its masks have come.
     fn look_for_masks(&mut self, slot: usize) -> bool {
         let any = self.switches.masks_are_for_anybody;
         let executor = &mut self.processes[slot].executor;
@@ -492,7 +494,7 @@ impl World {
         self.meet(point, Arrived { slot, token, rank, world_size, shares, choosers, plan });
     }
 
-    /// A rank has come to a point where it waits for the others.
+    /// A rank has arrived at a point where it waits for the others.
     fn meet(&mut self, point: (u64, u64), arrived: Arrived) {
         let timeout = self.scenario.collective_timeout;
         self.schedule(timeout, Event::Deadline { slot: arrived.slot, token: arrived.token });
@@ -519,7 +521,7 @@ impl World {
         }
     }
 
-    /// What the executor waits for will not come: it was aborted, left by others, or took too long.
+    /// What the executor waits for will not come: it was aborted, others left, or it took too long.
     pub(crate) fn broken(&mut self, slot: usize, token: u64) {
         if self.processes[slot].executor.token != token || self.processes[slot].hung.is_some() {
             return;
@@ -533,7 +535,7 @@ impl World {
         let waits = |job: &mut Job| matches!(job, Job::Connect(_) | Job::Meet(_));
         let in_meeting = |meeting: &Meeting| meeting.ranks.iter().any(|rank| rank.token == token);
         if !self.meetings.values().any(in_meeting) {
-            // All have come: that event is on its way.
+            // All ranks have arrived: that event is already scheduled.
             return;
         }
         match self.processes[slot].executor.job.take_if(waits) {
@@ -597,7 +599,7 @@ impl World {
         self.tell(slot, FromWorker::Step(result));
     }
 
-    /// Drops the collective. With TCP the others notice.
+    /// Leaves the collective. With TCP, the others notice.
     pub(crate) fn leave_collective(&mut self, slot: usize) {
         for meeting in self.meetings.values_mut() {
             meeting.ranks.retain(|rank| rank.slot != slot);
@@ -622,7 +624,7 @@ impl World {
     }
 }
 
-/// The ranks' shares to tokens, in the order of the sampled rows.
+/// Computes the tokens of the sampled rows, in order, from the ranks' shares.
 fn tokens_of(shares: &[Vec<u64>], choosers: &[Chooser]) -> Vec<u32> {
     let sampled = choosers.iter().enumerate();
     sampled

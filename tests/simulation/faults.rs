@@ -8,7 +8,7 @@ use crate::network::Side;
 use crate::scenario::{Fault, S, Time};
 use crate::world::World;
 
-/// A pending fault that found no occasion is withdrawn after this time.
+/// A pending fault that found no opportunity is withdrawn after this time.
 const OCCASION: Time = 5 * S;
 
 impl World {
@@ -137,7 +137,7 @@ impl World {
             }
             Fault::Scale { max } => {
                 for life in self.coordinator.lives() {
-                    // Operators may still reach a former leader, with another wish.
+                    // Operators may still reach a former leader, with a different command.
                     let leads = Some(life) == leading;
                     let max = if leads { max } else { max.xor(Some(1)) };
                     self.schedule(1, Event::Scale(life, max.unwrap_or(0)));

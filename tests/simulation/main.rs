@@ -1,7 +1,7 @@
 //! A whole cluster in one thread and virtual time: the coordinator's real cores, simulated links,
 //! workers and clients, and faults. Everything follows from a seed, so a failure can be replayed.
 //!
-//! - [`scenario`]: what a seed stands for
+//! - [`scenario`]: turns a seed into a cluster, its requests and its faults
 //! - [`world`], [`events`]: the event queue; [`faults`]: what goes wrong
 //! - [`network`]: links, latency, partitions, liveness
 //! - [`process`], [`executor`], [`engine`], [`model`]: a worker, from its link to its cache
@@ -126,7 +126,7 @@ fn nothing_is_lost_repeated_or_hung_whatever_fails() {
     assert!(failed.is_empty(), "{} of {seeds} seeds failed: {failed:?}", failed.len());
 }
 
-/// Seeds that are tried for each guard: some are missed only in rare moments.
+/// Seeds tried per guard: the absence of some guards shows only in rare situations.
 const GUARD_SEEDS: u64 = 4 * SEEDS;
 
 /// A guard's name, and what takes it away.
@@ -215,7 +215,7 @@ fn every_guard_that_is_taken_away_is_missed() {
 }
 
 /// A leader freezes. The next one leads, leaves totals and crashes. When its lease has ended, the
-/// first one goes on and knows nothing of it.
+/// first one continues, knowing nothing of this.
 #[test]
 fn one_that_missed_another_leader_does_not_write_over_its_totals() {
     let story = |seed: u64, switches: Switches| {

@@ -1,5 +1,5 @@
-//! Between processes and etcd: what `shared::membership::etcd` does around the real keeper, over
-//! connections that can be cut, and what each process makes of its view.
+//! The connections between processes and etcd, which can be cut: what `shared::membership::etcd`
+//! does around the real keeper, and how each process acts on its view.
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
@@ -13,14 +13,14 @@ use crate::events::Event;
 use crate::scenario::{MS, S, Time};
 use crate::world::World;
 
-/// A process lists everything again within this time, so it knows then what its watch has lost.
+/// A process lists everything again within this time, and then knows what its watch has lost.
 const RELISTED: Time = 66 * S;
 
 pub(crate) fn micros(duration: Duration) -> Time {
     duration.as_micros() as Time
 }
 
-/// What is to be handled when no answer is being waited for.
+/// Something to handle once no answer is being waited for.
 #[derive(Debug)]
 enum Todo {
     Tick,
@@ -31,27 +31,28 @@ enum Todo {
 #[derive(Default)]
 pub(crate) struct Member {
     pub(crate) keeper: Option<Keeper>,
-    /// Tells connections apart.
+    /// Number of the current connection.
     pub(crate) session: u64,
     serving: bool,
-    /// The request under way, by number.
+    /// The pending request, and its number.
     asked: u64,
     request: Option<Request>,
     /// When it was sent.
     sent: Time,
     answer: Option<Answer>,
-    /// Messages on their way from etcd.
+    /// Messages in transit from etcd.
     stream: VecDeque<Said>,
     last_arrival: Time,
     held: u32,
     todo: VecDeque<Todo>,
     wait: Duration,
     began: Time,
-    /// Faults that keep it from etcd.
+    /// Number of faults that keep it from etcd.
     pub(crate) cut: u32,
-    /// The next change is lost on its way.
+    /// Whether the next change is lost in transit.
     pub(crate) loses_change: bool,
-    /// The next request to keep its lease fails; true if etcd says that there is no such lease.
+    /// Whether the next request to keep its lease fails; true if etcd says that there is no such
+    /// lease.
     pub(crate) fails_keep: Option<bool>,
 }
 
@@ -68,7 +69,7 @@ impl World {
         self.schedule(1, Event::EtcdOpen { who, session });
     }
 
-    /// The process is gone. Its lease stays, unless the process leaves in order.
+    /// The process is gone. Its lease stays, unless the process left in order.
     pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
         self.drop_session(who);
         let keeper = self.members[who].keeper.take();
@@ -106,7 +107,7 @@ impl World {
         self.members[who].keeper.as_ref().map(Keeper::view)
     }
 
-    /// As `Member::open`.
+    /// Does what `Member::open` does.
     pub(crate) fn etcd_open(&mut self, who: MemberId) {
         self.members[who].began = self.now;
         let Some(keeper) = &self.members[who].keeper else { return };
@@ -153,7 +154,7 @@ impl World {
         self.spread_news();
     }
 
-    /// Sends out what watches have to report.
+    /// Sends changes to their watchers.
     pub(crate) fn spread_news(&mut self) {
         for (who, change) in std::mem::take(&mut self.etcd.news) {
             if !change.events.is_empty() && std::mem::take(&mut self.members[who].loses_change) {
@@ -186,7 +187,7 @@ impl World {
         }
     }
 
-    /// What was held up between etcd and processes continues.
+    /// Messages that were held up between etcd and processes continue.
     pub(crate) fn etcd_is_back(&mut self) {
         for who in 0..self.members.len() {
             if self.reaches_etcd(who) {
@@ -243,7 +244,7 @@ impl World {
         }
     }
 
-    /// As `Member::serve`: one thing at a time.
+    /// Does what `Member::serve` does: one thing at a time.
     fn serve_member(&mut self, who: MemberId) {
         while self.members[who].serving && self.members[who].request.is_none() {
             let Some(todo) = self.members[who].todo.pop_front() else { return };
@@ -283,7 +284,7 @@ impl World {
         }
     }
 
-    /// The rest of `Member`: handles an answer.
+    /// Handles an answer, as the rest of `Member` does.
     pub(crate) fn etcd_answered(&mut self, who: MemberId, number: u64) {
         let now = self.time();
         let member = &mut self.members[who];
@@ -405,7 +406,7 @@ impl World {
         Ok(())
     }
 
-    /// Operators said something to a leader.
+    /// An operator has given a leader a command.
     pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
         let Some(keeper) = &mut self.members[who].keeper else { return };
         keeper.desire(desired);
@@ -414,7 +415,7 @@ impl World {
         }
     }
 
-    /// As `Member::take_place`.
+    /// Does what `Member::take_place` does.
     fn take_place(&mut self, who: MemberId) {
         let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
         let now = self.time() + ahead;

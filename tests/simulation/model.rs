@@ -1,5 +1,5 @@
-//! The simulated model: the next token depends on the seed, the position and every token before. So
-//! a lost, repeated or swapped token, or a stale cache, changes the text.
+//! The simulated model: the next token depends on the seed, the position and all previous tokens,
+//! so a lost, repeated or swapped token, or a stale cache, changes the text.
 use std::task::{Context, Poll};
 
 use coordinator::engine::{FinishReason, GuideEnd, Guided, TokenGuide};
@@ -25,7 +25,7 @@ pub(crate) fn before(adapter: u32) -> u64 {
 /// The number of adapters.
 pub(crate) const ADAPTERS: u32 = 2;
 
-/// The adapter of the request with this seed: every other has none.
+/// The adapter of the request with this seed: half of the requests have none.
 pub(crate) fn adapter_of(seed: u64) -> u32 {
     let drawn = (mix(seed, 0xada9) >> 40) as u32 % (2 * ADAPTERS);
     if drawn < ADAPTERS { drawn + 1 } else { 0 }
@@ -37,8 +37,8 @@ pub(crate) fn extend(state: u64, token: u32) -> u64 {
     mix(state, u64::from(token)) | 1
 }
 
-/// The token that follows a state whose last token was `last`, of those allowed. Every third text
-/// repeats itself, in the way of prompts that begin alike, until something changes it.
+/// Chooses the token that follows `last`, among those allowed. Every third text repeats itself,
+/// like prompts with a common beginning, until something interrupts it.
 pub(crate) fn choose(
     state: u64,
     last: u32,
@@ -57,7 +57,7 @@ pub(crate) fn choose(
     }
 }
 
-/// What guided texts must be: the tokens that may come, and the end, depend on all tokens before.
+/// Guides a text: the allowed tokens, and the end, depend on all previous tokens.
 #[derive(Debug)]
 pub(crate) struct Guide {
     state: u64,
@@ -106,13 +106,13 @@ impl TokenGuide for Guide {
         }
         self.state = extend(self.state, token);
         self.allowed = Self::after(self.state);
-        // Some masks are there at once, others a while later.
+        // Some masks are ready at once, others a while later.
         self.waits = (self.state >> 20 & 7).saturating_sub(4);
         Ok(if self.state >> 7 & 63 == 0 { Guided::IsOver } else { Guided::GoesOn })
     }
 }
 
-/// Combines the ranks' shares; the result is different if ranks disagree.
+/// Combines the ranks' shares; the result differs if ranks disagree.
 pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
     let first = shares[0];
     if shares.iter().all(|share| *share == first) {
@@ -123,11 +123,11 @@ pub(crate) fn all_reduce(shares: &[u64]) -> u64 {
 
 /// The embedding of a prompt that leads to this state.
 pub(crate) fn embedding(state: u64) -> Vec<f32> {
-    // As many bits as an f32 holds exactly.
+    // Only as many bits as an f32 holds exactly.
     [state, state >> 24, state >> 48].map(|bits| (bits & 0xff_ffff) as f32).to_vec()
 }
 
-/// What ends a text.
+/// The conditions that end a text.
 #[derive(Clone, Debug)]
 pub(crate) struct Ends {
     pub(crate) end_tokens: Vec<u32>,
@@ -135,7 +135,7 @@ pub(crate) struct Ends {
     pub(crate) min_tokens: u32,
     pub(crate) max_tokens: u32,
     pub(crate) max_model_len: u32,
-    /// The text is guided; texts of another key must be different.
+    /// Key of the text's guide, if it has one; texts with different keys differ.
     pub(crate) guide: Option<u64>,
 }
 

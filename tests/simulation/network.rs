@@ -1,5 +1,6 @@
-//! Links between the coordinator and its workers. Frames of one direction arrive in the order they
-//! were sent, and all of them until the link ends; a partition or a stopped process holds them up.
+//! Links between the coordinator and its workers. Frames of one direction arrive in the order in
+//! which they were sent, all of them until the link ends; a partition or a stopped process delays
+//! them.
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::time::Duration;
@@ -51,20 +52,20 @@ pub(crate) enum Packet {
 struct Pipe {
     queue: VecDeque<Packet>,
     last_arrival: Time,
-    /// Arrivals that were due while nothing could pass.
+    /// Number of arrivals that were due while nothing could pass.
     held: u32,
 }
 
 #[derive(Debug)]
 pub(crate) struct Link {
     pub(crate) slot: usize,
-    /// The coordinator at the other end.
+    /// Coordinator at the other end.
     pub(crate) life: Life,
-    /// The process run at the worker's end.
+    /// Process run at the worker's end.
     pub(crate) incarnation: u64,
     /// By [`Side`]: whether that end is still open.
     pub(crate) open: [bool; 2],
-    /// By the side that receives.
+    /// By receiving side.
     pipes: [Pipe; 2],
     /// By side; set once the handshake is over there.
     liveness: [Option<Liveness>; 2],
@@ -72,14 +73,14 @@ pub(crate) struct Link {
     pub(crate) established: bool,
     /// When the coordinator last heard anything over it.
     pub(crate) heard: Time,
-    /// The worker as which the coordinator welcomed it.
+    /// Slot under which the coordinator welcomed the worker.
     pub(crate) joined: Option<WorkerId>,
 }
 
-/// What holds up a slot's frames.
+/// What delays a slot's frames.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Path {
-    /// Partitions in force, by the side that receives.
+    /// Number of partitions in force, by receiving side.
     pub(crate) blocked: [u32; 2],
     /// Added latency.
     pub(crate) extra: Time,
@@ -157,7 +158,7 @@ impl World {
         frozen || stopped || self.paths[slot].blocked[to as usize] > 0
     }
 
-    /// Lets frames pass that were held up for a slot, if nothing else holds them.
+    /// Delivers frames that were delayed for a slot, if nothing else delays them.
     pub(crate) fn release_held(&mut self, slot: usize) {
         for link in 0..self.links.len() {
             for to in [Side::Coordinator, Side::Worker] {
@@ -232,7 +233,8 @@ impl World {
     }
 
     /// Closes one end. What that end had queued may be lost; the other end learns of the close
-    /// after what is not lost. The owner is told by an event of its own, as by the link's tasks.
+    /// after whatever is not lost. The owner is notified by a separate event, as by the link's
+    /// tasks.
     pub(crate) fn close(&mut self, link: LinkId, side: Side) {
         if !std::mem::replace(&mut self.links[link].open[side as usize], false) {
             return;

@@ -1,5 +1,5 @@
-//! What operators tell coordinators, and what they were promised: the next leader goes by the last
-//! command that was said to be stored, or by a later one.
+//! Operators' commands to coordinators, and what operators were promised: the next leader obeys the
+//! last command that was reported as stored, or a later one.
 use std::collections::BTreeMap;
 
 use shared::membership::Desired;
@@ -7,14 +7,14 @@ use shared::membership::Desired;
 use crate::coordinator::Life;
 use crate::world::World;
 
-/// A bound of replicas that a coordinator was given.
+/// A bound on replicas that a coordinator was given.
 #[derive(Clone, Copy, Debug)]
 struct Said {
     life: Life,
     /// Number of commands until then.
     generation: u64,
     bound: Option<u32>,
-    /// The coordinator that was told is the last one that led.
+    /// Whether that coordinator is the last one that led.
     led: bool,
 }
 
@@ -22,7 +22,7 @@ struct Said {
 pub(crate) struct Operators {
     /// The last bound that is known to be stored.
     promised: Option<u32>,
-    /// What was said since, stored or not.
+    /// Bounds given since then, stored or not.
     said: Vec<Said>,
     /// Process runs that were told to leave: by which coordinator, and after how many commands.
     drained: BTreeMap<u64, (Life, u64)>,
@@ -56,7 +56,7 @@ impl World {
         self.operators.drained.insert(incarnation, said);
     }
 
-    /// An operator hears of the coordinator at `seat` that what was said to it is stored.
+    /// The coordinator at `seat` reports to an operator that a command is stored.
     pub(crate) fn hear_stored(&mut self, seat: usize) {
         let Some(life) = self.seats[seat].life else { return };
         let run = self.seats[seat].incarnation;
@@ -81,7 +81,8 @@ impl World {
         self.operators.gone.extend(gone);
     }
 
-    /// The acting coordinator begins to lead and goes by this, which must be what was promised.
+    /// The acting coordinator begins to lead and obeys these commands, which must be those
+    /// promised.
     pub(crate) fn go_by(&mut self, told: Option<Desired>) {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
@@ -106,7 +107,7 @@ impl World {
         self.operators.said.clear();
     }
 
-    /// A process that is linked although it was told to leave and that command was stored.
+    /// Returns a process that is linked although it was told to leave and that command was stored.
     pub(crate) fn undrained(&self) -> Option<u64> {
         let mut connected = self.coordinator.connected.values().map(|it| it.incarnation);
         connected.find(|run| self.operators.gone.contains(run))

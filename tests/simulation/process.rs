@@ -1,4 +1,4 @@
-//! A worker process: its life, and its end of the link. It does what `worker::actor` does.
+//! A worker process: its life, and its end of the link, as in `worker::actor`.
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use std::time::Duration;
@@ -14,14 +14,14 @@ use crate::network::{LinkId, Packet, Side};
 use crate::scenario::{FORM_TIMEOUT, MS, S, Time};
 use crate::world::World;
 
-/// As `worker::actor`.
+/// Same as in `worker::actor`.
 const HANDSHAKE_DEADLINE: Time = 3 * S;
 const REDIAL_MIN: Time = 50 * MS;
 const REDIAL_MAX: Time = 2 * S;
 const LEAVE_PATIENCE: Time = 2 * S;
-/// Like its `RELEASE_PATIENCE`, but shorter: before or after the coordinator notices.
+/// Shorter than `worker::actor`'s, so that it may pass before or after the coordinator notices.
 const RELEASE_PATIENCE: Time = 25 * S;
-/// An executor that hangs is noticed in a step, and then twice when it is formed.
+/// A hanging executor is noticed in a step, and then twice while it is formed.
 const HANG_ENDS_WITHIN: Time = 70 * S + 2 * (FORM_TIMEOUT + 40 * S);
 
 pub(crate) struct Process {
@@ -37,11 +37,11 @@ pub(crate) struct Process {
     redial: Time,
     /// The coordinator dialled last.
     pub(crate) dialled: Option<Destination>,
-    /// It knows of no coordinator to dial.
+    /// Whether it knows of no coordinator to dial.
     waits_for_leader: bool,
-    /// Its slot at the present or last coordinator.
+    /// Its slot at the current or last coordinator.
     pub(crate) worker: Option<WorkerId>,
-    /// By slot: other coordinators may have given it others.
+    /// By slot, since each coordinator may give it another.
     stats: BTreeMap<WorkerId, Counted>,
     pub(crate) last_report: Option<Time>,
     pub(crate) executor: Executor,
@@ -50,7 +50,7 @@ pub(crate) struct Process {
     pub(crate) fail_step: bool,
     pub(crate) diverge: bool,
     pub(crate) fail_form: Option<bool>,
-    /// Its executor does nothing any more; and whether its process notices.
+    /// Set if its executor hangs, with whether its process notices.
     pub(crate) hung: Option<Hung>,
     /// When it is started again after it was told to end, if ever.
     pub(crate) back_after: Option<Time>,
@@ -84,7 +84,7 @@ impl Process {
         }
     }
 
-    /// The epoch of the step under way, and since when it has been running.
+    /// Returns the epoch of the current step, and since when it has been running.
     pub(crate) fn step_under_way(&self) -> Option<(Epoch, Time)> {
         let executor = &self.executor;
         let (Some(Job::Compute(_)), Some((link, epoch))) = (&executor.job, executor.epoch) else {
@@ -93,7 +93,7 @@ impl Process {
         (link == executor.link).then_some((epoch, executor.began))
     }
 
-    /// As `LinkOutbox::stats`.
+    /// Does what `LinkOutbox::stats` does.
     pub(crate) fn stats(&mut self) -> &mut Counted {
         let worker = self.worker.unwrap_or_default();
         self.stats.entry(worker).or_insert_with(|| Counted {
@@ -107,9 +107,9 @@ impl Process {
 /// An executor that hangs.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Hung {
-    /// The process ends when its executor does not leave an epoch.
+    /// Whether the process ends when its executor does not leave an epoch.
     pub(crate) notices: bool,
-    /// Since then it was told to form or to leave an epoch.
+    /// Whether it has since been told to form or to leave an epoch.
     pub(crate) asked: bool,
 }
 
@@ -168,7 +168,7 @@ impl World {
         self.schedule(0, Event::Dial { slot, incarnation, generation: 0 });
     }
 
-    /// The process is told to end: it says goodbye, and ends when it is let go or after a while.
+    /// The process is told to end: it says goodbye, and ends when it is released or after a while.
     pub(crate) fn leave_cluster(&mut self, slot: usize, back_after: Option<Time>) {
         let process = &mut self.processes[slot];
         if !process.alive || process.frozen {
@@ -200,7 +200,7 @@ impl World {
         }
     }
 
-    /// An executor that hangs is asked for something: from now on it must be noticed.
+    /// A hanging executor gets a command: from now on the hang must be noticed.
     pub(crate) fn hung_is_asked(&mut self, slot: usize, leaves: bool) {
         let process = &mut self.processes[slot];
         let incarnation = process.incarnation;
@@ -222,7 +222,7 @@ impl World {
         }
     }
 
-    /// It is told to end.
+    /// The process is told to end.
     fn shut_down(&mut self, slot: usize) {
         let back_after = self.processes[slot].back_after;
         self.leave_etcd(slot, true);
@@ -292,7 +292,7 @@ impl World {
             return self.schedule(after, Event::Dial { slot, incarnation, generation });
         };
         let link = self.new_link(slot, incarnation, life);
-        // During a partition no connection is established until there is a way in both directions.
+        // During a partition, a connection is established only once both directions work.
         self.links[link].established = self.paths[slot].blocked == [0, 0];
         self.processes[slot].dialling = Some(link);
         let process = &self.processes[slot];
@@ -319,7 +319,7 @@ impl World {
         process.redial = REDIAL_MIN;
         process.generation += 1;
         process.worker = Some(worker);
-        // As `Executor::new_link`.
+        // As in `Executor::new_link`.
         process.executor.link += 1;
         if self.switches.old_commands_run {
             process.executor.aborted = (process.executor.link, Epoch(0));
@@ -361,7 +361,7 @@ impl World {
         self.schedule(after, Event::Dial { slot, incarnation, generation });
     }
 
-    /// Leaves a coordinator when another leads; as `WorkerActor` does.
+    /// Leaves a coordinator when another leads, as `WorkerActor` does.
     pub(crate) fn follow(&mut self, slot: usize) {
         let Some(now) = self.view(slot).and_then(View::destination) else { return };
         let process = &mut self.processes[slot];
@@ -439,7 +439,7 @@ impl World {
         stats
     }
 
-    /// Sends a message about the command under way to the coordinator. As `Uplink::tell_over`: only
+    /// Sends a message about the current command to the coordinator. Like `Uplink::tell_over`, only
     /// to the coordinator that the command came from, and not at all without a link.
     pub(crate) fn tell(&mut self, slot: usize, message: FromWorker) {
         let process = &self.processes[slot];

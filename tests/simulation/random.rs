@@ -19,7 +19,7 @@ impl Random {
         low + self.next() % (high - low + 1)
     }
 
-    /// A number in `low..=high`, small ones more often: for times over several orders of magnitude.
+    /// A number in `low..=high`, favouring small ones: for times over several orders of magnitude.
     pub(crate) fn skewed(&mut self, low: u64, high: u64) -> u64 {
         let cut = self.range(low, high);
         self.range(low, cut)

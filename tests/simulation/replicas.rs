@@ -1,4 +1,4 @@
-//! The coordinator's replicas: their mailboxes, and what they want sent. It does what
+//! The coordinator's replicas: their mailboxes, and the messages that they send, as
 //! `replica::actor` does around the real `Operation`.
 use std::collections::VecDeque;
 use std::rc::Rc;
@@ -20,7 +20,7 @@ use crate::network::{LinkId, Packet, Side};
 use crate::scenario::Time;
 use crate::world::World;
 
-/// How often queues are compared, as `ClusterActor` does.
+/// How often queues are compared, as in `ClusterActor`.
 const SHARE: Duration = Duration::from_millis(500);
 
 /// A message to a replica.
@@ -50,7 +50,7 @@ pub(crate) struct RunningReplica {
 }
 
 impl RunningReplica {
-    /// As in `ClusterActor`.
+    /// Same as in `ClusterActor`.
     pub(crate) fn home(&self, replica: ReplicaId) -> Home {
         Home {
             serving: self.serving.is_some(),
@@ -61,7 +61,7 @@ impl RunningReplica {
     }
 }
 
-/// What a replica wants sent; it is sent when the replica has returned.
+/// What a replica sends, collected until it has returned.
 struct Outgoing<'a> {
     ranks: &'a [(WorkerId, LinkId, bool)],
     plans: Vec<(LinkId, Rc<ToWorker>)>,
@@ -98,7 +98,7 @@ pub(crate) enum ClusterMail {
 }
 
 impl Coordinator {
-    /// A replica, or one that is given up and still has mail to read.
+    /// Returns a replica, including one that is given up but still has mail to read.
     pub(crate) fn running(&mut self, id: ReplicaId) -> Option<&mut RunningReplica> {
         self.replicas.get_mut(&id).or_else(|| self.retiring.get_mut(&id))
     }
@@ -281,7 +281,7 @@ impl World {
         }
     }
 
-    /// As `ClusterActor::place_orphans`.
+    /// Does what `ClusterActor::place_orphans` does.
     fn place_orphans(&mut self, from: ReplicaId, requests: Vec<Moved>) {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
@@ -311,7 +311,7 @@ impl World {
         self.hear_clients(from, None);
     }
 
-    /// As `ClusterActor::share_queues`.
+    /// Does what `ClusterActor::share_queues` does.
     fn share_queues(&mut self) {
         let coordinator = &mut *self.coordinator;
         let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
@@ -344,7 +344,7 @@ impl World {
         }
     }
 
-    /// Now and then a result of a past epoch comes again, as it might if links did not keep order.
+    /// Occasionally a result of a past epoch comes again, as it might if links did not keep order.
     pub(crate) fn deliver_late(
         &mut self,
         replica: ReplicaId,

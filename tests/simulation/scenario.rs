@@ -1,4 +1,4 @@
-//! From a seed to a cluster, its requests and its faults.
+//! Turns a seed into a cluster, its requests and its faults.
 use std::time::Duration;
 
 use coordinator::engine::FinishReason;
@@ -22,7 +22,7 @@ pub(crate) const S: Time = 1_000_000;
 /// peers give up first.
 pub(crate) const FORM_TIMEOUT: Time = 40 * S;
 
-/// Faults begin within this.
+/// Faults begin within this time.
 const FAULTS_END: Time = 15 * S;
 
 /// What can go wrong. `slot` is a place for a worker process.
@@ -30,7 +30,7 @@ const FAULTS_END: Time = 15 * S;
 pub(crate) enum Fault {
     /// The process is killed, and started again after a while or never.
     Crash { slot: usize, back_after: Option<Time> },
-    /// The process is told to end: it says goodbye, is let go, and is started again after a while
+    /// The process is told to end: it says goodbye, is released, and is started again after a while
     /// or never.
     Leave { slot: usize, back_after: Option<Time> },
     /// The process is stopped, and continues after a while.
@@ -47,31 +47,31 @@ pub(crate) enum Fault {
     Stall { slot: usize, takes: Time },
     /// The rank's next step fails.
     FailStep { slot: usize },
-    /// The rank's token of its next step differs from the others'.
+    /// The rank's token in its next step differs from the other ranks'.
     Diverge { slot: usize },
-    /// Another number of replicas is wanted, at most.
+    /// The maximum number of replicas changes.
     Scale { max: Option<u32> },
     /// The node is drained: its process ends, and is started again after a while or never.
     Drain { slot: usize, back_after: Option<Time> },
-    /// Another process takes the name of a slot's, for a while.
+    /// Another process takes the name of this slot's process, for a while.
     Twin { twin: usize, lasts: Time },
-    /// A coordinator process is killed, and started again after a while. Without a seat, here and
-    /// below, it is the leader.
+    /// A coordinator process is killed, and started again after a while. Here and below, without a
+    /// seat it is the leader's.
     CrashCoordinator { seat: Option<usize>, back_after: Time },
-    /// A coordinator process is told to end and has waited for its requests long enough; it is
-    /// started again after a while. Another takes over at once.
+    /// A coordinator process is told to end, and has already waited long enough for its requests;
+    /// it is started again after a while. Another takes over at once.
     StopCoordinator { seat: Option<usize>, back_after: Time },
     /// A coordinator process is stopped, and continues after a while.
     FreezeCoordinator { seat: Option<usize>, lasts: Time },
-    /// etcd is out of reach for all; whether leases end meanwhile, and whether its absence is
-    /// noticed at once.
+    /// Nobody can reach etcd; `counts`: whether leases end meanwhile; `resets`: whether its absence
+    /// is noticed at once.
     EtcdAway { lasts: Time, counts: bool, resets: bool },
     /// One process cannot reach etcd.
     CutEtcd { who: usize, lasts: Time },
     /// A process's lease is taken away.
     Revoke { who: usize },
-    /// A process loses its connection to etcd, and its next request to keep its lease fails when it
-    /// is back; or etcd wrongly says that the lease is gone.
+    /// A process loses its connection to etcd, and its next request to keep its lease fails once it
+    /// is back; if `gone`, etcd wrongly says that the lease does not exist.
     FailKeep { who: usize, gone: bool },
     /// etcd ends a process's watch.
     CancelWatch { who: usize },
@@ -81,8 +81,9 @@ pub(crate) enum Fault {
     Compact,
     /// The rank's next formation fails.
     FailForm { slot: usize, permanent: bool },
-    /// The executor hangs in what it does or does next, and its process and its link live. Where it
-    /// ends when that is noticed, it is by itself or because the coordinator says so.
+    /// The executor hangs in its current or next command, while its process and link live. The
+    /// process ends once that is noticed: by itself if `notices`, otherwise because the coordinator
+    /// says so.
     Hang { slot: usize, notices: bool },
 }
 
@@ -91,7 +92,7 @@ pub(crate) enum Fault {
 pub(crate) enum Leaving {
     /// It cancels.
     Cancels,
-    /// It is simply gone.
+    /// It disconnects.
     Drops,
 }
 
@@ -99,7 +100,7 @@ impl Leaving {
     const ALL: [Self; 2] = [Self::Cancels, Self::Drops];
 }
 
-/// A request and what is to come of it.
+/// A request, and its expected outcome.
 #[derive(Clone, Debug)]
 pub(crate) struct Client {
     pub(crate) at: Time,
@@ -107,7 +108,7 @@ pub(crate) struct Client {
     pub(crate) n: u32,
     pub(crate) seed: u64,
     pub(crate) ends: Ends,
-    /// It wants an embedding, not tokens.
+    /// Set if it asks for an embedding, not tokens.
     pub(crate) pooling: Option<Pooling>,
     pub(crate) leaves: Option<(Time, Leaving)>,
     pub(crate) expected: Vec<(Vec<u32>, FinishReason)>,
@@ -119,41 +120,42 @@ pub(crate) struct Scenario {
     pub(crate) tensor_parallel: u32,
     /// Degrees a replica may have, largest first.
     pub(crate) degrees: Vec<u32>,
-    /// How long ranks may stay away before a smaller one is taken.
+    /// How long ranks may be absent before the replica is formed with fewer.
     pub(crate) reshard_after: Time,
-    /// How many replicas the first processes make.
+    /// Number of replicas that the first processes can form.
     replicas: u64,
-    /// Most replicas at first.
+    /// Initial maximum number of replicas.
     pub(crate) max_replicas: Option<u32>,
     /// Hosts of the first worker processes, by slot; more may join.
     pub(crate) hosts: Vec<u8>,
-    /// By slot, the number in its process's name: a twin has another's.
+    /// By slot: the number in its process's name; a twin has another slot's.
     pub(crate) nodes: Vec<usize>,
-    /// When each slot's process is started for the first time.
+    /// When each slot's process is first started.
     pub(crate) starts: Vec<Time>,
     pub(crate) engine: EngineConfig,
     pub(crate) scheduler: SchedulerConfig,
     pub(crate) limits: DriverLimits,
     pub(crate) collective_timeout: Time,
-    /// Between two checkpoints of the totals.
+    /// Interval between checkpoints of the totals.
     pub(crate) checkpoint: Time,
-    /// Places for coordinator processes, one of which leads.
+    /// Number of seats for coordinator processes, one of which leads.
     pub(crate) seats: usize,
-    /// Longest time of weights to load.
+    /// Longest time to load weights.
     pub(crate) load: Time,
-    /// Longest time of a usual step's computing.
+    /// Longest time to compute a usual step.
     pub(crate) step: Time,
     /// Longest usual latency of a frame.
     pub(crate) latency: Time,
-    /// KV blocks that a worker may have.
+    /// Range of a worker's number of KV blocks.
     pub(crate) blocks: (u64, u64),
-    /// Blocks of host memory that a worker may have.
+    /// Range of a worker's number of blocks in host memory.
     pub(crate) host_blocks: (u64, u64),
     pub(crate) clients: Vec<Client>,
     pub(crate) faults: Vec<(Time, Fault)>,
 }
 
-/// Whether sequences draft, and how. It depends only on the seed, so that all else stays as it was.
+/// Whether and how sequences draft. Depends only on the seed, so that everything else stays as it
+/// was.
 fn speculation(seed: u64, max_num_seqs: u32) -> Option<Speculation> {
     let random = &mut Random::new(seed ^ 0xd4af7);
     let min = random.range(1, 3) as u32;
@@ -232,7 +234,7 @@ impl Scenario {
             load: random.pick(&[50 * MS, S, 4 * S]),
             step: random.pick(&[2 * MS, 8 * MS, 30 * MS]),
             latency: random.pick(&[MS, MS, 20 * MS]),
-            // Apart from the rest: the same seeds without it, for a share of them.
+            // Drawn separately, so that seeds keep their scenarios; a fifth have no host blocks.
             host_blocks: [(0, 0), (2, 5), (6, 20), (20, 20), (200, 300)]
                 [(mix(seed, 5) % 5) as usize],
             blocks: (fewest, fewest + random.pick(&[0, 4, 30])),
@@ -248,13 +250,13 @@ impl Scenario {
     fn add_clients(&mut self, random: &mut Random) {
         let mut at = random.range(0, 2 * S);
         for _ in 0..random.range(20, 90) {
-            // Bursts: many arrive with the one before.
+            // Bursts: many requests arrive together with the previous one.
             at += if random.chance(50) { random.range(0, MS) } else { random.skewed(0, 900 * MS) };
             let client = self.client(random, at);
             self.clients.push(client);
         }
         if random.chance(10) {
-            // One that ends every process that computes it.
+            // A request that ends every process that computes it.
             let index = random.range(0, self.clients.len() as u64 - 1) as usize;
             let client = &mut self.clients[index];
             let at = random.range(0, client.prompt.len() as u64 - 1) as usize;
@@ -264,7 +266,7 @@ impl Scenario {
 
     fn client(&self, random: &mut Random, at: Time) -> Client {
         let len = if random.chance(50) { random.skewed(1, 200) } else { random.range(1, 150) };
-        // Many begin alike.
+        // Many prompts begin alike.
         let alike = if random.chance(50) { random.range(0, len) } else { 0 };
         let tail = (alike..len).map(|_| random.range(0, u64::from(VOCABULARY) - 1));
         let prompt: Vec<u32> =
@@ -289,8 +291,7 @@ impl Scenario {
             ends.stop_token = Some(random.pick(&text));
         }
         let n = random.pick(&[1, 1, 1, 2, 3]);
-        // For a request for no tokens, no token tells whether it finished before its client was
-        // gone.
+        // For a request for no tokens, no token shows whether it finished before its client left.
         let ways = if max_tokens == 0 { [Leaving::Cancels; 2] } else { Leaving::ALL };
         let leaves = random.chance(15).then(|| (random.skewed(MS, 6 * S), random.pick(&ways)));
         let pooling = match seed % 4 {
@@ -315,7 +316,7 @@ impl Scenario {
     fn add_faults(&mut self, random: &mut Random) {
         let slots = self.hosts.len() as u64;
         if random.chance(25) {
-            // For example, a process that is silent is replaced, and thaws.
+            // For example, a silent process is replaced, and thaws.
             let slot = random.range(0, slots - 1) as usize;
             let at = random.range(0, FAULTS_END);
             let twin = self.hosts.len();
@@ -328,7 +329,7 @@ impl Scenario {
         }
         let has_spare = slots > u64::from(self.tensor_parallel) * self.replicas;
         if self.tensor_parallel > 1 && has_spare && random.chance(30) {
-            // For long: the spare is to take its place.
+            // Slow for long, so that the spare takes its place.
             let (slot, factor) = (random.range(0, slots - 1) as usize, random.range(8, 40));
             self.faults
                 .push((random.range(0, 5 * S), Fault::Slow { slot, factor, lasts: 130 * S }));
@@ -369,7 +370,8 @@ impl Scenario {
         }
     }
 
-    /// An executor that hangs. It depends only on the seed, so that all else stays as it was.
+    /// Adds an executor that hangs. Depends only on the seed, so that everything else stays as it
+    /// was.
     fn add_hang(&mut self, seed: u64) {
         let random = &mut Random::new(seed ^ 0x4a46);
         if random.chance(12) {
@@ -384,12 +386,12 @@ impl Scenario {
         for _ in 0..random.range(1, 4) {
             let at = random.range(0, FAULTS_END);
             let seat = random.range(0, self.seats as u64 - 1) as usize;
-            // Coordinators as often as all workers together.
+            // Coordinators are hit as often as all workers together.
             let worker = random.range(0, self.hosts.len() as u64 - 1) as usize;
             let who = if random.chance(50) { self.hosts.len() + seat } else { worker };
             let seat = random.chance(30).then_some(seat);
             if random.chance(20) {
-                // One after the other, so that a formation under way is followed by another.
+                // One after the other, so that another formation follows one in progress.
                 for at in [at, at + random.range(100 * MS, 4 * S)] {
                     let back_after = random.skewed(10 * MS, 8 * S);
                     self.faults.push((at, Fault::StopCoordinator { seat: None, back_after }));

@@ -11,23 +11,23 @@ use crate::membership::micros;
 use crate::scenario::{MS, S, Time};
 use crate::world::World;
 
-/// As `coordinator::checkpoint`.
+/// Same as in `coordinator::checkpoint`.
 const LOAD_RETRY: Time = 500 * MS;
 const LOAD_PATIENCE: Time = 5 * S;
 
-/// A place for a coordinator process.
+/// A seat for a coordinator process.
 #[derive(Debug, Default)]
 pub(crate) struct Seat {
     pub(crate) alive: bool,
     pub(crate) incarnation: u64,
-    /// Since when it leads but does not serve yet, because it looks for what the last leader left.
+    /// Since when it has led without serving yet, because it loads what the last leader left.
     elected: Option<Time>,
     pub(crate) life: Option<Life>,
-    /// It is frozen; what happened meanwhile.
+    /// Whether it is frozen; `deferred` holds what happened meanwhile.
     pub(crate) frozen: bool,
     pub(crate) deferred: Vec<Event>,
     thawed: Time,
-    /// Until when it may be replaced because of something that was done to it.
+    /// Until when it may be replaced because of a fault.
     troubled: Time,
 }
 
@@ -40,13 +40,13 @@ impl World {
         format!("seat-{seat}:8001")
     }
 
-    /// The coordinator that answers at an address.
+    /// Returns the coordinator that answers at an address.
     pub(crate) fn serves_at(&self, address: &str) -> Option<Life> {
         let seat = (0..self.seats.len()).find(|seat| Self::address(*seat) == address)?;
         self.seats[seat].life
     }
 
-    /// The leader that etcd knows, or else one that goes on.
+    /// Returns the leader according to etcd, or otherwise one that goes on serving.
     pub(crate) fn leading(&self) -> Option<Life> {
         let leader = self.etcd.leader().map(|(incarnation, _)| incarnation);
         let leads = |seat: &&Seat| seat.alive && Some(seat.incarnation) == leader;
@@ -92,14 +92,14 @@ impl World {
         if let Some(life) = self.seats[seat].life.take() {
             self.end_life(life);
         }
-        // Requests that waited for it find another.
+        // Requests that waited for it go to another coordinator.
         deferred.into_iter().for_each(|event| self.schedule(1, event));
         self.leave_etcd(self.member_of(seat), in_order);
         self.schedule(back_after, Event::SeatStart { seat });
         self.faulty_until(self.now + back_after);
     }
 
-    /// Until then it may lose its lease because of what is done to it.
+    /// Until then, it may lose its lease because of a fault.
     pub(crate) fn trouble(&mut self, seat: usize, lasts: Time) {
         let until = self.now + lasts + 2 * micros(LEADER_LEASE_TTL);
         self.seats[seat].troubled = self.seats[seat].troubled.max(until);
@@ -127,13 +127,13 @@ impl World {
         (0..self.processes.len()).for_each(|slot| self.release_held(slot));
     }
 
-    /// Whether the acting coordinator notices what there is to notice.
+    /// Whether the acting coordinator has had time to notice everything.
     pub(crate) fn is_awake(&self) -> bool {
         let seat = &self.seats[self.coordinator.seat];
         !seat.frozen && self.now > seat.thawed + 5 * S
     }
 
-    /// What was done since then may only be noticed now.
+    /// The effects of faults since `since` may be noticed only now.
     pub(crate) fn trouble_again(&mut self, since: Time) {
         for seat in 0..self.seats.len() {
             if self.seats[seat].troubled >= since {
@@ -142,7 +142,7 @@ impl World {
         }
     }
 
-    /// What a coordinator makes of its view: as `election` and `other_leader`.
+    /// How a coordinator acts on its view, as in `election` and `other_leader`.
     pub(crate) fn seat_sees(&mut self, seat: usize) {
         let Some(view) = self.view(self.member_of(seat)) else { return };
         let it = &self.seats[seat];
@@ -166,7 +166,7 @@ impl World {
         }
     }
 
-    /// A new leader looks for what the last leader left, and begins to serve.
+    /// A new leader loads what the last leader left, and begins to serve.
     pub(crate) fn load(&mut self, seat: usize, incarnation: u64) {
         let it = &self.seats[seat];
         let Some(elected) = it.elected.filter(|_| it.alive && it.incarnation == incarnation) else {

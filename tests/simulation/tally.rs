@@ -1,15 +1,15 @@
-//! What the totals must be, as the clients count.
+//! The expected totals, as counted from the clients' side.
 use std::collections::BTreeMap;
 
 use shared::metrics::labels::{FinishedReason, RejectReason};
 
-/// What the totals must be.
+/// The expected totals.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) accepted: u64,
     pub(crate) rejected: BTreeMap<RejectReason, u64>,
     pub(crate) ended: BTreeMap<FinishedReason, u64>,
-    /// Prompt tokens of all choices of requests that finished, and of those that did not.
+    /// Prompt tokens of all choices, for requests that finished and for the others.
     pub(crate) prompts_of_finished: u64,
     pub(crate) prompts_of_others: u64,
 }

@@ -15,7 +15,7 @@ use crate::scenario::Time;
 use crate::world::World;
 
 impl World {
-    /// A worker's hello: admitted, welcomed, joined.
+    /// Handles a worker's hello: admits it, welcomes it, and lets it join.
     pub(crate) fn hello(&mut self, link: LinkId, rejoin: Rejoin) {
         let (slot, incarnation) = (self.links[link].slot, self.links[link].incarnation);
         let node = self.node_name(slot);
@@ -79,7 +79,7 @@ impl World {
         self.carry_out(effects);
     }
 
-    /// As `ClusterActor` drains the node of a slot.
+    /// Drains the node of a slot, as `ClusterActor` does.
     pub(crate) fn drain(&mut self, slot: usize, back_after: Option<Time>) {
         let node = self.node_name(slot);
         let found = self.coordinator.core.members().find(|it| it.node == node);
@@ -106,7 +106,7 @@ impl World {
         format!("node-{}", self.scenario.nodes[slot])
     }
 
-    /// Whether events of a link belong to a worker's present connection.
+    /// Whether events of a link belong to a worker's current connection.
     fn is_current(&self, worker: WorkerId, link: LinkId) -> bool {
         let Some(connected) = self.coordinator.connected.get(&worker) else { return false };
         if self.switches.links_not_told_apart {
@@ -144,7 +144,7 @@ impl World {
         self.drop_handle(connected.link);
     }
 
-    /// A link closes when there are no handles on it.
+    /// A link closes when nothing holds a handle to it.
     pub(crate) fn drop_handle(&mut self, link: LinkId) {
         let coordinator = &self.coordinator;
         let connected = coordinator.connected.values().any(|it| it.link == link);
@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// Takes a report; now and then it comes again later, or an older one does.
+    /// Takes a report; occasionally it, or an older one, comes again later.
     fn report(&mut self, worker: WorkerId, mut stats: WorkerStats) {
         let Some(connected) = self.coordinator.connected.get(&worker) else { return };
         if stats.snapshot.is_empty() {

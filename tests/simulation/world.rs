@@ -1,4 +1,4 @@
-//! The event queue, virtual time, and everything in them.
+//! The event queue, virtual time, and all parts of the simulation.
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 use std::time::Duration;
@@ -18,15 +18,15 @@ use crate::scenario::{MS, S, Scenario, Time};
 use crate::seats::Seat;
 use crate::switches::Switches;
 
-/// The cluster serves with all its workers this long after the last fault.
+/// Time after the last fault within which the cluster serves with all its workers.
 pub(crate) const CONVERGES_WITHIN: Time = 15 * S;
-/// There is some progress at least this often while there are requests.
+/// While there are requests, some progress happens at least this often.
 const STANDS_STILL: Time = 30 * S;
-/// Every request has ended this long after the last fault.
+/// Time after the last fault within which every request ends.
 const ENDS_WITHIN: Time = 900 * S;
 /// A run ends when all has been well for this long: two stats reports of every worker.
 const STAYS_WELL: Time = 2500 * MS;
-/// How often the totals are checked.
+/// Interval between checks of the totals.
 const SCRAPE: Time = 700 * MS;
 
 pub(crate) struct World {
@@ -39,17 +39,17 @@ pub(crate) struct World {
     pub(crate) links: Vec<Link>,
     pub(crate) paths: Vec<Path>,
     pub(crate) processes: Vec<Process>,
-    /// Ranks that wait for each other: by epoch and step, step 0 is connecting.
+    /// Ranks that wait for each other, by epoch and step; step 0 is connecting.
     pub(crate) meetings: BTreeMap<(u64, u64), Meeting>,
     /// Epochs whose TCP collective some rank has left.
     pub(crate) left: BTreeSet<u64>,
     pub(crate) coordinator: Coordinators,
     pub(crate) etcd: Etcd,
-    /// How many faults keep all processes from etcd.
+    /// Number of faults that keep all processes from etcd.
     pub(crate) etcd_away: u32,
-    /// When it last went away.
+    /// When it last became unreachable.
     pub(crate) etcd_went: Time,
-    /// Leases end while it is away.
+    /// Whether leases end while it is unreachable.
     pub(crate) etcd_counts: bool,
     pub(crate) members: Vec<Member>,
     pub(crate) seats: Vec<Seat>,
@@ -60,14 +60,14 @@ pub(crate) struct World {
     pub(crate) operators: Operators,
     pub(crate) checks: Checks,
     pub(crate) last_fault: Time,
-    /// By slot: no process is started there any more.
+    /// By slot: whether no process is started there any more.
     pub(crate) ended: Vec<bool>,
-    /// By slot: until when something held up its steps, other than slowness.
+    /// By slot: until when something other than slowness may delay its steps.
     pub(crate) disturbed: Vec<Time>,
     pub(crate) next_token: u64,
     pub(crate) report: Report,
     well_since: Option<Time>,
-    /// The last time that any request made progress, and the progress of all then.
+    /// When any request last made progress, and the total progress then.
     got_on: (Time, u64),
     converged_since: Option<Time>,
     failure: Option<String>,
@@ -79,7 +79,7 @@ impl World {
         Self::of(Scenario::new(seed), seed, switches, verbose)
     }
 
-    /// A run of a scenario that is not decided by the seed alone.
+    /// Creates a run of a scenario that the seed alone does not determine.
     pub(crate) fn of(scenario: Scenario, seed: u64, switches: Switches, verbose: bool) -> Self {
         let slots = scenario.hosts.len();
         let mut world = Self {
@@ -178,8 +178,8 @@ impl World {
         self.queue.push(Reverse((at.max(self.now), self.order, event)));
     }
 
-    /// No coordinator takes a request. This may happen while a new leader is found, but not for
-    /// longer.
+    /// No coordinator takes a request. This may happen while a new leader is being found, but not
+    /// for longer.
     fn refuse(&mut self, index: usize) {
         if self.now > self.leaderless {
             self.fail(format!("nobody serves, and req-{index} is refused"));
@@ -196,7 +196,7 @@ impl World {
         self.report.trace = of.iter().fold(self.report.trace, |hash, value| mix(hash, *value));
     }
 
-    /// Says what happens, when a single seed is replayed.
+    /// Prints what happens, when a single seed is replayed.
     pub(crate) fn say(&self, what: impl FnOnce() -> String) {
         if self.verbose {
             println!("{:10.6} {}", self.now as f64 / S as f64, what());
@@ -215,7 +215,7 @@ impl World {
         }
     }
 
-    /// The slot whose process must run for an event to happen.
+    /// Returns the slot whose process must run for an event to happen.
     fn runs_on(&self, event: Event) -> Option<usize> {
         match event {
             Event::Dial { slot, .. }
@@ -240,7 +240,7 @@ impl World {
         }
     }
 
-    /// The process whose connection to etcd an event belongs to.
+    /// Returns the process whose connection to etcd an event belongs to.
     fn session_of(event: Event) -> Option<(MemberId, u64)> {
         match event {
             Event::EtcdOpen { who, session }
@@ -254,7 +254,7 @@ impl World {
         }
     }
 
-    /// The coordinator process that must run for an event to happen.
+    /// Returns the coordinator process that must run for an event to happen.
     fn seat_of(&self, event: Event) -> Option<usize> {
         let coordinator = match event {
             Event::EtcdOpen { who, .. }
@@ -272,7 +272,7 @@ impl World {
         self.seats.iter().position(|seat| coordinator.is_some() && seat.life == coordinator)
     }
 
-    /// The coordinator that an event happens at.
+    /// Returns the coordinator at which an event happens.
     fn life_of(&self, event: Event) -> Option<Life> {
         match event {
             Event::ReplicaMail(life, _)
@@ -373,7 +373,7 @@ impl World {
         self.check_followed();
         let leads = self.leading().is_some_and(|life| self.coordinator.act(life));
         if leads && self.waits_for_a_change() {
-            // What failed for good is tried again when its wait is over, and not before.
+            // A replica that failed for good is tried again when its wait is over, and not before.
             self.last_fault = self.last_fault.max(self.now);
             self.check_holds();
         }

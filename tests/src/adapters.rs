@@ -26,7 +26,7 @@ pub const ATTENTION: [&str; 4] =
 /// The modules of an MLP.
 pub const MLP: [&str; 3] = ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"];
 
-/// For models with merged q, k and v, and merged gate and up.
+/// The modules of models that fuse q, k and v, and gate and up.
 pub const FUSED: [&str; 4] =
     ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"];
 

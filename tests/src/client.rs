@@ -27,7 +27,7 @@ pub struct Reply {
 pub struct Streamed {
     /// All `data:` events except the final `[DONE]`.
     pub events: Vec<Value>,
-    /// Whether `[DONE]` came.
+    /// Whether `[DONE]` arrived.
     pub done: bool,
 }
 

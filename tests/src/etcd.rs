@@ -40,10 +40,10 @@ impl Etcd {
         Ok(members.and_then(|mut members| members.pop()))
     }
 
-    /// As [`Etcd::start`], with TLS, and only for clients with a certificate.
+    /// Same as [`Etcd::start`], with TLS, and only for clients with a certificate.
     ///
     /// # Errors
-    /// As [`Etcd::start`].
+    /// Same as [`Etcd::start`].
     pub async fn start_secure(
         folder: &Path,
         certificates: &Certificates,
@@ -52,10 +52,10 @@ impl Etcd {
         Ok(members.and_then(|mut members| members.pop()))
     }
 
-    /// As [`Etcd::start`], with a database quota of `quota` bytes.
+    /// Same as [`Etcd::start`], with a database quota of `quota` bytes.
     ///
     /// # Errors
-    /// As [`Etcd::start`].
+    /// Same as [`Etcd::start`].
     pub async fn start_small(folder: &Path, quota: u64) -> Result<Option<Self>, String> {
         let Some(mut etcd) = Self::start(folder).await? else { return Ok(None) };
         etcd.member.quota = Some(quota);
@@ -63,7 +63,7 @@ impl Etcd {
         Ok(Some(etcd))
     }
 
-    /// Its revision: roughly the number of writes so far. `None` when it does not answer.
+    /// Returns its revision: roughly the number of writes so far. `None` if it does not answer.
     pub async fn revision(&self) -> Option<u64> {
         let url = format!("{}/v3/maintenance/status", self.endpoint());
         let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
@@ -71,21 +71,21 @@ impl Etcd {
         status["header"]["revision"].as_str()?.parse().ok()
     }
 
-    /// The revision at which the leader of the cluster `tutti` began to lead; `None` when nobody
-    /// leads, or it does not answer.
+    /// Returns the revision at which the leader of the cluster `tutti` began to lead; `None` if
+    /// nobody leads or etcd does not answer.
     pub async fn leads_since(&self) -> Option<u64> {
         let url = format!("{}/v3/kv/range", self.endpoint());
-        // "/tutti/leader" in base64, as the gateway wants keys.
+        // "/tutti/leader" in base64, as the gateway expects keys.
         let body = r#"{"key": "L3R1dHRpL2xlYWRlcg=="}"#;
         let reply = reqwest::Client::new().post(url).body(body).send().await.ok()?;
         let found: serde_json::Value = reply.json().await.ok()?;
         found["kvs"][0]["create_revision"].as_str()?.parse().ok()
     }
 
-    /// As [`Etcd::start`], with `count` members.
+    /// Same as [`Etcd::start`], with `count` members.
     ///
     /// # Errors
-    /// As [`Etcd::start`].
+    /// Same as [`Etcd::start`].
     pub async fn start_cluster(folder: &Path, count: usize) -> Result<Option<Vec<Self>>, String> {
         Self::launch(folder, count, None).await
     }
@@ -128,7 +128,7 @@ impl Etcd {
         &self.member.data
     }
 
-    /// Whether it leads the etcd cluster; `None` when it does not answer.
+    /// Whether it leads the etcd cluster; `None` if it does not answer.
     pub async fn leads(&self) -> Option<bool> {
         let url = format!("{}/v3/maintenance/status", self.endpoint());
         let reply = reqwest::Client::new().post(url).body("{}").send().await.ok()?;
@@ -157,7 +157,7 @@ impl Etcd {
     /// Restarts it with its old data and address.
     ///
     /// # Errors
-    /// As [`Etcd::start`].
+    /// Same as [`Etcd::start`].
     pub async fn restart(&mut self) -> Result<(), String> {
         self.kill();
         self.child = self.member.spawn()?;

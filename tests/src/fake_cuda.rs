@@ -40,10 +40,10 @@ pub fn fake_cuda(folder: &Path, without: Option<&str>) -> Result<FakeCuda, Strin
     fake_cuda_with(folder, without.as_slice())
 }
 
-/// The same with several GPUs, for tests that cannot set the environment variable for it.
+/// Same with several GPUs, for tests that cannot set the environment variable for it.
 ///
 /// # Errors
-/// As [`fake_cuda`].
+/// Same as [`fake_cuda`].
 pub fn fake_cuda_of(folder: &Path, devices: u32) -> Result<FakeCuda, String> {
     fake_cuda_with(folder, &[format!("-DDEFAULT_DEVICES={devices}")])
 }
@@ -127,7 +127,7 @@ fn fake_cuda_with(folder: &Path, defines: &[String]) -> Result<FakeCuda, String>
     }
 }
 
-/// One line for each kernel of the header, with its sm_90 resources: most threads per block,
+/// One line per kernel in the header, with its sm_90 resources: maximum threads per block,
 /// registers, bytes of static shared memory.
 fn entries(cuda: &Path) -> Result<String, String> {
     let read = |name| std::fs::read_to_string(cuda.join(name)).map_err(|error| error.to_string());

@@ -3,7 +3,7 @@
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Hosts that reach this machine, and each other, by a network. Removed on drop.
+/// Hosts that are connected to this machine, and to each other, by a network. Removed on drop.
 #[derive(Debug)]
 pub struct Hosts {
     /// Distinguishes several networks on one machine.
@@ -25,7 +25,7 @@ impl Hosts {
     /// Creates `count` hosts.
     ///
     /// # Errors
-    /// Why this is not possible here: no root, no `ip`, no namespaces.
+    /// Why this is not possible: no root, no `ip`, no namespaces.
     pub fn new(count: usize) -> Result<Self, String> {
         static MADE: AtomicU32 = AtomicU32::new(0);
         let made = MADE.fetch_add(1, Ordering::Relaxed);

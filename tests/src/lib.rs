@@ -1,4 +1,4 @@
-//! Shared by the test binaries: real processes on loopback, and clients for them.
+//! Code shared by the test binaries: real processes on loopback, and clients for them.
 //!
 //! - [`local_cluster`]: `tutti up` (or its parts) as child processes, stopped and checked on drop
 //! - [`adapters`]: LoRA adapters with synthetic weights
@@ -16,8 +16,8 @@
 //! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
 //! - [`promtool`]: Prometheus's linter of pages
 //! - [`models`]: the model folders and their golden values
-//! - [`tools`]: programs of others: etcd, Prometheus, promtool
-//! - [`wait`]: waiting for something with a bound
+//! - [`tools`]: finds external programs: etcd, Prometheus, promtool
+//! - [`wait`]: waits for a condition, with a bound
 #![forbid(unsafe_code)]
 
 pub mod adapters;

@@ -12,7 +12,7 @@ use crate::client::Client;
 
 /// Number of different requests; clients send them in turn.
 const REQUESTS: u32 = 12;
-/// Shorter silences are steps rather than pauses.
+/// Shorter silences are steps, not pauses.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 
 /// A silence between two events of a stream, or before the first one.
@@ -29,9 +29,9 @@ pub struct Pause {
 pub struct Seen {
     /// Number of complete answers with the undisturbed text.
     pub good: u32,
-    /// The failures of all others.
+    /// Descriptions of all other outcomes.
     pub failures: Vec<String>,
-    /// All silences, in the order of their ends.
+    /// All silences, ordered by when they ended.
     pub pauses: Vec<Pause>,
 }
 

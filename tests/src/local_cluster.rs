@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::client::Client;
 use crate::models::repository;
 
-/// Time limit for a cluster to come up or to stop, on a busy machine.
+/// Time limit for a cluster to start or stop; generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A `tutti` process and everything that it starts. Killed on drop.
@@ -59,7 +59,7 @@ impl LocalCluster {
         Self::spawn_with(prefix, args, &[])
     }
 
-    /// As [`LocalCluster::spawn_in`], with environment variables.
+    /// Same as [`LocalCluster::spawn_in`], with environment variables.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -224,8 +224,8 @@ fn parent_of(pid: u32) -> Option<u32> {
     stat.rsplit_once(") ")?.1.split_whitespace().nth(1)?.parse().ok()
 }
 
-/// The URL in a server's banner; log lines name URLs of others, such as etcd's. Lines are added
-/// whole.
+/// Finds the URL in a server's banner; log lines may contain other URLs, such as etcd's. Lines are
+/// added whole.
 fn url_in(log: &str) -> Option<String> {
     let banners = ["ready: ", "tutti coordinator: ", "tutti frontend: "];
     let rest = log.lines().find_map(|line| banners.iter().find_map(|it| line.strip_prefix(it)))?;

@@ -21,7 +21,7 @@ pub fn variant(name: &str) -> PathBuf {
     repository().join("tests/models").join(name)
 }
 
-/// Reference values of one prompt, by transformers in float32.
+/// Reference values of one prompt, computed by transformers in float32.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Golden {
     /// Unique within the file.
@@ -51,7 +51,7 @@ pub struct Golden {
 /// Reads a model folder's golden values.
 ///
 /// # Panics
-/// When the file is missing or malformed: then the repository is broken.
+/// If the file is missing or malformed: the repository is broken then.
 #[must_use]
 pub fn goldens(model: &Path) -> Vec<Golden> {
     goldens_in(model, "golden.json")
@@ -60,7 +60,7 @@ pub fn goldens(model: &Path) -> Vec<Golden> {
 /// Reads golden values of a model folder from `file`.
 ///
 /// # Panics
-/// When the file is missing or malformed: then the repository is broken.
+/// If the file is missing or malformed: the repository is broken then.
 #[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
 pub fn goldens_in(model: &Path, file: &str) -> Vec<Golden> {
@@ -72,25 +72,25 @@ pub fn goldens_in(model: &Path, file: &str) -> Vec<Golden> {
     serde_json::from_str::<File>(&text).expect("golden values have the known fields").prompts
 }
 
-/// Reference embeddings of one prompt, normalised to length 1, by transformers in float32.
+/// Reference embeddings of one prompt, normalised to length 1, computed by transformers in float32.
 #[derive(Clone, Debug, Deserialize)]
 pub struct EmbeddingGolden {
     /// The prompt's name in `golden.json`.
     pub name: String,
     /// The prompt's tokens.
     pub prompt_ids: Vec<u32>,
-    /// Of the last token.
+    /// Embedding of the last token.
     pub last: Vec<f64>,
-    /// Of the first token.
+    /// Embedding of the first token.
     pub first: Vec<f64>,
-    /// The mean over all tokens.
+    /// Mean over all tokens.
     pub mean: Vec<f64>,
 }
 
 /// Reads a model folder's reference embeddings.
 ///
 /// # Panics
-/// When the file is missing or malformed: then the repository is broken.
+/// If the file is missing or malformed: the repository is broken then.
 #[must_use]
 #[expect(clippy::expect_used, reason = "a broken repository must fail the test that needs it")]
 pub fn embedding_goldens(model: &Path) -> Vec<EmbeddingGolden> {

@@ -1,11 +1,11 @@
-//! `promtool`, Prometheus's linter of pages.
+//! `promtool`, Prometheus's linter for metrics pages.
 use std::io::{self, Write as _};
 use std::process::{Command, Stdio};
 
 use crate::tools;
 
-/// The output of `promtool check metrics` for a page; empty if it finds nothing. `None` where the
-/// tool is missing; it comes with the Prometheus server.
+/// Returns the output of `promtool check metrics` for a page; empty if it finds nothing. `None` if
+/// the tool is missing; it comes with the Prometheus server.
 ///
 /// # Errors
 /// When it cannot be run; in continuous integration, also when it is missing; and when it fails

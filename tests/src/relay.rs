@@ -1,4 +1,4 @@
-//! The path from rank 0 to the other ranks, for ranks that are threads of a test.
+//! Passes messages from rank 0 to the other ranks, for ranks that are threads of a test.
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Duration;
 

@@ -1,12 +1,12 @@
-//! Programs of others that tests drive: in `PATH`, or where `tests/run` unpacks them.
+//! External programs that tests run: in `PATH`, or where `tests/run` unpacks them.
 use std::path::PathBuf;
 
 use crate::models::repository;
 
-/// Where `tests/run` unpacks them, below the repository.
+/// Folder, below the repository, where `tests/run` unpacks them.
 const UNPACKED: &str = "target/tools/usr/bin";
 
-/// The file of program `name`, if it is here.
+/// Returns the path of program `name`, if it is installed.
 #[must_use]
 pub fn find(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();

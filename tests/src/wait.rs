@@ -1,15 +1,15 @@
-//! Waiting for something with a bound: a test that waits for what never comes fails and says what
-//! it waited for.
+//! Waiting for a condition, with a bound: a test whose condition never holds fails and says what it
+//! waited for.
 use std::time::{Duration, Instant};
 
-/// Long enough for anything that a busy machine does at all.
+/// Long enough for anything that a busy machine completes at all.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Waits until `wanted` returns a value; `what` says what that means.
+/// Waits until `wanted` returns a value; `what` describes it.
 ///
 /// # Panics
-/// When it does not within [`PATIENCE`].
+/// If it does not within [`PATIENCE`].
 pub async fn until<T>(what: &str, mut wanted: impl AsyncFnMut() -> Option<T>) -> T {
     let began = Instant::now();
     loop {

@@ -1,14 +1,14 @@
-//! Comments: the map of a module with several children, and the width of lines.
+//! Rules for comments: headers that list a module's children, and the width of lines.
 
 use crate::rust_code;
 use crate::tree::{self, File};
 
-/// With this many children, a module's header must be a map of them.
+/// From this many children on, a module's header must name them all.
 const CHILDREN: usize = 4;
-/// As rustfmt's `max_width`, which leaves comments alone.
+/// Same as rustfmt's `max_width`; rustfmt leaves comments alone.
 const COLUMNS: usize = 100;
 
-/// Modules whose header does not name all of their children.
+/// Finds modules whose header does not name all of their children.
 fn maps(files: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files.iter().filter(|file| !file.path.starts_with("tests/")) {
@@ -28,7 +28,7 @@ fn maps(files: &[File]) -> Vec<String> {
     findings
 }
 
-/// The name in `mod name;`, but not of a module's tests.
+/// The name in `mod name;`, except for a module's tests.
 fn child(line: &str) -> Option<&str> {
     let line =
         line.strip_prefix("pub ").or_else(|| line.strip_prefix("pub(crate) ")).unwrap_or(line);
@@ -36,7 +36,7 @@ fn child(line: &str) -> Option<&str> {
     (name != "tests").then_some(name)
 }
 
-/// Comment lines that are too wide, except those that hold one long word, such as an address.
+/// Finds comment lines that are too wide, except those with one long word, such as an address.
 fn wide(files: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files {

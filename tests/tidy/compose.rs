@@ -1,5 +1,5 @@
-//! The compose file and the image, which no test can start: the host paths that they name exist,
-//! the image has all that its build reads, and the program has the options that they pass.
+//! Rules for the compose file and the image, which no test can start: their host paths exist, the
+//! image contains everything that its build reads, and the program has the options that they pass.
 use saphyr::{LoadableYamlNode as _, Yaml};
 
 use crate::program;
@@ -8,16 +8,16 @@ use crate::tree;
 const FOLDER: &str = "cluster-configs/docker";
 const COMPOSE: &str = "cluster-configs/docker/compose.yml";
 const IMAGE: &str = "cluster-configs/docker/Dockerfile";
-/// The image that [`IMAGE`] makes; its entry point is the program.
+/// Name of the image built from [`IMAGE`]; its entry point is the program.
 const NAME: &str = "tutti";
 
-/// The value of a service's key, its own or one merged into it.
+/// The value of a service's key, its own or a merged one.
 fn value<'a, 'y>(service: &'a Yaml<'y>, key: &str) -> Option<&'a Yaml<'y>> {
     let merged = || service.as_mapping_get("<<")?.as_mapping_get(key);
     service.as_mapping_get(key).or_else(merged)
 }
 
-/// What is wrong with a compose file; `exists` answers for paths as seen from its folder.
+/// Finds problems of a compose file; `exists` takes paths relative to its folder.
 fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     let documents = Yaml::load_from_str(text).unwrap();
     let services = documents[0].as_mapping_get("services").and_then(Yaml::as_mapping);
@@ -75,7 +75,7 @@ fn compose_problems(text: &str, exists: impl Fn(&str) -> bool) -> Vec<String> {
     problems
 }
 
-/// What `cargo build` reads at the root of the repository, its own configuration included.
+/// Entries of the repository's root that `cargo build` reads, including its configuration.
 fn needed_by_the_build() -> Vec<String> {
     let manifest: toml::Table = tree::read("Cargo.toml").unwrap().text.parse().unwrap();
     let members = manifest["workspace"]["members"].as_array().unwrap().iter();
@@ -86,7 +86,7 @@ fn needed_by_the_build() -> Vec<String> {
     needed
 }
 
-/// What is wrong with a Dockerfile whose context is the repository, and whose build reads `needed`.
+/// Finds problems of a Dockerfile whose context is the repository, and whose build reads `needed`.
 fn image_problems(text: &str, needed: &[String], exists: impl Fn(&str) -> bool) -> Vec<String> {
     let mut problems = Vec::new();
     let mut copied = Vec::new();

@@ -1,4 +1,4 @@
-//! Every file in `cluster-configs` is well formed, and the program accepts what it can check.
+//! Every file in `cluster-configs` is well formed, and the program accepts those that it can check.
 use saphyr::LoadableYamlNode as _;
 
 use crate::program;
@@ -6,7 +6,7 @@ use crate::tree::{self, File};
 
 const FOLDER: &str = "cluster-configs";
 
-/// Files whose form this rule knows.
+/// Files whose format this rule knows.
 fn config_files() -> Vec<File> {
     tree::all_paths()
         .into_iter()
@@ -15,7 +15,7 @@ fn config_files() -> Vec<File> {
         .collect()
 }
 
-/// What is wrong with the form of a file.
+/// Returns a syntax error of a file, if any.
 fn malformed(file: &File) -> Option<String> {
     let problem = match file.extension() {
         "toml" => file.text.parse::<toml::Table>().err().map(|error| error.to_string()),
@@ -35,7 +35,7 @@ fn malformed(file: &File) -> Option<String> {
     problem.map(|problem| format!("{}: {problem}", file.path))
 }
 
-/// What is wrong with a systemd unit, as far as its grammar goes.
+/// Returns a syntax error of a systemd unit, if any.
 fn malformed_unit(text: &str) -> Option<String> {
     let mut in_section = false;
     let mut continued = false;
@@ -59,7 +59,7 @@ fn malformed_unit(text: &str) -> Option<String> {
     (!in_section).then(|| "no section".to_owned())
 }
 
-/// The command lines of `tutti` in a systemd unit, without the folder of the program.
+/// The command lines of `tutti` in a systemd unit, without the program's folder.
 fn unit_commands(text: &str) -> Vec<String> {
     text.replace("\\\n", " ")
         .lines()

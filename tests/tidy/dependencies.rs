@@ -1,4 +1,4 @@
-//! The direction of dependencies between the crates, and the modules that may name a foreign crate.
+//! The direction of dependencies between the crates, and the modules that may use certain crates.
 use std::collections::BTreeSet;
 
 use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
@@ -6,7 +6,7 @@ use crate::tree::{self, File};
 
 const CRATES: [&str; 5] = ["coordinator", "worker", "shared", "kernels", "tests"];
 
-/// Workspace crates that each crate's manifest may name. `tests` may name all.
+/// Workspace crates that each crate may depend on. `tests` may depend on all.
 const MAY_DEPEND: [(&str, &[&str]); 4] = [
     ("shared", &[]),
     ("kernels", &[]),
@@ -14,7 +14,7 @@ const MAY_DEPEND: [(&str, &[&str]); 4] = [
     ("coordinator", &["shared", "worker", "kernels"]),
 ];
 
-/// The modules of `coordinator` that wire the roles together; its library is all the others.
+/// The modules of `coordinator` that wire the roles together; the others are its library.
 const WIRING: [&str; 2] = ["coordinator/src/main", "coordinator/src/cli"];
 
 /// Workspace crates in any dependency table of a manifest, target-specific ones too.
@@ -36,7 +36,7 @@ fn manifest_dependencies(manifest: &toml::Table) -> BTreeSet<String> {
     names
 }
 
-/// Manifests that name one of our crates although they may not depend on it.
+/// Finds manifests that name one of our crates although they may not depend on it.
 fn manifest_direction(manifests: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in manifests {
@@ -60,7 +60,7 @@ fn manifest_direction(manifests: &[File]) -> Vec<String> {
     findings
 }
 
-/// Sources that name one of our crates although they may not depend on it.
+/// Finds sources that name one of our crates although they may not depend on it.
 fn source_direction(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {
@@ -84,7 +84,7 @@ fn source_direction(sources: &[File]) -> Vec<String> {
     findings
 }
 
-/// Sources and manifests that name bincode outside the one module that hides it.
+/// Finds sources and manifests that name bincode outside the one module that hides it.
 fn bincode_is_hidden(files: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files {
@@ -105,13 +105,13 @@ fn bincode_is_hidden(files: &[File]) -> Vec<String> {
     findings
 }
 
-/// Dependencies that no source of their crate names, and why they are there.
+/// Dependencies that are needed although no source of their crate names them.
 const NOT_NAMED: [(&str, &str); 1] = [
     // Fetched so that .cargo/protoc finds it.
     ("shared", "protoc-bin-vendored"),
 ];
 
-/// Dependencies in manifests that no source of their crate names.
+/// Finds dependencies that no source of their crate names.
 fn unused_dependencies(manifests: &[File], sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for manifest in manifests {
@@ -131,7 +131,7 @@ fn unused_dependencies(manifests: &[File], sources: &[File]) -> Vec<String> {
     findings
 }
 
-/// The names by which a manifest's dependencies are known to its sources.
+/// The names of a manifest's dependencies in its sources.
 fn dependency_keys(manifest: &toml::Table) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for (key, table) in manifest.iter().filter_map(|(key, it)| Some((key, it.as_table()?))) {
@@ -145,11 +145,11 @@ fn dependency_keys(manifest: &toml::Table) -> BTreeSet<String> {
     names
 }
 
-/// What lies below the seam between the HTTP front end and the engine.
+/// Modules below the seam between the HTTP frontend and the engine.
 const BELOW_THE_SEAM: [&str; 3] = ["crate::cluster", "crate::replica", "crate::scheduler"];
 
-/// Sources of the HTTP front end that reach below the seam: front ends of their own processes have
-/// nothing there. The operator's side, which is the coordinator's alone, may.
+/// Finds sources of the HTTP frontend that reach below the seam: a frontend in its own process has
+/// nothing there. The admin API, which only the coordinator has, may.
 fn seam_is_kept(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     let of_http = |file: &&File| {

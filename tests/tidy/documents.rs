@@ -1,5 +1,5 @@
-//! Documents match the repository: links resolve, commands have the options that they show, the
-//! architecture names every module, and the README's two commands are the real ones.
+//! Documents match the repository: links resolve, the options in commands exist, the architecture
+//! names every module, and the README's two commands are the real ones.
 use crate::program;
 use crate::tree::{self, File};
 
@@ -8,7 +8,7 @@ const CRATES: [&str; 4] = ["coordinator", "worker", "shared", "kernels"];
 const COMMANDS_HEADING: &str = "## Two commands";
 const TEST_COMMAND: &str = "tests/run";
 
-/// Lines of a document outside and inside fenced blocks, with their 1-based numbers.
+/// Lines of a document with their 1-based numbers, and whether they are inside fenced blocks.
 fn lines(text: &str) -> Vec<(usize, bool, &str)> {
     let mut fenced = false;
     let mut out = Vec::new();
@@ -42,7 +42,7 @@ fn anchor(heading: &str) -> String {
         .collect()
 }
 
-/// `path` as seen from the folder of `from`, without `.` and `..`; `None` outside the repository.
+/// Resolves `path` relative to the folder of `from`; `None` outside the repository.
 fn resolve(from: &str, path: &str) -> Option<String> {
     let mut parts: Vec<&str> = from.split('/').collect();
     parts.pop();
@@ -58,8 +58,8 @@ fn resolve(from: &str, path: &str) -> Option<String> {
     Some(parts.join("/"))
 }
 
-/// Links to files and headings that are not there. `read` gives a file's text, `exists` also
-/// knows folders.
+/// Finds links to missing files and headings. `read` returns a file's text, `exists` also knows
+/// folders.
 fn broken_links(
     documents: &[File],
     exists: impl Fn(&str) -> bool,
@@ -148,7 +148,7 @@ fn named_paths(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Paths in the architecture that do not exist, and top-level modules that it does not name.
+/// Finds paths in the architecture that do not exist, and top-level modules that it does not name.
 fn architecture_gaps(
     document: &File,
     modules: &[String],
@@ -187,7 +187,7 @@ fn top_level_modules() -> Vec<String> {
     modules
 }
 
-/// What is wrong with the README's section of the two commands: one to run, one to test.
+/// Finds problems of the README's section with the two commands: one to run, one to test.
 fn two_commands(readme: &str) -> Vec<String> {
     let Some((_, section)) = readme.split_once(&format!("{COMMANDS_HEADING}\n")) else {
         return vec![format!("README.md: no section '{COMMANDS_HEADING}'")];

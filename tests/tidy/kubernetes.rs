@@ -1,5 +1,6 @@
-//! The Kubernetes manifests, which no test can apply: the program has the options that they pass,
-//! its pods have enough time to end, selectors find their pods, and listed files exist.
+//! Rules for the Kubernetes manifests, which no test can apply: the program has the options that
+//! they pass, pods have enough time to terminate, selectors match their pods, and listed files
+//! exist.
 use saphyr::{LoadableYamlNode as _, Yaml};
 
 use crate::program;
@@ -7,14 +8,14 @@ use crate::tree;
 
 const FOLDER: &str = "cluster-configs/kubernetes";
 const LIST: &str = "cluster-configs/kubernetes/kustomization.yaml";
-/// The image whose entry point is the program.
+/// Name of the image whose entry point is the program.
 const NAME: &str = "tutti";
-/// The variable with the host's name in metrics.
+/// Environment variable with the host's name for metrics.
 const HOST: &str = "TUTTI_HOST";
-/// Seconds that a process must have beyond --drain-timeout, to hand over and say goodbye.
+/// Seconds that a process needs beyond --drain-timeout, to hand over and say goodbye.
 const BEYOND_DRAINING: i64 = 10;
 
-/// What is below a path of keys.
+/// The node below a path of keys.
 fn at<'a, 'y>(node: &'a Yaml<'y>, path: &[&str]) -> Option<&'a Yaml<'y>> {
     path.iter().try_fold(node, |node, key| node.as_mapping_get(key))
 }
@@ -25,7 +26,7 @@ fn strings<'a>(node: Option<&'a Yaml<'_>>) -> Vec<&'a str> {
     items.filter_map(Yaml::as_str).collect()
 }
 
-/// What is wrong with one object.
+/// Finds problems of one object.
 fn object_problems(object: &Yaml<'_>) -> Vec<String> {
     let mut problems = Vec::new();
     for key in ["apiVersion", "kind"] {
@@ -74,7 +75,7 @@ fn object_problems(object: &Yaml<'_>) -> Vec<String> {
     problems
 }
 
-/// What is wrong with the objects of one file.
+/// Finds problems of all objects in one file.
 fn file_problems(text: &str) -> Vec<String> {
     let documents = Yaml::load_from_str(text).unwrap();
     documents.iter().flat_map(object_problems).collect()
@@ -106,7 +107,7 @@ fn what_is_listed_is_there_and_what_is_there_is_listed() {
         }
     }
     for name in tree::entries(FOLDER) {
-        // Commented-out entries, which are a choice, count too.
+        // Commented-out entries, which are optional, count too.
         if !text.contains(&format!("- {name}")) && !LIST.ends_with(&name) {
             findings.push(format!("{LIST}: {name} is not listed"));
         }
@@ -114,7 +115,7 @@ fn what_is_listed_is_there_and_what_is_there_is_listed() {
     crate::assert_kept("the list of manifests", &findings);
 }
 
-/// The tag that the list gives the image.
+/// The image's tag in the list.
 fn tag(text: &str) -> Option<String> {
     let documents = Yaml::load_from_str(text).ok()?;
     let images = at(documents.first()?, &["images"]).and_then(Yaml::as_sequence)?;

@@ -1,13 +1,13 @@
-//! The licences and duplicate versions of what we depend on are those that `deny.toml` allows.
+//! The licences and duplicate versions of our dependencies are those that `deny.toml` allows.
 //!
-//! `cargo deny` checks the same, and advisories besides; this needs no extra tool and no network.
+//! `cargo deny` checks the same, and also advisories; this needs no extra tool and no network.
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
 
 use crate::tree;
 
-/// Evaluates an SPDX expression: whether a choice of only `allowed` licences satisfies it. Adds
-/// the allowed licences it names to `used`. `/` is an old way to write OR.
+/// Evaluates an SPDX expression: returns whether `allowed` licences alone satisfy it, and adds
+/// those that it names to `used`. `/` is an old form of OR.
 fn satisfied(expression: &str, allowed: &[String], used: &mut BTreeSet<String>) -> bool {
     let spaced = expression.replace('/', " OR ").replace('(', " ( ").replace(')', " ) ");
     let words: Vec<&str> = spaced.split_whitespace().collect();
@@ -59,7 +59,7 @@ fn one(words: &[&str], at: &mut usize, allowed: &[String], used: &mut BTreeSet<S
     known
 }
 
-/// Packages that no choice of allowed licences covers, and allowed licences that no package needs.
+/// Finds packages whose licences are not allowed, and allowed licences that no package needs.
 fn licence_findings(packages: &[(String, String)], allowed: &[String]) -> Vec<String> {
     let mut used = BTreeSet::new();
     let mut findings: Vec<String> = packages
@@ -73,8 +73,8 @@ fn licence_findings(packages: &[(String, String)], allowed: &[String]) -> Vec<St
     findings
 }
 
-/// Packages in several versions of which more than one is not explained by a skip, and skips
-/// that explain nothing. Both are `name` and `name@version`.
+/// Finds packages with several versions of which more than one has no skip, and unused skips. A
+/// skip is `name@version`.
 fn duplicate_findings(versions: &[(String, String)], skips: &[String]) -> Vec<String> {
     let mut by_name: BTreeMap<&str, BTreeSet<&str>> = BTreeMap::new();
     for (name, version) in versions {
@@ -122,7 +122,7 @@ fn dependencies_have_allowed_licences_and_explained_duplicates() {
         })
         .collect();
 
-    // The graph of every target that deny.toml names, as cargo resolves it.
+    // The graph that cargo resolves for all targets in deny.toml.
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or("cargo".into()));
     command.args(["metadata", "--locked", "--format-version", "1"]);
     for target in strings(&deny, ["graph", "targets"]) {

@@ -1,8 +1,8 @@
 //! House rules that no compiler checks, as tests over the repository's files.
 //!
-//! Each rule is a function from files to findings. Each has a test that this repository keeps it,
-//! and one that feeds it a violation, because a rule that cannot fail checks nothing.
-//! What rustc and clippy check already (docs on public items, `unwrap`) is not repeated here.
+//! Each rule is a function from files to findings. One test checks that this repository keeps it,
+//! and one feeds it a violation, because a rule that cannot fail checks nothing. The checks of
+//! rustc and clippy (docs on public items, `unwrap`) are not repeated here.
 #![forbid(unsafe_code)]
 #![allow(
     clippy::unwrap_used,
@@ -37,7 +37,7 @@ fn assert_kept(rule: &str, findings: &[String]) {
     );
 }
 
-/// Prints a message that is no failure, past libtest's capture, so that it is seen.
+/// Prints a message past libtest's capture, so that it is seen although no test fails.
 fn notice(message: &str) {
     use std::io::Write as _;
     let _ = writeln!(std::io::stderr(), "tidy: {message}");

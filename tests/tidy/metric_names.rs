@@ -9,10 +9,10 @@ use crate::tree::{self, File};
 const CATALOGUE: &str = "shared/src/metrics/catalogue";
 const PREFIX: &str = "tutti_";
 
-/// What the text exposition appends to the name of a histogram, and to no other.
+/// Suffixes that the text exposition appends to the names of histograms only.
 const SUFFIXES: [&str; 3] = ["_bucket", "_sum", "_count"];
 
-/// Words of `text` that begin like a series of ours, with their 1-based lines.
+/// Words of `text` with the prefix of our series, with their 1-based lines.
 fn series_in(text: &str) -> Vec<(usize, String)> {
     let mut found = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -24,8 +24,8 @@ fn series_in(text: &str) -> Vec<(usize, String)> {
     found
 }
 
-/// Names in `files` that are not in `declared`. A name that ends with `_` stands for a family
-/// (`tutti_request_*`) and needs one declared name that begins with it.
+/// Finds names in `files` that are not in `declared`. A name that ends with `_` stands for a family
+/// (`tutti_request_*`) and needs one declared name with that prefix.
 fn undeclared(files: &[File], declared: &BTreeSet<String>) -> Vec<String> {
     let mut findings = Vec::new();
     for file in files {

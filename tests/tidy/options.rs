@@ -1,4 +1,4 @@
-//! `docs/options.md` is what the program says of its options.
+//! `docs/options.md` matches the options that the program describes.
 use crate::{program, tree};
 
 const PAGE: &str = "docs/options.md";

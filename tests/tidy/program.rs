@@ -1,16 +1,16 @@
-//! Runs the program `tutti` for the rules that only it can check: whether options exist, and
-//! whether a configuration file is right.
+//! Runs the program `tutti` for rules that only it can check: whether options exist, and whether a
+//! configuration file is valid.
 use std::path::PathBuf;
 use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use crate::tree;
 
-/// The roles whose options the rules look up.
+/// The roles whose options the rules check.
 const ROLES: [&str; 3] = ["up", "coordinator", "worker"];
 
-/// The program of the profile under test. `TUTTI_BIN` names one; otherwise it is built, which takes
-/// no time when it is up to date.
+/// The program, from `TUTTI_BIN` if set; otherwise it is built with the profile under test, which
+/// takes no time when it is up to date.
 fn binary() -> &'static PathBuf {
     static BINARY: OnceLock<PathBuf> = OnceLock::new();
     BINARY.get_or_init(|| {
@@ -36,7 +36,7 @@ pub(crate) fn run(args: &[&str]) -> Output {
     Command::new(binary()).args(args).current_dir(tree::root()).output().unwrap()
 }
 
-/// The long options of subcommand `role`, or `None` if the program knows no such subcommand.
+/// The long options of subcommand `role`, or `None` if the program has no such subcommand.
 pub(crate) fn options(role: &str) -> Option<Vec<String>> {
     let output = run(&[role, "--help"]);
     output.status.success().then(|| {
@@ -48,7 +48,7 @@ pub(crate) fn options(role: &str) -> Option<Vec<String>> {
     })
 }
 
-/// What is wrong with a command line that begins with `tutti`, by the program's own help.
+/// Finds problems of a command line that begins with `tutti`, by the program's own help.
 pub(crate) fn command_line_problems(line: &str) -> Vec<String> {
     let mut words = line.split_whitespace().skip(1);
     let Some(role) = words.next() else { return Vec::new() };

@@ -1,5 +1,5 @@
-//! Pure cores stay pure: events and time in, effects out. No socket, clock, thread, file, actor
-//! or runtime of their own, so that the simulator runs the code that production runs.
+//! Pure cores stay pure: events and time in, effects out. They own no socket, clock, thread, file,
+//! actor or runtime, so that the simulator runs the same code as production.
 use crate::rust_code::{crate_mentions, imports, line_of, split, word_offsets};
 use crate::tree::{self, File};
 
@@ -20,7 +20,7 @@ const PURE: [&str; 13] = [
     "shared/src/metrics",
 ];
 
-/// Shells that live beside the core that they drive.
+/// Impure shells among the modules of the core that they drive.
 const SHELLS: [&str; 1] = ["coordinator/src/cluster/actor"];
 
 const CRATES: [&str; 7] =
@@ -35,7 +35,7 @@ const STANDARD: [&str; 6] = [
     "std::time::SystemTime",
 ];
 
-/// Pure sources that reach for the outside world.
+/// Finds pure sources that access the outside world.
 fn pure_modules(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {

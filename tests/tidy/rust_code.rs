@@ -1,13 +1,13 @@
-//! Splits Rust source into code and comments, and finds what it imports.
+//! Splits Rust source into code and comments, and finds its imports.
 //!
-//! A lexer, not a parser: enough to know that a word stands in code, not in a comment or a string.
+//! A lexer, not a parser: enough to know that a word is in code, not in a comment or a string.
 
-/// Source split in two texts with the lines and columns of the original.
+/// Source split into two texts with the lines and columns of the original.
 #[derive(Debug)]
 pub(crate) struct RustCode {
-    /// The code; comments and the contents of literals are blank.
+    /// Code; comments and the contents of literals are blank.
     pub(crate) code: String,
-    /// The comments, with their slashes; all else is blank.
+    /// Comments with their slashes; everything else is blank.
     pub(crate) comments: String,
 }
 
@@ -98,7 +98,7 @@ pub(crate) fn split(text: &str) -> RustCode {
     out
 }
 
-/// Number of hashes of the raw string that begins at the `r` at `i`, if one does.
+/// Number of hashes of the raw string that begins with the `r` at `i`, if there is one.
 fn raw_start(chars: &[char], i: usize) -> Option<usize> {
     let before = i.checked_sub(1).map_or(' ', |j| chars[j]);
     let prefixed =
@@ -114,7 +114,7 @@ fn is_word_char(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Byte offsets at which `word` stands alone in `text`.
+/// Byte offsets of `word` as a whole word in `text`.
 pub(crate) fn word_offsets(text: &str, word: &str) -> Vec<usize> {
     text.match_indices(word)
         .map(|(at, _)| at)
@@ -148,7 +148,7 @@ pub(crate) fn imports(code: &str) -> (Vec<(usize, String)>, String) {
         let range = at..at + 3 + end;
         let blank: String =
             code[range.clone()].chars().map(|c| if c == '\n' { '\n' } else { ' ' }).collect();
-        // Blanks are as long as what they replace only for ASCII; identifiers here are ASCII.
+        // The lengths are equal only for ASCII, as all identifiers here are.
         if blank.len() == range.len() {
             rest.replace_range(range, &blank);
         }
@@ -184,7 +184,7 @@ fn expand(prefix: &str, tree: &str, leaves: &mut Vec<String>) {
     expand(&prefix, &inner[start..], leaves);
 }
 
-/// The part of `text` before the brace that closes it.
+/// The part of `text` before its closing brace.
 fn balanced(text: &str) -> Option<&str> {
     let mut depth = 0_usize;
     for (at, c) in text.char_indices() {
@@ -198,9 +198,9 @@ fn balanced(text: &str) -> Option<&str> {
     None
 }
 
-/// Lines on which the crate `name` is named in code (from [`split`]), by import or by path.
+/// Lines on which code (from [`split`]) names the crate `name`, in an import or a path.
 ///
-/// A path that begins with a module of that name declared in the same file is not the crate's.
+/// A path that begins with a module of that name, declared in the same file, does not count.
 pub(crate) fn crate_mentions(code: &str, name: &str) -> Vec<usize> {
     let (paths, rest) = imports(code);
     let own_module = word_offsets(&rest, name)

@@ -9,8 +9,7 @@ const LINES_WARN: usize = 500;
 /// Sources that people write; data and generated files have no limit.
 const SOURCE_EXTENSIONS: [&str; 5] = ["rs", "cu", "cuh", "py", "sh"];
 
-/// The entries of the top folder. Tools look there for their own files; all else has its place
-/// below.
+/// The entries of the top folder. Tools look for their own files there; all others belong below.
 const TOP_LEVEL: &[&str] = &[
     ".cargo", // where etcd-client finds protoc
     ".ci",
@@ -33,10 +32,10 @@ const TOP_LEVEL: &[&str] = &[
     "worker",
 ];
 
-/// What tools leave in the top folder and git does not keep.
+/// Entries that tools create in the top folder and git does not track.
 const UNTRACKED: &[&str] = &[".git", ".venv", "target"];
 
-/// Rust files that do not begin with a `//!` header.
+/// Finds Rust files that do not begin with a `//!` header.
 fn headers(sources: &[File]) -> Vec<String> {
     sources
         .iter()
@@ -45,7 +44,7 @@ fn headers(sources: &[File]) -> Vec<String> {
         .collect()
 }
 
-/// Files of more than `limit` lines.
+/// Finds files of more than `limit` lines.
 fn longer_than(sources: &[File], limit: usize) -> Vec<String> {
     sources
         .iter()
@@ -55,7 +54,7 @@ fn longer_than(sources: &[File], limit: usize) -> Vec<String> {
         .collect()
 }
 
-/// `todo!` and `unimplemented!` in code.
+/// Finds `todo!` and `unimplemented!` in code.
 fn unfinished(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {
@@ -71,7 +70,7 @@ fn unfinished(sources: &[File]) -> Vec<String> {
     findings
 }
 
-/// `unsafe` outside `kernels`, and `unsafe` inside it without a reason why it is sound.
+/// Finds `unsafe` outside `kernels`, and `unsafe` in `kernels` without a reason why it is sound.
 fn unsafe_code(sources: &[File]) -> Vec<String> {
     let mut findings = Vec::new();
     for file in sources {
@@ -88,8 +87,8 @@ fn unsafe_code(sources: &[File]) -> Vec<String> {
     findings
 }
 
-/// Whether the `unsafe` that `code` begins with is a block, an item or an implementation: a
-/// function pointer's type and an attribute need no reason.
+/// Whether the `unsafe` at the start of `code` needs a reason: blocks, items and implementations
+/// do, function pointer types and attributes do not.
 fn needs_reason(code: &str) -> bool {
     let rest = code["unsafe".len()..].trim_start();
     if rest.starts_with('(') {
@@ -101,8 +100,8 @@ fn needs_reason(code: &str) -> bool {
     !rest.trim_start().strip_prefix("fn").is_some_and(|after| after.trim_start().starts_with('('))
 }
 
-/// Whether the statement or item that reaches line `line` (1-based) has `SAFETY:` or `# Safety`
-/// in a comment on it or right above it.
+/// Whether the statement or item on line `line` (1-based) has `SAFETY:` or `# Safety` in a comment
+/// on it or right above it.
 fn has_reason(source: &RustCode, line: usize) -> bool {
     let code: Vec<&str> = source.code.lines().collect();
     let comments: Vec<&str> = source.comments.lines().collect();
@@ -130,7 +129,7 @@ fn has_reason(source: &RustCode, line: usize) -> bool {
     false
 }
 
-/// Entries of the top folder that do not belong there.
+/// Finds entries of the top folder that do not belong there.
 fn top_level(names: &[String]) -> Vec<String> {
     names
         .iter()

@@ -1,6 +1,6 @@
 //! The repository's text files, read once per test.
 //!
-//! Walks the disk instead of asking git, so that the rules also hold in an unpacked archive.
+//! Walks the disk instead of asking git, so that the rules also work in an unpacked archive.
 use std::path::{Path, PathBuf};
 
 /// One text file.
@@ -12,7 +12,7 @@ pub(crate) struct File {
 }
 
 impl File {
-    /// A made-up file, for a rule's test of itself.
+    /// A made-up file, for testing a rule.
     pub(crate) fn sample(path: &str, text: &str) -> Self {
         Self { path: path.to_owned(), text: text.to_owned() }
     }
@@ -21,7 +21,7 @@ impl File {
         Path::new(&self.path).extension().and_then(|e| e.to_str()).unwrap_or("")
     }
 
-    /// Whether the file is module `path` (no `.rs`), or lies below it.
+    /// Whether the file is module `path` (without `.rs`), or below it.
     pub(crate) fn in_module(&self, path: &str) -> bool {
         self.path.strip_prefix(path).is_some_and(|rest| rest == ".rs" || rest.starts_with('/'))
     }
@@ -72,7 +72,7 @@ pub(crate) fn entries(path: &str) -> Vec<String> {
     names
 }
 
-/// Every path of the repository, without build outputs and the weights of models.
+/// Every path of the repository, except build outputs and model weights.
 pub(crate) fn all_paths() -> Vec<String> {
     let mut paths = Vec::new();
     walk("", &mut paths);

@@ -1,10 +1,10 @@
-//! The worker actor: one per process. Dials the coordinator for ever, shakes hands, hands what it
-//! is told to the executor, and sends what the executor says.
+//! The worker actor, one per process. It dials the coordinator for ever, performs the handshake,
+//! passes commands to the executor, and sends the executor's messages.
 //!
-//! Its ends: asked to shut down by the coordinator, told to stop by the process ([`StopWorker`]),
-//! or refused for a reason that trying again cannot change. At an end it sends the last lines of
-//! its log and says goodbye. Losing the link is none: the epoch ends, the weights stay, and it
-//! dials again.
+//! It ends if the coordinator asks it to shut down, if the process tells it to stop
+//! ([`StopWorker`]), or if it is refused for a reason that trying again cannot change. It then
+//! sends the last lines of its log and says goodbye. Losing the link does not end it: the epoch
+//! ends, the weights stay, and it dials again.
 //!
 //! - `dialling`: how it finds its coordinator
 //! - `fetching`: how it gets the files of models of the hub before it joins
@@ -37,16 +37,16 @@ mod dialling;
 mod fetching;
 mod uplink;
 
-/// New log lines go to the coordinator this often, a bounded number of them at a time.
+/// Interval at which new log lines are sent to the coordinator, a bounded number at a time.
 const LOG_INTERVAL: Duration = Duration::from_secs(1);
-/// An executor that has not left an epoch for so long, and does not get on with what it is in,
-/// never will: the process ends, so that another one takes its place. Longer than the largest
-/// matrix takes to load from a slow disk, and than steps of large models on slow CPUs take, which
-/// nothing breaks off.
+/// An executor that has not left an epoch for this long, and makes no progress, never will: the
+/// process ends, so that another one can take its place. Longer than loading the largest matrix
+/// from a slow disk takes, and than steps of large models on slow CPUs, none of which can be
+/// interrupted.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(600);
-/// Told to end, an executor that has not left its epoch for so long is taken for one that hangs.
+/// When told to end, an executor that has not left its epoch for this long counts as hanging.
 const HANGS_AFTER: Duration = Duration::from_secs(10);
-/// How long the last words may take to be delivered.
+/// How long delivering the goodbye may take.
 const GOODBYE_DEADLINE: Duration = Duration::from_millis(500);
 
 /// Why a worker ended.
@@ -57,31 +57,31 @@ pub enum WorkerEnd {
         /// Why.
         reason: String,
     },
-    /// The coordinator will not have it.
+    /// The coordinator refused it.
     Refused {
         /// Why, in the coordinator's words.
         reason: String,
     },
-    /// Its device computes no more.
+    /// Its device no longer works.
     DeviceLost {
         /// Why, in one line.
         reason: String,
     },
-    /// Its own thread of execution is gone.
+    /// Its executor ended, hangs, or accepts no more commands.
     Failed {
         /// What happened.
         message: String,
     },
 }
 
-/// What the worker actor needs.
+/// Configuration of the worker actor.
 #[derive(Debug)]
 pub struct WorkerConfig {
-    /// Where the coordinator is.
+    /// How to find the coordinator.
     pub coordinator: CoordinatorAddress,
-    /// Who this worker is; what it was before is filled in.
+    /// This worker's hello; the actor fills in `rejoin`.
     pub hello: Hello,
-    /// How the link is watched.
+    /// Intervals of the link's failure detector.
     pub liveness: LivenessConfig,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
@@ -95,29 +95,29 @@ pub struct WorkerConfig {
     pub hub: Result<Hub, String>,
 }
 
-/// See the module's documentation.
+/// The worker actor; see the module's documentation.
 #[derive(Debug)]
 pub struct WorkerActor {
     config: Arc<WorkerConfig>,
     executor: Executor,
     uplink: Uplink,
     link: Option<LinkHandle>,
-    /// The link, as named actors know it.
+    /// The link's id in the actor runtime.
     peer: Option<PeerId>,
-    /// The coordinator dialled last.
+    /// The coordinator that was dialled last.
     dialled: Option<Destination>,
     /// The slot at the last coordinator.
     slot: Option<WorkerId>,
-    /// Counts links, so that events of an older one are told apart.
+    /// Number of the link, to recognise events of an older one.
     generation: u64,
     redial: Duration,
     unreached: Unreached,
-    /// Attempts to dial.
+    /// Number of attempts to dial.
     dials: u64,
-    /// Lines of the log up to here were sent over the present link.
+    /// Number of the first log line not yet sent over the current link.
     logged: u64,
     end: Option<oneshot::Sender<WorkerEnd>>,
-    /// The goodbye is on its way; this is the end when it is delivered.
+    /// Set while the goodbye is being delivered: how the worker will have ended.
     ending: Option<WorkerEnd>,
     /// What the last coordinator wanted it to fetch.
     to_fetch: Option<ToFetch>,
@@ -126,7 +126,7 @@ pub struct WorkerActor {
 }
 
 impl WorkerActor {
-    /// Makes the actor; `end` is told once when it is over.
+    /// Creates the actor; `end` is told once, when it ends.
     #[must_use]
     pub fn new(
         config: WorkerConfig,
@@ -154,7 +154,7 @@ impl WorkerActor {
         }
     }
 
-    /// Has stats reported by a timer, until the link ends.
+    /// Has stats reported on a timer until the link ends.
     fn report_every(&self, ctx: &mut Context<Self>, interval: Duration) {
         let generation = self.generation;
         let addr = ctx.address();
@@ -176,7 +176,7 @@ impl WorkerActor {
         self.dial(ctx, pause);
     }
 
-    /// Sends what was logged since the last time. Rides on no step: a busy executor is not held up.
+    /// Sends new log lines. Independent of steps, so a busy executor does not delay it.
     fn send_log(&mut self) {
         if self.link.is_none() {
             return;
@@ -185,14 +185,14 @@ impl WorkerActor {
             let log = self.config.log.ring();
             (log.since(self.logged, LogLimits::SENT), log.next())
         };
-        // A link that takes no message is over, and the next one begins with all of them.
+        // A link that accepts no message has ended, and the next one begins with all lines.
         self.logged = next;
         if !lines.lines.is_empty() {
             self.uplink.tell(Epoch(0), &FromWorker::Logs(lines));
         }
     }
 
-    /// Says why it ends, and ends when that is delivered or takes too long.
+    /// Says goodbye, and ends when that is delivered or takes too long.
     fn leave(&mut self, ctx: &mut Context<Self>, end: WorkerEnd) {
         if self.ending.is_some() {
             return;
@@ -222,13 +222,13 @@ impl WorkerActor {
         });
     }
 
-    /// Ends when the executor hangs in an epoch that is over.
+    /// Ends the worker if the executor hangs in an epoch that has ended.
     fn watch_executor(&mut self, ctx: &mut Context<Self>) {
         if self.executor.leaving_for().is_some_and(|lasts| lasts >= RELEASE_PATIENCE) {
             let seconds = RELEASE_PATIENCE.as_secs();
             let message = format!(
-                "the executor has not left its epoch {seconds} s after it was told to, and does \
-                 not get on"
+                "the executor has not left its epoch {seconds} s after it was told to, and makes \
+                 no progress"
             );
             tracing::error!(message, "the worker cannot go on");
             self.leave(ctx, WorkerEnd::Failed { message });
@@ -253,7 +253,7 @@ impl WorkerActor {
         let message = match codec::decode_message::<ToWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
-                tracing::error!(%error, "the coordinator sent what cannot be read");
+                tracing::error!(%error, "the coordinator sent a message that cannot be read");
                 if let Some(link) = &self.link {
                     link.close();
                 }
@@ -277,8 +277,8 @@ impl WorkerActor {
                 Ok(())
             }
             ToWorker::Shutdown { reason, again } => {
-                // One that hangs has not done what it was told: it is to be started again, unless
-                // it is not wanted any more.
+                // A worker that hangs has not done what it was told: it must be started again,
+                // unless it is no longer wanted.
                 let hangs = self.executor.leaving_for().is_some_and(|it| it >= HANGS_AFTER);
                 return self.leave(
                     ctx,
@@ -317,13 +317,13 @@ impl Actor for WorkerActor {
     }
 }
 
-/// The process is told to stop: the worker says goodbye and ends.
+/// Tells the worker to say goodbye and end, because the process stops.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
 pub struct StopWorker {
     /// Why, for the coordinator's records.
     pub reason: String,
-    /// Its device computes no more; otherwise somebody wanted it to stop.
+    /// Whether its device no longer works; otherwise someone wanted it to stop.
     pub device_lost: bool,
 }
 
@@ -340,7 +340,7 @@ impl Handler<StopWorker> for WorkerActor {
     }
 }
 
-/// The executor's thread is gone.
+/// The executor's thread has ended.
 #[derive(Message)]
 #[rtype(result = "()")]
 struct ExecutorEnded;
@@ -362,7 +362,7 @@ struct FromLink {
     event: LinkEvent,
 }
 
-/// Time for a report; answers whether the link it was meant for still lives.
+/// A report is due; answers whether the link it was meant for is still the current one.
 #[derive(Message)]
 #[rtype(result = "bool")]
 struct ReportDue {
@@ -375,8 +375,8 @@ impl Handler<ReportDue> for WorkerActor {
     fn handle(&mut self, due: ReportDue, _ctx: &mut Self::Context) -> bool {
         let current = due.generation == self.generation;
         if current {
-            // A full queue means a busy executor, whose stats ride on its steps; of one that has
-            // ended `ExecutorEnded` tells.
+            // A full queue means a busy executor, whose stats are sent with its steps;
+            // `ExecutorEnded` reports one that has ended.
             let _ = self.executor.report();
         }
         current
@@ -393,7 +393,7 @@ impl Handler<FromLink> for WorkerActor {
         match message.event {
             LinkEvent::Frame(frame) => self.take(ctx, &frame),
             LinkEvent::Suspect => tracing::warn!("the coordinator is silent"),
-            LinkEvent::Alive => tracing::info!("the coordinator is heard again"),
+            LinkEvent::Alive => tracing::info!("the coordinator answers again"),
             LinkEvent::Closed { .. } if self.ending.is_some() => {
                 self.link = None;
                 if let Some(end) = self.ending.take() {

@@ -1,5 +1,5 @@
-//! Measures the engine alone: ranks as threads of this process, driven by step plans, no HTTP, no
-//! links. What `tutti bench` prints.
+//! Measures the engine alone for `tutti bench`: ranks are threads of this process, driven by step
+//! plans, without HTTP and links.
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -24,7 +24,7 @@ use crate::model::weights::{self, Source};
 use crate::rank::NoSteps;
 
 const BLOCK_SIZE: u32 = 16;
-/// Decode steps that come before anything is measured.
+/// Number of decode steps before anything is measured.
 pub const WARM_UP_STEPS: u32 = 4;
 const TIMEOUT: Duration = Duration::from_secs(120);
 
@@ -33,34 +33,34 @@ const TIMEOUT: Duration = Duration::from_secs(120);
 pub struct BenchOptions {
     /// The model folder.
     pub model: PathBuf,
-    /// How matrix products are computed.
+    /// Data type of activations in matrix products.
     pub dtype: Dtype,
-    /// How weights are kept.
+    /// How the weights are stored.
     pub quantization: Quantization,
-    /// Ranks.
+    /// Number of ranks.
     pub tensor_parallel: u32,
-    /// What each rank computes on; rank r on GPU i + r.
+    /// Device of each rank; rank r uses GPU i + r.
     pub device: DeviceChoice,
-    /// Tokens of the prefill case's prompt.
+    /// Prompt length of the prefill case, in tokens.
     pub prompt_tokens: u32,
-    /// Decode steps of each decode case.
+    /// Number of decode steps of each decode case.
     pub decode_steps: u32,
-    /// Sequences of the decode cases.
+    /// Number of sequences of each decode case.
     pub batches: Vec<u32>,
 }
 
-/// Tokens per second.
+/// Results, in tokens per second unless noted.
 #[derive(Clone, Debug, PartialEq)]
 pub struct BenchFigures {
-    /// Computing one prompt, first token included.
+    /// Prefill of one prompt, including the first token.
     pub prefill: f64,
-    /// (sequences, tokens per second of all together), decode steps only.
+    /// (sequences, tokens per second of all of them together), in decode steps only.
     pub decode: Vec<(u32, f64)>,
-    /// Microseconds of one step that computes nothing: plan handed over, ranks met, result back.
+    /// Microseconds of a step that computes nothing: plan handed over, ranks met, result returned.
     pub empty_step_us: f64,
-    /// What computed, in words.
+    /// Description of the backend.
     pub backend: String,
-    /// What matrix products took of their activations.
+    /// Data type of activations in matrix products.
     pub dtype: String,
 }
 
@@ -70,7 +70,7 @@ pub struct BenchFigures {
 /// A sentence when the model cannot be loaded or a step fails.
 pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
     let mut replica = Replica::start(options)?;
-    // The first steps touch every page of weights and grow every buffer.
+    // Warm up: the first steps touch every page of weights and grow every buffer.
     for _ in 0..2 {
         replica.case(1, options.prompt_tokens, WARM_UP_STEPS)?;
     }
@@ -94,7 +94,7 @@ pub fn run(options: &BenchOptions) -> Result<BenchFigures, String> {
     })
 }
 
-/// What computes, and what products take of their activations.
+/// The backend's description, and the data type of activations.
 type Described = (String, String);
 
 struct Replica {

@@ -1,4 +1,4 @@
-//! What a model folder takes of a host, found out from its headers alone: nothing is loaded.
+//! What a model folder needs of a host, read from its headers: nothing is loaded.
 use std::path::Path;
 
 use shared::protocol::{Lora, Quantization};
@@ -14,16 +14,16 @@ use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
 
-/// What a model takes.
+/// What a model needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModelNeeds {
-    /// Files that hold its weights.
+    /// Number of its weight files.
     pub files: usize,
-    /// Its weights as ranks keep them, all ranks together, in bytes.
+    /// Size of its weights as ranks keep them, summed over all ranks, in bytes.
     pub weight_bytes: u64,
-    /// Decoder layers.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Longest sequence it was made for, in tokens.
+    /// Maximum sequence length that it supports, in tokens.
     pub max_positions: usize,
 }
 
@@ -35,21 +35,21 @@ pub fn has_weights(folder: &Path) -> bool {
         .any(|file| folder.join(file).exists())
 }
 
-/// Reads the folder's configuration alone, and checks that `degree` ranks can divide the model.
+/// Reads only the folder's configuration, and checks that `degree` ranks can divide the model.
 ///
 /// # Errors
-/// [`ModelError`], the sentence that a worker would end with.
+/// [`ModelError`], with the sentence that a worker would end with.
 pub fn degree(folder: &Path, degree: u32) -> Result<(), ModelError> {
     Shard::new(&ModelConfig::load(folder)?, 0, degree).map(drop)
 }
 
-/// Reads the folder's configuration and the headers of its weight files, and checks that `degree`
-/// ranks can divide it and that the tensors of its first and last layers, the embedding and the
-/// output head are there in the shapes that the configuration asks for, quantised ones with their
+/// Reads the folder's configuration and the headers of its weight files. Checks that `degree` ranks
+/// can divide the model, and that the tensors of its first and last layers, the embedding and the
+/// output head exist with the shapes that the configuration demands, quantised ones with their
 /// scales.
 ///
 /// # Errors
-/// [`ModelError`], the sentence that a worker would end with.
+/// [`ModelError`], with the sentence that a worker would end with.
 pub fn model(
     folder: &Path,
     degree: u32,
@@ -77,21 +77,21 @@ pub fn model(
     }
     weights.tensor("model.norm.weight", &[config.hidden_size])?;
     let (files, stored_bytes) = weights.size();
-    // Else ranks keep what the files have, or less.
+    // Otherwise ranks keep what the files have, or less.
     let weight_bytes = match (quantization, config.quantised) {
         (Quantization::None, None) => stored_bytes,
-        // As CPUs keep them.
+        // Assumes that 4-bit matrices stay in 4 bits, as on CPUs.
         _ => size::weight_bytes(&config, &whole, quantization, &|_, _| true),
     };
     let (layers, max_positions) = (config.num_layers, config.max_positions);
     Ok(ModelNeeds { files, weight_bytes, layers, max_positions })
 }
 
-/// Opens adapters' folders and holds them against the model's. Returns what they take of each of
-/// `degree` ranks, in bytes.
+/// Opens adapters' folders and checks them against the model. Returns the memory that they need on
+/// each of `degree` ranks, in bytes.
 ///
 /// # Errors
-/// [`ModelError`], the sentence that a worker would end with.
+/// [`ModelError`], with the sentence that a worker would end with.
 pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelError> {
     let config = ModelConfig::load(folder)?;
     let shard = Shard::new(&config, 0, degree)?;
@@ -99,18 +99,18 @@ pub fn adapters(folder: &Path, lora: &Lora, degree: u32) -> Result<u64, ModelErr
     Ok(matrices)
 }
 
-/// Opens a draft model's folder and holds it against the model's. Returns what its weights take of
-/// the rank that drafts, in bytes; its KV is in that rank's KV cache.
+/// Opens a draft model's folder and checks it against the model. Returns the memory that its
+/// weights need on the rank that drafts, in bytes; its KV is part of that rank's KV cache.
 ///
 /// # Errors
-/// [`ModelError`], the sentence that a worker would end with.
+/// [`ModelError`], with the sentence that a worker would end with.
 pub fn draft(folder: &Path, draft: &Path) -> Result<u64, ModelError> {
     DraftFiles::open(draft, &ModelConfig::load(folder)?)?;
     Ok(model(draft, 1, Quantization::None)?.weight_bytes)
 }
 
-/// Shared memory that `workers` workers of one host take, in groups of `degree`, in bytes: while a
-/// group is formed again, the old region may still be there beside the new one.
+/// Shared memory that `workers` workers on one host need, in groups of `degree`, in bytes: while a
+/// group is formed again, the old region may still exist beside the new one.
 #[must_use]
 pub fn shared_memory_bytes(workers: u32, degree: u32) -> u64 {
     let group = kernels::collective::shared_memory_bytes(degree as usize) as u64;

@@ -1,4 +1,4 @@
-//! What a rank computes on: how its backend is made, how its memory is divided.
+//! The devices of ranks: how their backends are made and their memory is divided.
 use std::fmt::Debug;
 use std::time::{Duration, Instant};
 
@@ -24,32 +24,31 @@ use crate::model::lora::LoraFiles;
 use crate::model::shard::Shard;
 use crate::model::size;
 
-/// KV cache memory on CPUs where the coordinator names none.
+/// Default KV cache memory on CPUs.
 const CPU_KV_BYTES: u64 = 512 << 20;
 
-/// What a shard is kept in, and with.
+/// How a shard's weights are stored, and what is loaded beside them.
 #[derive(Clone, Copy, Debug)]
 pub struct Beside<'a> {
-    /// How its weights are kept.
+    /// How the weights are stored.
     pub quantization: Quantization,
-    /// Adapters.
+    /// LoRA adapters.
     pub adapters: &'a LoraFiles,
-    /// The draft model, where this rank has it.
+    /// The draft model, if this rank has it.
     pub draft: Option<&'a DraftFiles>,
 }
 
 /// A device.
 pub trait Device: Debug {
-    /// Its backend.
+    /// Type of its backend.
     type Backend: Backend;
 
-    /// What matrix products take of their activations when the coordinator asks for `asked`.
+    /// Returns the data type of matrix products' activations if the coordinator asks for `asked`.
     ///
     /// # Errors
-    /// [`ModelError::Dtype`] when the device has no such products.
+    /// [`ModelError::Dtype`] if the device does not support it.
     fn precision(&self, asked: Dtype, config: &ModelConfig) -> Result<Precision, ModelError> {
-        // Most checkpoints of 4 bits say float16; what rounding to bf16 adds is little beside
-        // theirs.
+        // Most 4-bit checkpoints say float16; rounding to bf16 adds little to their error.
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());
         Ok(match asked {
             Dtype::Auto if config.is_bf16 || is_packed => Precision::Bfloat16,
@@ -68,8 +67,8 @@ pub trait Device: Debug {
         collective: Box<dyn Collective>,
     ) -> Result<Self::Backend, KernelError>;
 
-    /// A backend of its own for the draft model, where that of the model it drafts for is made for
-    /// one model; else they share one.
+    /// Makes a separate backend for the draft model, if the device's backends serve one model each;
+    /// otherwise the two models share one.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -77,17 +76,17 @@ pub trait Device: Debug {
         Ok(None)
     }
 
-    /// Exchanges data through `collective` from now on.
+    /// Makes a backend exchange data through `collective` from now on.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the device does not let go of the old one.
+    /// [`KernelError::Device`] if the device cannot leave the old collective.
     fn set_collective(
         backend: &mut Self::Backend,
         collective: Box<dyn Collective>,
     ) -> Result<(), KernelError>;
 
-    /// Has the devices of all ranks exchange data without their hosts, where they can: called by
-    /// every rank behind each new collective.
+    /// Lets the devices of all ranks exchange data without their hosts, if they can. Every rank
+    /// must call it after each new collective.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -96,15 +95,15 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// While `alone` (weights are being loaded), the backend does not watch the other ranks.
+    /// While `alone` (weights are being loaded), the backend ignores the other ranks' state.
     fn set_alone(backend: &mut Self::Backend, alone: bool) {
         let _ = (backend, alone);
     }
 
-    /// Says before anything is loaded that a shard cannot fit.
+    /// Checks, before anything is loaded, that a shard can fit.
     ///
     /// # Errors
-    /// [`ModelError::Fit`]: how much is missing, and what would do.
+    /// [`ModelError::Fit`]: how much is missing, and what would help.
     fn check_fit(
         &self,
         backend: &Self::Backend,
@@ -117,7 +116,7 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// Makes a loaded engine ready to be measured and to serve.
+    /// Prepares a loaded engine for measuring its memory and for serving.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -126,9 +125,9 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// Makes an engine that has its cache ready for decode steps of every size, so that no request
-    /// waits for what is made at first use; every rank of a replica calls it. `is_new`: of rank 0,
-    /// no requests wait for it.
+    /// Prepares an engine with a cache for decode steps of every size, so that no request waits for
+    /// what is made at first use. Every rank of a replica must call it. `is_new` matters on rank 0:
+    /// whether no requests are waiting for the replica.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -137,25 +136,25 @@ pub trait Device: Debug {
         Ok(())
     }
 
-    /// Bytes that the KV cache may take; `asked` is what the coordinator says, 0 when nothing.
+    /// Returns the bytes that the KV cache may take; `asked` is the coordinator's setting, or 0.
     ///
     /// # Errors
     /// [`KernelError`].
     fn kv_bytes(&self, engine: &mut Engine<Self::Backend>, asked: u64) -> Result<u64, KernelError>;
 
-    /// Whether its KV cache is in the host's own memory.
+    /// Whether its KV cache is in the host's memory.
     fn computes_on_host(&self) -> bool {
         false
     }
 
-    /// Whether nothing can be computed on it any more by this process, after this error.
+    /// Whether this error means that this process can no longer compute on the device.
     fn is_lost_by(&self, error: &KernelError) -> bool {
         let _ = error;
         false
     }
 }
 
-/// What a worker was told to compute on.
+/// The device that a worker is to compute on.
 #[derive(Clone, Debug)]
 pub enum DeviceChoice {
     /// CPU cores.
@@ -167,7 +166,7 @@ pub enum DeviceChoice {
 /// CPU cores.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuDevice {
-    /// Compute threads.
+    /// Number of compute threads.
     pub threads: usize,
 }
 
@@ -204,15 +203,15 @@ impl Device for CpuDevice {
 /// One GPU.
 #[derive(Clone, Debug)]
 pub struct CudaDevice {
-    /// Which, and with what.
+    /// GPU to use, and how.
     pub options: CudaOptions,
-    /// The share of its memory that may be in use altogether.
+    /// Fraction of its memory that may be in use in total.
     pub memory_utilization: f64,
-    /// What was free when it was chosen, in bytes.
+    /// Free memory when it was chosen, in bytes.
     pub memory_free: u64,
-    /// How long decode steps may be captured for before the first request.
+    /// How long decode steps may be captured before the first request.
     pub warmup: Duration,
-    /// Its own identity, as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+    /// Its UUID, such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
     pub uuid: String,
 }
 
@@ -291,7 +290,7 @@ impl Device for CudaDevice {
     }
 
     fn draft_backend(&self) -> Result<Option<CudaBackend>, KernelError> {
-        // Recorded steps are of one model.
+        // Recorded steps belong to one model.
         CudaBackend::new(self.options.clone(), single_rank()).map(Some)
     }
 
@@ -307,10 +306,10 @@ impl Device for CudaDevice {
         let (algorithm, reason, took) = (joined.algorithm, joined.reason, joined.took);
         tracing::info!(algorithm, reason, ?took, "GPUs exchange data");
         if let Some(missing) = joined.missing {
-            tracing::info!(missing, "GPUs might exchange data faster");
+            tracing::info!(missing, "GPUs could exchange data faster");
         }
         if let Some(unlike) = joined.unlike {
-            tracing::warn!(unlike, "GPUs of one replica are of unlike kinds");
+            tracing::warn!(unlike, "GPUs of one replica are of different kinds");
         }
         Ok(())
     }
@@ -382,8 +381,8 @@ impl Device for CudaDevice {
     }
 
     fn is_lost_by(&self, error: &KernelError) -> bool {
-        // A context that failed once fails for ever, and one short of memory in a step would be
-        // short again. What the other ranks did is no fault of this device.
+        // A context that failed once always fails, and a device that runs out of memory in a step
+        // would do so again. Failures of other ranks are not this device's.
         match error {
             KernelError::Device(_) | KernelError::Unsupported(_) => true,
             KernelError::OutOfMemory { .. } => true,
@@ -425,7 +424,7 @@ mod tests {
         assert_eq!(gpu.precision(Dtype::Auto, &other).unwrap(), Precision::Bfloat16);
         assert_eq!(gpu.precision(Dtype::Bfloat16, &other).unwrap(), Precision::Bfloat16);
         let error = gpu.precision(Dtype::Float32, &bf16).unwrap_err();
-        // No other attempt with the same model and order could succeed.
+        // No other attempt with the same model and command could succeed.
         assert!(error.is_permanent());
         assert!(error.to_string().contains("--dtype float32"), "{error}");
     }

@@ -1,18 +1,19 @@
-//! Runs step plans on one rank: keeps the sequences' tokens and block tables, computes the batch,
-//! samples, on rank 0, which tells the others, or on every rank.
+//! Runs step plans on one rank: keeps the sequences' tokens and block tables, computes the batch
+//! and samples, either on rank 0, which tells the others, or on every rank.
 //!
-//! A plan is checked whole before anything is computed: a plan that does not fit this rank's state
-//! is an error of the coordinator or of the link, and ends the epoch instead of corrupting a cache.
+//! A plan is checked completely before anything is computed: one that does not fit this rank's
+//! state is an error of the coordinator or the link, and ends the epoch rather than corrupt a
+//! cache.
 //!
-//! - `layout`: a plan checked, and its batch laid out in rows
-//! - `sequence`: what a rank keeps of one sequence
-//! - `ahead`: a step begun while the one before runs
-//! - `report`: what a step tells of its sequences
+//! - `layout`: checks a plan and lays out its batch in rows
+//! - `sequence`: the state of one sequence on a rank
+//! - `ahead`: begins a step while the previous one runs
+//! - `report`: a step's results
 //! - `masks`: structured output
-//! - `draft`, `verify`: drafts by a small model; drafts verified
+//! - `draft`, `verify`: drafts by a small model; verification of drafts
 //! - `swap`: sequences in host memory
 //! - `pool`: embeddings
-//! - `profile`: steps on made-up tokens, before any that counts
+//! - `profile`: warm-up steps on made-up tokens
 mod ahead;
 mod draft;
 mod layout;
@@ -45,10 +46,10 @@ use self::swap::HostBlocks;
 use crate::model::decoder::Decoder;
 use crate::rank::StepSource;
 
-/// A plan cannot be run.
+/// Why a plan cannot be run.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
-    /// The plan does not fit what this rank knows.
+    /// The plan does not fit this rank's state.
     #[error("step {step}: {message}")]
     Plan {
         /// The step.
@@ -61,12 +62,12 @@ pub enum EngineError {
     Kernel(#[from] KernelError),
 }
 
-/// Sequences held for each that a step can run: those of the step, those waiting within a chunked
-/// prefill, and those that finished too late to leave with the last plan. Those in host memory are
-/// held besides, each with a block there at least.
+/// Sequences held per sequence that a step can run: those of the step, those waiting within a
+/// chunked prefill, and those that finished too late to leave with the last plan. Sequences in host
+/// memory are held in addition; each has at least one block there.
 const HELD_PER_RUNNING: usize = 4;
-/// How often a step is run again: a device that cannot record it as it would tries another way, and
-/// then does not record it.
+/// How often a step is retried: a device that cannot record it tries another way, and then runs it
+/// unrecorded.
 const AGAIN: u32 = 2;
 
 /// One rank's engine.
@@ -80,14 +81,14 @@ pub struct Engine<B: Backend> {
     sequences: HashMap<SeqId, Sequence>,
     step: StepBuffers,
     masks: Masks,
-    /// What drafts, on rank 0 where there is something.
+    /// The draft model, on rank 0 if there is one.
     draft: Option<Draft<B>>,
-    /// Of the last step: how many tokens it drafted, and how long that took.
+    /// Number of tokens drafted per sequence in the last step, and the time it took.
     drafted: Vec<u32>,
     drafting: Option<Duration>,
-    /// Of the last step's tokens.
+    /// Digest of the last step's tokens.
     digest: TokenDigest,
-    /// Steps whose tokens are on their way, the oldest first.
+    /// Steps whose tokens have not been fetched, oldest first.
     queued: VecDeque<Queued>,
     begun_ahead: u64,
 }
@@ -102,7 +103,7 @@ impl<B: Backend> std::fmt::Debug for Engine<B> {
 }
 
 impl<B: Backend> Engine<B> {
-    /// An engine without a cache: [`Engine::start`] makes one.
+    /// Creates an engine without a cache; [`Engine::start`] allocates it.
     #[must_use]
     pub fn new(backend: B, decoder: Decoder<B>, config: EngineConfig) -> Self {
         Self {
@@ -124,26 +125,26 @@ impl<B: Backend> Engine<B> {
         }
     }
 
-    /// With a model that drafts: rank 0's.
+    /// Adds a draft model, on rank 0.
     #[must_use]
     pub fn with_draft(self, draft: Option<Draft<B>>) -> Self {
         Self { draft, ..self }
     }
 
-    /// How many tokens were drafted for each sequence of the last step that was to be drafted for,
-    /// on rank 0.
+    /// Returns the number of tokens drafted for each sequence of the last step that asked for
+    /// drafts, on rank 0.
     #[must_use]
     pub fn drafted(&self) -> &[u32] {
         &self.drafted
     }
 
-    /// The digest of the last step's tokens, as this rank has them.
+    /// Returns the digest of the last step's tokens on this rank.
     #[must_use]
     pub fn digest(&self) -> u32 {
         self.digest.value()
     }
 
-    /// Bytes that a KV block takes, what the draft model keeps for it included.
+    /// Returns the size of a KV block in bytes, including the draft model's part.
     #[must_use]
     pub fn block_bytes(&self) -> u64 {
         let block_size = self.config.block_size as usize;
@@ -151,14 +152,14 @@ impl<B: Backend> Engine<B> {
         self.host_block_bytes() + drafts
     }
 
-    /// Bytes that a KV block takes in host memory.
+    /// Returns the size of a KV block in host memory, in bytes.
     #[must_use]
     pub fn host_block_bytes(&self) -> u64 {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         self.backend.kv_block_bytes(&shape).max(1)
     }
 
-    /// KV blocks that fit in `bytes`, and that could be used at most.
+    /// Returns the number of KV blocks that fit in `bytes`, at most as many as can be used.
     #[must_use]
     pub fn kv_blocks(&self, bytes: u64) -> u32 {
         let fit = bytes / self.block_bytes();
@@ -167,42 +168,42 @@ impl<B: Backend> Engine<B> {
         u32::try_from(fit.min(useful)).unwrap_or(u32::MAX)
     }
 
-    /// Bytes of weights held.
+    /// Returns the size of the weights, in bytes.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes() + self.draft.as_ref().map_or(0, Draft::weight_bytes)
     }
 
-    /// Steps begun while the one before was still running, so far.
+    /// Returns the number of steps begun while the previous one was still running, so far.
     #[must_use]
     pub fn begun_ahead(&self) -> u64 {
         self.begun_ahead
     }
 
-    /// The sizes.
+    /// Returns the engine's limits.
     #[must_use]
     pub fn config(&self) -> &EngineConfig {
         &self.config
     }
 
-    /// The backend: for a new epoch's collective.
+    /// Returns the backend, to set a new epoch's collective.
     pub fn backend(&mut self) -> &mut B {
         &mut self.backend
     }
 
-    /// The draft model's own backend, if it has one.
+    /// Returns the draft model's own backend, if it has one.
     pub fn draft_backend(&mut self) -> Option<&mut B> {
         self.draft.as_mut().and_then(Draft::own_backend)
     }
 
-    /// Changes the sizes for a new epoch with the same weights.
+    /// Changes the limits for a new epoch with the same weights.
     pub fn reconfigure(&mut self, config: EngineConfig) {
         self.release();
         self.config = config;
     }
 
-    /// Makes an empty KV cache, and `host_blocks` blocks in host memory to swap to; all sequences
-    /// are forgotten.
+    /// Allocates an empty KV cache, and `host_blocks` blocks in host memory to swap to; all
+    /// sequences are forgotten.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
@@ -218,7 +219,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Drops the cache and all sequences; keeps the weights, and the host memory swapped to.
+    /// Drops the cache and all sequences; keeps the weights and the host memory for swapping.
     pub fn release(&mut self) {
         self.cache = None;
         if let Some(draft) = &mut self.draft {
@@ -232,12 +233,12 @@ impl<B: Backend> Engine<B> {
         self.queued.clear();
     }
 
-    /// Runs one step. On rank 0 one output is appended per sequence that samples, reports prompt
+    /// Runs one step. On rank 0 it appends one output per sequence that samples, reports prompt
     /// log-probabilities or has its embedding, in the plan's order. While it waits for the device
-    /// it looks for the next step in `source`, and begins that too if it can be.
+    /// it looks for the next step in `source` and begins it if possible.
     ///
     /// # Errors
-    /// [`EngineError`]; the epoch is over then.
+    /// [`EngineError`]; the epoch has then ended.
     pub fn step(
         &mut self,
         plan: &StepPlan,
@@ -250,7 +251,7 @@ impl<B: Backend> Engine<B> {
         self.drafting = None;
         let _ = self.backend.take_collective_time();
         let (mut sampling, mut waited) = (Duration::ZERO, None);
-        // What is computed: the plan with what was drafted.
+        // The plan to compute: with what the draft model drafted.
         let mut plan = Cow::Borrowed(plan);
         if !self.is_begun(&plan)? {
             self.admit(&plan)?;
@@ -270,7 +271,7 @@ impl<B: Backend> Engine<B> {
             }
             self.finish(source, outputs)?;
         } else if self.step.ids.is_empty() {
-            // Nothing to compute: a sign of life, for which the ranks meet.
+            // Nothing to compute: a sign of life, for which all ranks meet.
             self.backend.broadcast_tokens(&mut [0])?;
         } else {
             let reports = plan.sequences.iter().any(|entry| self.reports_prompt(entry));
@@ -287,7 +288,7 @@ impl<B: Backend> Engine<B> {
             }
         }
         let collective = self.backend.take_collective_time();
-        // What others are waited for is no work of this rank.
+        // Time spent waiting for others is not this rank's work.
         let drafting = self.drafting.unwrap_or_default();
         let others = collective + sampling + waited.unwrap_or_default() + drafting;
         let forward = began.elapsed().saturating_sub(others);
@@ -301,9 +302,9 @@ impl<B: Backend> Engine<B> {
         })
     }
 
-    /// Computes the batch and samples the logits where they are, or leaves that queued; returns how
-    /// long sampling took. Where some rows have masks, a step that this rank samples is left open:
-    /// [`Engine::sample_masked`] is to follow.
+    /// Computes the batch and samples the logits in place, or queues the sampling; returns how long
+    /// sampling took. If some rows have masks, a step that this rank samples is left open:
+    /// [`Engine::sample_masked`] must follow.
     fn compute(
         &mut self,
         plan: &StepPlan,
@@ -312,7 +313,7 @@ impl<B: Backend> Engine<B> {
     ) -> Result<Duration, EngineError> {
         for _ in 0..AGAIN {
             match self.try_compute(plan, outputs, queue) {
-                // Ranks that do different things again would wait for each other.
+                // Ranks that retry different things would wait for each other.
                 Err(EngineError::Kernel(KernelError::Again(reason)))
                     if !self.backend.samples_everywhere() =>
                 {
@@ -374,7 +375,7 @@ impl<B: Backend> Engine<B> {
             let vocab = decoder.config().vocab_size;
             let logits = decoder.logits(backend, &step.sample_rows)?;
             if masked {
-                // With the masks, when they have come.
+                // Sampled with the masks, when they have come.
             } else if queue {
                 backend.queue_sample(logits, vocab, &rows)?;
             } else if samples {
@@ -392,7 +393,7 @@ impl<B: Backend> Engine<B> {
         Ok(sampling)
     }
 
-    /// Tells all ranks what was sampled.
+    /// Tells all ranks the sampled tokens.
     fn share(
         &mut self,
         plan: &StepPlan,
@@ -435,7 +436,7 @@ impl<B: Backend> Engine<B> {
             {
                 let position = entry.start + entry.count;
                 let output = sampled_output(entry.seq, position, sampled, wants_logprobs);
-                // Looking for what its prompt began would take long in steps of many sequences.
+                // Searching for the output that its prompt began would take long in large steps.
                 match seq.reports_prompt(entry) {
                     true => merge_output(outputs, output),
                     false => outputs.push(output),
@@ -446,7 +447,7 @@ impl<B: Backend> Engine<B> {
     }
 }
 
-/// An empty vector with the same memory, free of the borrows that the old contents had.
+/// Returns an empty vector with the same allocation, free of the borrows of its old contents.
 #[allow(clippy::unnecessary_filter_map, reason = "a filter cannot change the lifetime")]
 fn recycle(mut rows: Vec<SampleRow<'_>>) -> Vec<SampleRow<'static>> {
     rows.clear();

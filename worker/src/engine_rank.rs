@@ -1,10 +1,10 @@
-//! A rank on some device: connects the collective a coordinator asks for, loads its shard, runs the
-//! engine over the device's backend. Weights outlive the epoch: a rank that is formed again with
-//! the same shard only connects anew.
+//! A rank on some device: it connects the collective that a coordinator asks for, loads its shard,
+//! and runs the engine on the device's backend. Weights outlive the epoch: a rank that is formed
+//! again with the same shard only connects anew.
 //!
 //! - `joining`: how a rank meets the others of its epoch
-//! - `loaded`: what it has loaded, and how
-//! - `host`: whether the host's memory holds what it is to hold
+//! - `loaded`: what a rank has loaded, and how it loads
+//! - `host`: checks that the host's memory suffices
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::net::TcpListener;
@@ -32,17 +32,17 @@ mod host;
 mod joining;
 mod loaded;
 
-/// Why nothing can be done before a rank is formed.
+/// Error before a rank is formed.
 const NOTHING_LOADED: &str = "nothing is loaded";
 
-/// See the module's documentation.
+/// A rank on a device; see the module's documentation.
 pub struct EngineRank<D: Device> {
     device: D,
     listener: TcpListener,
     loaded: Option<Loaded<D>>,
-    /// Why the device computes no more.
+    /// Why the device no longer works.
     lost: Option<String>,
-    /// Exchanges with other ranks that were broken off, not told yet.
+    /// Exchanges with other ranks that were broken off and are not reported yet.
     unfinished: u64,
     /// Where models of the hub are.
     cache: Option<PathBuf>,
@@ -56,7 +56,7 @@ impl<D: Device> fmt::Debug for EngineRank<D> {
 }
 
 impl<D: Device> EngineRank<D> {
-    /// A rank on `device` that takes TCP collectives on `listener`.
+    /// Creates a rank on `device` that accepts TCP collectives on `listener`.
     #[must_use]
     pub fn new(device: D, listener: TcpListener) -> Self {
         Self { device, listener, loaded: None, lost: None, unfinished: 0, cache: None }
@@ -92,7 +92,7 @@ impl<D: Device> EngineRank<D> {
         Ok(form)
     }
 
-    /// Remembers what this error says: that the device is lost, that other ranks were.
+    /// Records whether an error means that the device or an exchange with other ranks has failed.
     fn note(&mut self, error: &KernelError) {
         if matches!(error, KernelError::Collective(_)) {
             self.unfinished += 1;
@@ -102,13 +102,13 @@ impl<D: Device> EngineRank<D> {
         }
     }
 
-    /// The same; what is told of a formation that failed by it. Trying again may help.
+    /// Records it in the same way, and returns the error of the formation. Trying again may help.
     fn noted(&mut self, error: &KernelError) -> FormError {
         self.note(error);
         FormError { message: error.to_string(), permanent: false }
     }
 
-    /// Joins the others of an epoch with what is loaded.
+    /// Joins the other ranks of an epoch with the weights already loaded.
     fn reuse(
         &mut self,
         mut loaded: Loaded<D>,
@@ -121,12 +121,12 @@ impl<D: Device> EngineRank<D> {
         let joined = rested
             .and_then(|()| D::set_collective(backend, collective))
             .and_then(|()| join::<D>(backend, joining));
-        // Whatever came of it, the weights stay.
+        // Whatever happened, keep the weights.
         self.loaded = Some(loaded);
         joined.map_err(|error| self.noted(&error))
     }
 
-    /// Loads what is asked for; returns how many seconds that took.
+    /// Loads the shard; returns how many seconds that took.
     fn load_anew(
         &mut self,
         identity: Result<ModelIdentity, String>,
@@ -140,14 +140,14 @@ impl<D: Device> EngineRank<D> {
             }
             FormError { permanent: error.is_permanent(), message: error.to_string() }
         })?;
-        // Files that cannot be read have been named by what loads them, nearly always.
+        // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
         let key = LoadedKey::new(joining.form, identity);
         self.loaded = Some(Loaded { engine, key, is_new: true });
         Ok(began.elapsed().as_secs_f64())
     }
 
-    /// How much there is room for.
+    /// Determines how many blocks there is room for.
     fn ready(&mut self, form: &Form, load_seconds: f64) -> Result<RankReady, FormError> {
         let sizes = &form.engine;
         let permanent = |message| FormError { message, permanent: true };
@@ -162,8 +162,8 @@ impl<D: Device> EngineRank<D> {
         let needed = sizes.max_model_len.div_ceil(sizes.block_size);
         if kv_blocks == 0 {
             return Err(permanent(format!(
-                "{kv_bytes} bytes of KV cache memory hold not a single block; one sequence of {} \
-                 tokens needs {needed}",
+                "{kv_bytes} bytes of KV cache memory do not hold a single block; one sequence of \
+                 {} tokens needs {needed}",
                 sizes.max_model_len
             )));
         }
@@ -178,9 +178,9 @@ impl<D: Device> EngineRank<D> {
             identity: key.identity,
         };
         let on_host = self.device.computes_on_host();
-        // Blocks that will not be used again must not count as taken. On CPUs all are made anew,
-        // which costs nothing: those that were never written have no memory yet, and would not be
-        // counted.
+        // Blocks that will not be used again must not count as taken. On CPUs all blocks are made
+        // anew, which costs nothing: blocks that were never written have no memory yet and would
+        // not be counted.
         if on_host || !engine.has_host_blocks(host_blocks) {
             engine.drop_host_blocks();
         }
@@ -205,8 +205,8 @@ impl<D: Device> Rank for EngineRank<D> {
         abort.set(form.epoch, all.clone());
         let mut joining = Joining { form, abort, all: &all, news };
         let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
-        // Weights that are loaded do not need their files: where those cannot be read any more,
-        // nothing says that others are wanted.
+        // Loaded weights do not need their files: if those can no longer be read, nothing suggests
+        // that other weights are wanted.
         let is_wanted = |loaded: &Loaded<D>| {
             let identity = *identity.as_ref().unwrap_or(&loaded.key.identity);
             loaded.key == LoadedKey::new(form, identity)
@@ -223,22 +223,22 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String> {
         let loaded = self.loaded.as_mut().ok_or(NOTHING_LOADED)?;
-        // Others may have taken memory since it was formed.
+        // Other processes may have taken memory since it was formed.
         let kv_blocks = if self.device.computes_on_host() { num_blocks } else { 0 };
         host::fits(&loaded.engine, Asked { kv_blocks, host_blocks, swap_bytes: 0 }, 1)?;
         if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
-            // The host is short of memory, not the device.
+            // The host is out of memory, not the device.
             let KernelError::OutOfMemory { bytes, .. } = &error else {
                 self.note(&error);
                 return Err(error.to_string());
             };
             let (bytes, left) = (bytes_text(*bytes), host::left());
             return Err(format!(
-                "--swap-space: the host gives no {bytes} for it; {left} of its memory are left"
+                "--swap-space: the host cannot provide {bytes} for it; it has {left} of memory left"
             ));
         }
-        // Behind an epoch that failed requests wait: what decode steps need is made as they come
-        // then.
+        // After an epoch that failed, requests are waiting, so decode steps are not warmed up
+        // again.
         let is_new = std::mem::take(&mut loaded.is_new);
         let result = loaded.engine.start(num_blocks, host_blocks);
         let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
@@ -274,14 +274,14 @@ impl<D: Device> Rank for EngineRank<D> {
 
     fn release(&mut self) {
         let Some(loaded) = &mut self.loaded else { return };
-        // Leaving the other ranks first: what the device still waits for would hold up the rest.
+        // Leave the other ranks first: the device may still wait for them, which delays the rest.
         let left = D::set_collective(loaded.engine.backend(), single_rank());
         let left = left.and_then(|()| rest_draft::<D>(&mut loaded.engine));
         if let Err(error) = left {
             self.note(&error);
         }
-        // Freeing memory waits for the device, which may not come to rest any more, and whoever
-        // asks for it is told so: nothing is freed but by the process's end.
+        // Freeing memory waits for the device, which may never finish: leave it to the end of the
+        // process.
         if self.lost.is_some() {
             let _kept = self.loaded.take().map(ManuallyDrop::new);
         } else if let Some(loaded) = &mut self.loaded {

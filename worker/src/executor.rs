@@ -1,7 +1,7 @@
 //! The executor: one OS thread that owns the rank and runs one command at a time.
 //!
-//! It owns order and epochs: a command of an epoch that is over does nothing. It does no network IO
-//! beyond handing messages to the [`Outbox`]; it never waits for the link.
+//! It enforces order and epochs: a command of an epoch that has ended does nothing. Its only
+//! network IO is to hand messages to the [`Outbox`]; it never waits for the link.
 mod queue;
 
 use std::convert::Infallible;
@@ -23,15 +23,15 @@ use tokio::sync::oneshot;
 use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
 use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
 
-/// How long the thread may take to end when its owner does.
+/// How long the executor's owner waits for the thread to end.
 const END_PATIENCE: Duration = Duration::from_millis(200);
-/// How long a rank waits for a step's masks: longer than the coordinator gives whoever computes
-/// them, and than it gives most steps.
+/// How long a rank waits for a step's masks: longer than the coordinator waits for whoever computes
+/// them, and longer than it allows most steps.
 const MASKS_PATIENCE: Duration = Duration::from_secs(60);
-/// Load progress is reported at most this often.
+/// Minimum interval between reports of load progress.
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What the executor is told.
+/// A command to the executor.
 #[derive(Debug)]
 pub enum ExecutorCommand {
     /// Become a rank.
@@ -40,19 +40,19 @@ pub enum ExecutorCommand {
     Start(Start),
     /// Run a step.
     Step(StepPlan),
-    /// The epoch is over: drop its collective and cache, keep the weights.
+    /// The epoch has ended: drop its collective and cache, keep the weights.
     Release(Epoch),
-    /// Report the stats, for there may be no step for them to ride on.
+    /// Report the stats, since there may be no step to carry them.
     Report,
 }
 
-/// Where the executor's messages go.
+/// Receives the executor's messages.
 pub trait Outbox: Send {
-    /// Sends one message towards the coordinator, about a command that came over `link`. Once that
-    /// has ended it is dropped: whoever is at the other end of the next one may have an epoch of
-    /// the same number. Must not block.
+    /// Sends one message to the coordinator, about a command that came over `link`. If that link
+    /// has ended, the message is dropped: the peer of the next link may use the same epoch number.
+    /// Must not block.
     fn send(&mut self, link: u64, message: FromWorker);
-    /// Records a finished step and returns the cumulative stats that ride on its result.
+    /// Records a finished step and returns the cumulative stats to send with its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
     fn exchanged(&mut self, exchanged: Exchanged) {
@@ -60,39 +60,39 @@ pub trait Outbox: Send {
     }
     /// Records a finished load.
     fn loaded(&mut self, form: &Form, formed: &Formed);
-    /// The rank is in no epoch any more.
+    /// Records that the rank is no longer in an epoch.
     fn released(&mut self) {}
-    /// The cumulative stats now.
+    /// Returns the cumulative stats.
     fn report(&mut self) -> WorkerStats;
-    /// The device computes no more, and why: nothing is sent after this.
+    /// Records that the device no longer works, and why: nothing is sent after this.
     fn device_lost(&mut self, reason: &str) {
         tracing::error!(reason, "the device is lost");
     }
 }
 
-/// A handle on the executor thread. Dropping it ends the thread after the command in progress.
+/// A handle to the executor thread. Dropping it ends the thread after the current command.
 #[derive(Debug)]
 pub struct Executor {
     commands: Option<Commands>,
     thread: Option<JoinHandle<()>>,
     abort: AbortSlot,
-    /// The present link's number: commands carry it, since they may wait longer than it lasts.
+    /// Number of the current link; queued with each command, which may outlive the link.
     link: AtomicU64,
-    /// A report waits to be made.
+    /// Whether a report is queued.
     report_waits: Arc<AtomicBool>,
-    /// Ends with the thread, for whoever asks first.
+    /// Closed when the thread ends; for the first caller of [`Executor::ended`].
     ended: Option<oneshot::Receiver<Infallible>>,
-    /// The same, for its owner's end.
+    /// The same, for when the handle is dropped.
     over: mpsc::Receiver<Infallible>,
 }
 
-/// The executor cannot take a command.
+/// Why the executor does not accept a command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ExecutorError {
-    /// It is far behind.
+    /// Its queue is full.
     #[error("the executor has {COMMANDS_MAX} commands waiting and takes no more")]
     Full,
-    /// It panicked.
+    /// Its thread has ended, because it panicked or its device is lost.
     #[error("the executor thread has ended")]
     Ended,
 }
@@ -102,7 +102,7 @@ impl Executor {
     /// one thread.
     ///
     /// # Errors
-    /// When the operating system gives no thread.
+    /// When the operating system refuses a thread.
     pub fn spawn<R, M>(make_rank: M, outbox: impl Outbox + 'static) -> std::io::Result<Self>
     where
         R: Rank,
@@ -116,8 +116,8 @@ impl Executor {
         let (lives, ended) = oneshot::channel::<Infallible>();
         let (runs, over) = mpsc::channel::<Infallible>();
         let thread = std::thread::Builder::new().name("executor".into()).spawn(move || {
-            // Dropped last, also by a panic: whoever learns of the end finds the queue closed. What
-            // is captured would be dropped behind all that is declared here.
+            // Dropped last, even after a panic: whoever learns of the end finds the queue closed.
+            // Captured variables would be dropped after everything declared here.
             let _lives = (lives, runs);
             let receiver = receiver;
             let rank = make_rank();
@@ -128,13 +128,13 @@ impl Executor {
         Ok(Self { commands, thread, abort, link: AtomicU64::new(0), report_waits, ended, over })
     }
 
-    /// Resolves, to an error, when the thread has ended; for whoever asks first.
+    /// Resolves to an error when the thread has ended; only the first caller gets it.
     pub fn ended(&mut self) -> Option<oneshot::Receiver<Infallible>> {
         self.ended.take()
     }
 
-    /// For how long the executor has not left an epoch that it was told to leave, without a sign
-    /// that it gets on with what it does: what it is in may never end.
+    /// Returns for how long the executor has failed to leave an epoch as told, without a sign of
+    /// progress: its current command may never end.
     #[must_use]
     pub fn leaving_for(&self) -> Option<Duration> {
         self.commands.as_ref()?.leaving_for()
@@ -149,7 +149,7 @@ impl Executor {
         commands.push(self.link.load(Ordering::Relaxed), command)
     }
 
-    /// Queues a report, unless one waits already: a long step or load must not fill the queue.
+    /// Queues a report, unless one is already queued: a long step or load must not fill the queue.
     ///
     /// # Errors
     /// [`ExecutorError`].
@@ -164,34 +164,34 @@ impl Executor {
         queued
     }
 
-    /// Ends `epoch`: frees the executor from its collective at once, then drops it.
+    /// Ends `epoch`: aborts the executor's collective operation at once, then releases the epoch.
     pub fn abort(&self, epoch: Epoch) {
         self.abort.abort(epoch);
-        // When the queue is full the next Form releases what is held; what waits of this epoch is
-        // gone from the queue by that.
+        // If the queue is full, the next Form releases it; queued commands of this epoch are
+        // removed anyway.
         let _ = self.command(ExecutorCommand::Release(epoch));
     }
 
-    /// Ends whatever epoch is under way, for the link to the coordinator is gone.
+    /// Ends every epoch, because the link to the coordinator is gone.
     pub fn abort_all(&self) {
         self.abort(Epoch(u64::MAX));
     }
 
-    /// Brings the rank that is being formed what its GPU finds rank 0's by. Waits in no queue: the
-    /// executor is in the middle of its command.
+    /// Hands rank 0's group id to the rank that is being formed, bypassing the queue: the executor
+    /// is in the middle of its command.
     pub fn tell_group_id(&self, id: GroupId) {
         self.abort.tell_group_id(id.epoch, id.bytes);
     }
 
-    /// Brings the masks of a step that is planned. They wait in no queue: the executor may be in
-    /// the middle of that step, with the next one's plan before them.
+    /// Hands over the masks of a planned step, bypassing the queue: the executor may be in the
+    /// middle of that step, with the next step's plan ahead of them in the queue.
     pub fn tell_masks(&self, masks: StepMasks) {
         self.abort.tell_masks(masks);
     }
 
-    /// Called before the first message of a new link: its epochs are not over, whatever their
-    /// numbers, and those of earlier links are, also in commands that wait still. Returns the
-    /// link's number.
+    /// Starts a new link; call it before the link's first message. All epochs of earlier links have
+    /// ended, including those in queued commands; the new link's have not, whatever their numbers.
+    /// Returns the link's number.
     pub fn new_link(&self) -> u64 {
         let link = self.abort.new_link();
         self.link.store(link, Ordering::Relaxed);
@@ -203,7 +203,7 @@ impl Drop for Executor {
     fn drop(&mut self) {
         self.abort.abort(Epoch(u64::MAX));
         drop(self.commands.take());
-        // A device that hangs or a long load holds it up; the process wants to end nonetheless.
+        // A device that hangs, or a long load, delays it; the process must end nonetheless.
         let Some(thread) = self.thread.take() else { return };
         if self.over.recv_timeout(END_PATIENCE) == Err(RecvTimeoutError::Disconnected) {
             let _ = thread.join();
@@ -211,7 +211,7 @@ impl Drop for Executor {
     }
 }
 
-/// Commands in their order; the next may be looked at before it is taken.
+/// Commands in order; the next one can be looked at before it is taken.
 struct Inbox<'a> {
     commands: &'a Receiver,
     held: Option<Queued>,
@@ -223,7 +223,7 @@ impl Inbox<'_> {
     }
 }
 
-/// The steps of one epoch in an inbox.
+/// The queued steps of one epoch.
 struct EpochSteps<'a, 'b> {
     inbox: &'a mut Inbox<'b>,
     term: (u64, Epoch),
@@ -252,11 +252,11 @@ impl StepSource for EpochSteps<'_, '_> {
     }
 }
 
-/// What a rank says while it is formed.
+/// Passes on what a rank reports while it is being formed.
 struct News<'a, O> {
     link: u64,
     epoch: Epoch,
-    /// When its progress was last told.
+    /// When progress was last reported.
     last: Option<Instant>,
     outbox: &'a mut O,
     commands: &'a Receiver,
@@ -283,9 +283,9 @@ struct Loop<R, O> {
     rank: R,
     outbox: O,
     abort: AbortSlot,
-    /// The link over which the command under way came.
+    /// Link over which the current command came.
     entered: u64,
-    /// The epoch that is formed, and the link over which it came.
+    /// The formed epoch, and the link over which it came.
     epoch: Option<(u64, Epoch)>,
     report_waits: Arc<AtomicBool>,
 }
@@ -306,7 +306,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     self.report_waits.store(false, Ordering::Relaxed);
                     let stats = self.outbox.report();
                     self.outbox.send(self.entered, FromWorker::Stats(stats));
-                    // Time spent waiting for work goes on.
+                    // Does not count as work: the idle time continues.
                     continue;
                 }
                 ExecutorCommand::Release(epoch) => {
@@ -411,12 +411,12 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
                     Err(message) => self.step_failed(plan, message),
                 }
             }
-            // The ranks no longer agree on what was run.
+            // The ranks no longer agree on what has been run.
             Err(message) => self.step_failed(plan, message),
         }
     }
 
-    /// The epoch is over, on all of its ranks.
+    /// Ends the epoch, which is broken on all its ranks.
     fn step_failed(&mut self, plan: &StepPlan, message: String) {
         let (epoch, step) = (plan.epoch, plan.step);
         self.abort.abort_own(epoch);
@@ -426,15 +426,15 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
     }
 }
 
-/// The message that brings a result, if it fits into a frame: one that does not would be lost, and
-/// waited for.
+/// Makes the message that carries a result, if it fits into a frame: otherwise it would be lost,
+/// and the coordinator would wait for it.
 fn fitting(result: StepResult) -> Result<FromWorker, String> {
     let (at_most, step) = (encoded_max(&result), result.step);
     let message = FromWorker::Step(result);
     if at_most <= BODY_MAX as usize {
         return Ok(message);
     }
-    // It takes less than that, mostly.
+    // The exact size, which is mostly smaller.
     let bytes = codec::encode(&message).map_err(|error| error.to_string())?.len();
     if bytes <= BODY_MAX as usize {
         return Ok(message);
@@ -446,9 +446,9 @@ fn fitting(result: StepResult) -> Result<FromWorker, String> {
     ))
 }
 
-/// Most bytes that a result takes, quickly.
+/// Quickly computed upper bound of a result's encoded size, in bytes.
 fn encoded_max(result: &StepResult) -> usize {
-    // Numbers take up to 5 bytes, lengths and wide ones up to 9.
+    // Numbers take up to 5 bytes, lengths and 64-bit numbers up to 9.
     let token = |it: &TokenLogprobs| 24 + it.top.len() * 9;
     let output = |it: &SequenceOutput| {
         let prompt: usize = it.prompt_logprobs.iter().map(token).sum();

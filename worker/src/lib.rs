@@ -4,16 +4,16 @@
 //! - [`run`]: puts a worker together
 //! - [`actor`]: the link to the coordinator, messages in and out
 //! - [`executor`]: the OS thread that owns a rank and runs one command at a time
-//! - [`outbox`]: the executor's messages and measurements on their way out
+//! - [`outbox`]: sends the executor's messages and measurements
 //! - [`rank`]: the seam between message handling and arithmetic
-//! - [`engine_rank`]: a rank on some device; [`device`]: CPU cores, or a GPU
-//! - [`engine`]: step plans to tokens
-//! - [`check`]: what a model folder takes of a host, without loading it
-//! - [`mod@bench`]: the engine's speed, alone
+//! - [`engine_rank`]: a rank on some device; [`device`]: CPU cores or a GPU
+//! - [`engine`]: turns step plans into tokens
+//! - [`check`]: what a model folder needs of a host, without loading it
+//! - [`mod@bench`]: measures the speed of the engine alone
 //! - [`model`]: configuration, weights, sharding, the decoder
 #![forbid(unsafe_code)]
 
-/// The version and what its bits come from: ranks of equal builds compute alike.
+/// Version and build fingerprint: ranks with equal builds compute the same bits.
 pub const BUILD: &str = concat!(env!("CARGO_PKG_VERSION"), "+", env!("TUTTI_BUILD"));
 
 pub mod actor;

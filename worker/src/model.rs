@@ -1,15 +1,15 @@
-//! A model: what its folder says, how it is sharded, how it is computed.
+//! A model: its configuration, its sharding and its computation.
 //!
 //! - [`config`]: `config.json`, both dialects, validated
 //! - [`safetensors`]: weight files, mapped and checked
 //! - [`size`]: PURE: how much memory a shard takes
 //! - [`shard`]: PURE: which heads, columns and rows a rank holds
-//! - `modules`: PURE: a layer's matrices, and where checkpoints have them
+//! - `modules`: PURE: a layer's matrices, and their names in checkpoints
 //! - [`lora`]: LoRA adapters beside the model
 //! - [`draft`]: a small model that drafts for it
-//! - [`experts`]: mixtures of experts: their configuration, their tensors
+//! - [`experts`]: mixtures of experts: configuration and tensors
 //! - [`quantization`]: quantised checkpoints
-//! - [`rope`]: PURE: rotary frequencies and their scalings
+//! - [`rope`]: PURE: rotary frequencies and their scaling
 //! - [`weights`]: one rank's shard, packed for its backend
 //! - [`decoder`]: the forward pass, written once over `kernels::Backend`
 pub mod config;
@@ -27,7 +27,7 @@ pub mod weights;
 
 use std::path::{Path, PathBuf};
 
-/// Why a model folder cannot be used. One sentence each: which file, what in it, why.
+/// Why a model folder cannot be used. One sentence each: which file, what in it, and why.
 #[derive(Debug, thiserror::Error)]
 pub enum ModelError {
     /// A file is missing or cannot be read.
@@ -59,7 +59,7 @@ pub enum ModelError {
     /// The device has too little memory.
     #[error("{0}")]
     Fit(String),
-    /// The device does not support matrix products in the precision asked for.
+    /// The device does not support the requested precision of matrix products.
     #[error("{0}")]
     Dtype(String),
     /// The device failed.
@@ -76,7 +76,7 @@ impl ModelError {
     #[must_use]
     pub fn is_permanent(&self) -> bool {
         match self {
-            // What a device lacks it lacks for good; all else may have been of the moment.
+            // An unsupported feature stays unsupported; other errors may be temporary.
             Self::Kernel(error) => matches!(error, kernels::KernelError::Unsupported(_)),
             Self::File { .. }
             | Self::Tensor { .. }

@@ -1,4 +1,4 @@
-//! The executor's way out: messages to the uplink, measurements into the worker's stats.
+//! Where the executor's output goes: messages to the uplink, measurements into the worker's stats.
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -14,13 +14,13 @@ use crate::actor::Uplink;
 use crate::executor::Outbox;
 use crate::rank::Exchanged;
 
-/// Stats ride on a step result at most this often. Nothing is lost between: they are totals.
+/// Minimum interval between stats in step results. Nothing is lost in between: they are totals.
 const REPORT_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Slots of other coordinators whose stats are kept.
+/// Maximum number of other coordinators' slots whose stats are kept.
 const EARLIER_MAX: usize = 16;
 
-/// See the module's documentation.
+/// The executor's outbox to the coordinator; see the module's documentation.
 #[derive(Debug)]
 pub struct LinkOutbox {
     uplink: Uplink,
@@ -29,17 +29,17 @@ pub struct LinkOutbox {
     nvml: Option<PathBuf>,
     host: Option<HostThread>,
     stats: Option<(WorkerId, RankStats)>,
-    /// What the process uses, under the present slot's name.
+    /// The process's resource use, under the current slot's name.
     process: SharedStats,
-    /// Both under slots that other coordinators gave.
+    /// Stats of both kinds under slots that other coordinators assigned.
     earlier: BTreeMap<WorkerId, (RankStats, SharedStats)>,
     last_report: Option<Instant>,
     lost: Option<oneshot::Sender<String>>,
 }
 
 impl LinkOutbox {
-    /// Sends through `uplink`; reports what the process and its host use and what the application
-    /// counts, too.
+    /// Creates an outbox that sends through `uplink`; it also reports the resource use of the
+    /// process and its host, and the application's metrics.
     #[must_use]
     pub fn new(uplink: Uplink, application: Metrics, nvml: Option<PathBuf>) -> Self {
         Self {
@@ -56,23 +56,23 @@ impl LinkOutbox {
         }
     }
 
-    /// Reports what the process's named actors count, too.
+    /// Also reports what the process's named actors count.
     #[must_use]
     pub fn with_actors(self, actors: SharedStats) -> Self {
         Self { actors, ..self }
     }
 
-    /// Tells `lost` when the device computes no more.
+    /// Notifies `lost` when the device no longer works.
     #[must_use]
     pub fn with_device_watch(self, lost: oneshot::Sender<String>) -> Self {
         Self { lost: Some(lost), ..self }
     }
 
-    /// The stats under the slot that the coordinator gave.
+    /// Returns the stats for the slot that the coordinator assigned.
     fn stats(&mut self) -> &mut RankStats {
         let worker = self.uplink.worker();
-        // Another slot is another coordinator. One that knows what was counted under a slot before
-        // has to hear of it as it goes on: totals do not begin anew.
+        // Another slot means another coordinator. If a slot comes back, its coordinator knows the
+        // old totals, so they must continue, not start again.
         let current = match self.stats.take() {
             Some((known, mut stats)) if known != worker => {
                 stats.left();

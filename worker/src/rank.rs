@@ -1,8 +1,8 @@
 //! What the executor drives: one rank of a replica, from forming to steps.
 //!
 //! The trait is the seam between message handling (epochs, order, deadlines: [`crate::executor`])
-//! and arithmetic ([`crate::engine`] over a `kernels::Backend`). Called from the executor thread
-//! alone; only [`AbortSlot`] is touched by other threads.
+//! and arithmetic ([`crate::engine`] over a `kernels::Backend`). Only the executor thread calls it;
+//! other threads only touch [`AbortSlot`].
 use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -13,13 +13,13 @@ use shared::ids::{Epoch, StepId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
 
-/// Steps whose masks are held until they are asked for. The coordinator has two steps under way.
+/// Number of steps whose masks are held until asked for. The coordinator has two steps in flight.
 const MASKS_MAX: usize = 4;
 
 /// One rank.
 pub trait Rank {
-    /// Connects the collective and loads the shard, or keeps what it has when the same shard is
-    /// asked for.
+    /// Connects the collective and loads the shard, or keeps the weights if the same shard is asked
+    /// for.
     ///
     /// # Errors
     /// See [`FormError`]; the rank is then as if it had never been formed.
@@ -37,10 +37,10 @@ pub trait Rank {
     fn start(&mut self, num_blocks: u32, host_blocks: u32) -> Result<(), String>;
 
     /// Runs one step. Appends to `outputs` on rank 0. While it waits for its device it may begin
-    /// the next step, which it finds in `source` and which it is then given next.
+    /// the next step, which it finds in `source` and which must then be the next call's.
     ///
     /// # Errors
-    /// One sentence; the epoch is over then.
+    /// One sentence; the epoch has then ended.
     fn step(
         &mut self,
         plan: &StepPlan,
@@ -48,11 +48,11 @@ pub trait Rank {
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<StepTimings, String>;
 
-    /// The digest of the last step's tokens, as this rank has them.
+    /// Returns the digest of the last step's tokens on this rank.
     fn digest(&self) -> u32;
 
-    /// How many tokens the last step's draft model drafted for each sequence that it was asked to
-    /// draft for, on rank 0.
+    /// Returns the number of tokens that the draft model drafted in the last step for each sequence
+    /// that it was asked about, on rank 0.
     fn drafted(&self) -> Vec<u32> {
         Vec::new()
     }
@@ -60,19 +60,18 @@ pub trait Rank {
     /// Leaves the epoch: drops the collective and the KV cache, keeps the weights.
     fn release(&mut self);
 
-    /// What it exchanged with the others since the last call.
+    /// Returns what it exchanged with other ranks since the last call.
     fn take_exchanged(&mut self) -> Exchanged {
         Exchanged { is_timed: true, ..Exchanged::default() }
     }
 
-    /// Why this rank's device computes no more, if it does not: then nothing but another process
-    /// helps.
+    /// Returns why this rank's device no longer works, if so: then only another process helps.
     fn lost_device(&self) -> Option<&str> {
         None
     }
 }
 
-/// What a rank says while it is formed.
+/// What a rank reports while it is being formed.
 pub trait FormNews {
     /// `done` bytes of weights are loaded, of `total`.
     fn progress(&mut self, done: u64, total: u64);
@@ -80,30 +79,30 @@ pub trait FormNews {
     fn group_id(&mut self, bytes: Vec<u8>);
 }
 
-/// What a rank exchanged with the others of its replica.
+/// A rank's data exchange with the other ranks of its replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Exchanged {
-    /// Bytes it gave, by the way they took.
+    /// Bytes it sent, by algorithm.
     pub bytes: Tally,
-    /// Exchanges that were broken off: aborted, failed, not finished in time.
+    /// Exchanges that were aborted, failed, or were not finished in time.
     pub unfinished: u64,
-    /// How long they took is known: devices that exchange data by themselves do not tell.
+    /// Whether their duration is known: devices that exchange data by themselves do not report it.
     pub is_timed: bool,
 }
 
-/// Steps that wait behind the one that is being run, and what comes for that one behind its plan.
+/// Gives access to queued steps and to the masks of the step that is being run.
 pub trait StepSource {
-    /// The next step of the epoch, if it is there; it stays there.
+    /// Returns the next step of the epoch, if it has arrived, without taking it.
     fn peek(&mut self) -> Option<&StepPlan>;
 
-    /// Waits for the masks of a step's masked entries, in their order; once.
+    /// Waits for the masks of a step's masked entries, in their order; call it once per step.
     ///
     /// # Errors
-    /// One sentence when they do not come.
+    /// One sentence if they do not come.
     fn masks(&mut self, step: StepId) -> Result<Vec<Option<TokenMask>>, String>;
 }
 
-/// No step waits.
+/// A source without steps and masks.
 #[derive(Clone, Copy, Debug)]
 pub struct NoSteps;
 
@@ -120,15 +119,15 @@ impl StepSource for NoSteps {
 /// What a formed rank reports.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RankReady {
-    /// KV blocks that fit in the memory allowed.
+    /// Number of KV blocks that fit in the memory allowed.
     pub kv_blocks: u32,
-    /// KV blocks that fit in the host memory asked for.
+    /// Number of KV blocks that fit in the host memory for swapping.
     pub host_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,
-    /// Seconds spent loading; 0 when weights were kept.
+    /// Seconds spent loading; 0 if weights were kept.
     pub load_seconds: f64,
-    /// What is in the model folder.
+    /// Identity of the model folder's contents.
     pub identity: ModelIdentity,
 }
 
@@ -138,16 +137,16 @@ pub struct RankReady {
 pub struct FormError {
     /// One sentence naming file, tensor or peer, and the reason.
     pub message: String,
-    /// Trying again with the same model cannot help.
+    /// Whether trying again with the same model cannot help.
     pub permanent: bool,
 }
 
-/// Lets other threads free the executor from a collective operation, and bring it what it waits for
-/// there.
+/// Lets other threads abort the collective operation that the executor is in, and hand it data that
+/// it waits for there.
 ///
-/// Epochs are counted by a coordinator, and another one counts anew: so what is over is known by
-/// the link, too, over which the epoch came. The executor may be behind: still in a command of an
-/// earlier link when the next is up.
+/// Each coordinator counts epochs itself, so an epoch is identified together with the link over
+/// which it came. The executor may lag behind: it may still be in a command of an earlier link when
+/// the next link is up.
 #[derive(Clone, Debug, Default)]
 pub struct AbortSlot {
     inner: Arc<Slot>,
@@ -156,25 +155,25 @@ pub struct AbortSlot {
 #[derive(Debug, Default)]
 struct Slot {
     state: Mutex<SlotState>,
-    /// Masks or a group's id have come, or an epoch is over.
+    /// Notified when masks or a group id have come, or an epoch has ended.
     changed: Condvar,
 }
 
-/// Links in their order, and the epochs that came over each.
+/// A link's number, which grows from link to link, and an epoch that came over it.
 type Term = (u64, Epoch);
 
 #[derive(Default)]
 struct SlotState {
-    /// The present or last link.
+    /// The current or last link.
     link: u64,
-    /// The link over which the command under way came.
+    /// The link over which the executor's current command came.
     entered: u64,
-    /// Epochs up to this one are over.
+    /// The last term that has ended, and all before it.
     aborted: Term,
     current: Option<(Term, Arc<dyn AbortHandle>)>,
-    /// What rank 0 of an epoch has told this one.
+    /// Group id from rank 0 of an epoch.
     group_id: Option<(Term, Vec<u8>)>,
-    /// Those of steps that are not over, the oldest first.
+    /// Masks of steps that have not ended, oldest first.
     masks: VecDeque<(Term, StepMasks)>,
 }
 
@@ -191,7 +190,7 @@ impl fmt::Debug for SlotState {
 }
 
 impl AbortSlot {
-    /// Names the handle that frees `epoch`; fires it at once when that epoch is already over.
+    /// Sets the handle that aborts `epoch`; fires it at once if that epoch has already ended.
     pub fn set(&self, epoch: Epoch, handle: Arc<dyn AbortHandle>) {
         let mut state = self.state();
         let term = (state.entered, epoch);
@@ -201,7 +200,7 @@ impl AbortSlot {
         state.current = Some((term, handle));
     }
 
-    /// Ends `epoch` of the present link and all before it.
+    /// Ends `epoch` of the current link, and all terms before it.
     pub fn abort(&self, epoch: Epoch) {
         let mut state = self.state();
         let term = (state.link, epoch);
@@ -209,7 +208,7 @@ impl AbortSlot {
         self.inner.changed.notify_all();
     }
 
-    /// Ends `epoch` of the command under way.
+    /// Ends `epoch` of the executor's current command.
     pub fn abort_own(&self, epoch: Epoch) {
         let mut state = self.state();
         let term = (state.entered, epoch);
@@ -217,14 +216,14 @@ impl AbortSlot {
         self.inner.changed.notify_all();
     }
 
-    /// Whether `epoch` of the command under way is over.
+    /// Whether `epoch` of the executor's current command has ended.
     #[must_use]
     pub fn is_aborted(&self, epoch: Epoch) -> bool {
         let state = self.state();
         state.aborted >= (state.entered, epoch)
     }
 
-    /// Rank 0 of `epoch` of the present link has told this rank what its GPU is found by.
+    /// Stores the group id that rank 0 of `epoch` sent over the current link.
     pub fn tell_group_id(&self, epoch: Epoch, bytes: Vec<u8>) {
         let mut state = self.state();
         let term = (state.link, epoch);
@@ -234,8 +233,8 @@ impl AbortSlot {
         }
     }
 
-    /// Waits for what rank 0 of `epoch` of the command under way tells; it is told once. `None`
-    /// when the epoch is over, or nothing comes within `patience`.
+    /// Waits for the group id from rank 0 of `epoch` of the executor's current command, and takes
+    /// it. `None` if the epoch has ended or nothing comes within `patience`.
     #[must_use]
     pub fn wait_for_group_id(&self, epoch: Epoch, patience: Duration) -> Option<Vec<u8>> {
         let began = Instant::now();
@@ -254,14 +253,14 @@ impl AbortSlot {
         }
     }
 
-    /// The masks of a step of the present link have come.
+    /// Stores the masks of a step of the current link.
     pub fn tell_masks(&self, masks: StepMasks) {
         let mut state = self.state();
         let term = (state.link, masks.epoch);
         if state.aborted >= term {
             return;
         }
-        // No rank that needs them is so far behind.
+        // No rank that needs the dropped masks lags that far behind.
         if state.masks.len() >= MASKS_MAX {
             state.masks.pop_front();
         }
@@ -269,10 +268,10 @@ impl AbortSlot {
         self.inner.changed.notify_all();
     }
 
-    /// Waits for the masks of a step of `epoch` of the command under way.
+    /// Waits for the masks of a step of `epoch` of the executor's current command.
     ///
     /// # Errors
-    /// One sentence when the epoch is over, or they do not come within `patience`.
+    /// One sentence if the epoch has ended or they do not come within `patience`.
     pub fn wait_for_masks(
         &self,
         epoch: Epoch,
@@ -299,27 +298,26 @@ impl AbortSlot {
         }
     }
 
-    /// A step of `epoch` of the command under way is over: its masks are needed no longer, if they
-    /// were.
+    /// Drops the masks up to a step of `epoch` of the executor's current command, which has ended.
     pub fn forget_masks(&self, epoch: Epoch, step: StepId) {
         let mut state = self.state();
         let term = (state.entered, epoch);
         state.masks.retain(|(of, masks)| *of > term || (*of == term && masks.step > step));
     }
 
-    /// Forgets the handle, when its collective is dropped.
+    /// Forgets the handle when its collective is dropped.
     pub fn clear(&self) {
         self.state().current = None;
     }
 
-    /// Another link is up; returns its number.
+    /// Starts a new link and returns its number.
     pub fn new_link(&self) -> u64 {
         let mut state = self.state();
         state.link += 1;
         state.link
     }
 
-    /// The executor begins a command that came over `link`.
+    /// Records that the executor begins a command that came over `link`.
     pub fn enter(&self, link: u64) {
         self.state().entered = link;
     }

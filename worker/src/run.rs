@@ -1,4 +1,4 @@
-//! Puts a worker together: executor, actor, link; used by `tutti worker` and by tests.
+//! Puts a worker together from executor, actor and link; used by `tutti worker` and by tests.
 use std::io;
 use std::net::{
     IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs as _, UdpSocket,
@@ -29,7 +29,7 @@ use crate::outbox::LinkOutbox;
 
 /// How long a worker that was told to stop may take.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
-/// Between attempts to find the way to the coordinator.
+/// Bounds of the wait between attempts to find a route to the coordinator.
 const PAUSE_MIN: Duration = Duration::from_millis(250);
 const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// Between two looks at whether this host still has the address that other ranks were told; it is
@@ -39,23 +39,23 @@ const LOOKS: u32 = 3;
 /// How long a name server may take.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What `tutti worker` was asked for.
+/// Options of `tutti worker`.
 #[derive(Clone, Debug)]
 pub struct WorkerOptions {
-    /// Where the coordinator is.
+    /// How to find the coordinator.
     pub coordinator: CoordinatorAddress,
     /// This worker's name.
     pub node: String,
     /// Identifies the host; workers with equal values share memory.
     pub host: String,
-    /// What to compute on.
+    /// Device to compute on.
     pub device: DeviceChoice,
-    /// Where the TCP collective listens; by default any port of the address from which this host
-    /// reaches the coordinator.
+    /// Where the TCP collective listens; by default any port of the local address from which this
+    /// host reaches the coordinator.
     pub collective_listen: Option<SocketAddr>,
     /// This process run.
     pub incarnation: u64,
-    /// What the application counts; reported with everything else.
+    /// Metrics of the application; reported with everything else.
     pub application: Metrics,
     /// The cluster's secrets, if it has any.
     pub secret: Option<Keyring>,
@@ -63,20 +63,20 @@ pub struct WorkerOptions {
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.
     pub log: SharedLog,
-    /// What its node offers of its operator's own; cores and memory are found out.
+    /// Operator-defined resources and labels of the node; cores and memory are detected.
     pub offer: NodeResources,
-    /// The process's named actors; the program may have some of its own.
+    /// Named actors of the process; the program may have its own.
     pub actors: ActorRuntime,
     /// Where models of the hub come from, or why there is none: then only folders can be served.
     pub hub: Result<Hub, String>,
 }
 
-/// Runs a worker on the current actix system until it ends; `stop` has it leave, for the reason
-/// that it resolves to.
+/// Runs a worker on the current actix system until it ends; when `stop` resolves, the worker leaves
+/// for that reason.
 ///
 /// # Errors
-/// When the collective's address cannot be bound or the executor has no thread. A coordinator whose
-/// name is not known yet is waited for.
+/// When the collective's address cannot be bound or the executor's thread cannot start. If the
+/// coordinator's name cannot be resolved yet, it waits.
 pub async fn run(
     mut options: WorkerOptions,
     stop: impl Future<Output = String>,
@@ -132,13 +132,13 @@ pub async fn run(
     let spec = ActorSpec::new(&LogActor::name(&config.hello.node), "log");
     let log = options.log;
     if let Err(error) = options.actors.spawn(spec, move || LogActor(log.clone())) {
-        tracing::warn!(%error, "the log cannot be asked for; it is sent once a second still");
+        tracing::warn!(%error, "the log cannot be requested; it is still sent once a second");
     }
     let (end, mut ended) = oneshot::channel();
     let worker = WorkerActor::new(config, executor, uplink, end).start();
     let failed = WorkerEnd::Failed { message: "the worker actor is gone".to_owned() };
     let (reason, lost) = tokio::select! {
-        // A lost device ends the executor, of which the actor tells later.
+        // A lost device ends the executor, which the actor reports later.
         biased;
         Ok(reason) = device_lost => (reason, true),
         end = &mut ended => return Ok(end.unwrap_or(failed)),
@@ -154,12 +154,12 @@ pub async fn run(
     match ended {
         _ if lost => Ok(WorkerEnd::DeviceLost { reason }),
         Ok(end) => Ok(end.unwrap_or(failed)),
-        // Its thread is held up by what ends with the process.
+        // Its thread is stuck in something that will end with the process.
         Err(_) => Ok(WorkerEnd::Shutdown { reason }),
     }
 }
 
-/// Binds the address of the collective, as soon as there is one.
+/// Binds the collective's address, as soon as it is known.
 async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
     let listen = match options.collective_listen {
         Some(address) => address,
@@ -175,10 +175,10 @@ async fn listen(options: &mut WorkerOptions) -> io::Result<TcpListener> {
 struct Started {
     executor: Executor,
     device: DeviceKind,
-    /// The GPU's identity; empty on CPUs.
+    /// UUID of the GPU; empty on CPUs.
     gpu: String,
     threads: usize,
-    /// What the node offers, memory and cores included.
+    /// What the node offers, including memory and cores.
     offer: NodeResources,
 }
 
@@ -220,8 +220,8 @@ fn start_executor(
     }
 }
 
-/// The address of this host on the way to the coordinator, as soon as there is one: a name may be
-/// known later than the worker starts (a pod's, a container's), as the coordinator may.
+/// Returns this host's address on the route to the coordinator, as soon as there is one: a name (of
+/// a pod or container) may be known later than the worker starts, and so may the coordinator.
 async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
     let mut pause = PAUSE_MIN;
     loop {
@@ -237,7 +237,7 @@ async fn own_address(coordinator: &mut CoordinatorAddress) -> IpAddr {
             Ok(Err(error)) => error.to_string(),
             Err(_) => "the name server does not answer".to_owned(),
         };
-        tracing::warn!(error, "no way to the coordinator yet; trying again in {pause:?}");
+        tracing::warn!(error, "no route to the coordinator yet; trying again in {pause:?}");
         tokio::time::sleep(pause).await;
         pause = (pause * 2).min(PAUSE_MAX);
     }
@@ -277,7 +277,7 @@ fn another_address(told: IpAddr, peer: &str) -> Option<IpAddr> {
 /// The address of this host on the way to `peer`.
 ///
 /// # Errors
-/// When `peer` cannot be resolved or there is no way to it.
+/// When `peer` cannot be resolved or there is no route to it.
 pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let unknown = || {
         let message = format!("the address {peer} cannot be resolved");
@@ -286,7 +286,7 @@ pub fn address_towards(peer: &str) -> io::Result<IpAddr> {
     let peer = peer.to_socket_addrs().ok().and_then(|mut all| all.next()).ok_or_else(unknown)?;
     let any: IpAddr =
         if peer.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Connecting a datagram socket sends nothing; it only chooses the way.
+    // Connecting a datagram socket sends nothing; it only selects the route.
     let socket = UdpSocket::bind((any, 0))?;
     socket.connect(peer)?;
     Ok(socket.local_addr()?.ip())

@@ -1,4 +1,4 @@
-//! The pages of a leader whose totals outlive it: [`Published`] with the hub and a clock around it.
+//! The pages of a leader whose totals outlive it: [`Published`] with the hub and a clock.
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -9,12 +9,12 @@ use shared::metrics::{Exemplars, Merged};
 use super::published::Published;
 use crate::metrics::Hub;
 
-/// What a page shows of one moment.
+/// What a page shows, taken at one moment.
 #[derive(Debug)]
 pub struct Moment {
     /// The cluster's totals and gauges.
     pub merged: Merged,
-    /// Requests behind latencies.
+    /// Exemplars: requests behind latencies.
     pub exemplars: Exemplars,
 }
 
@@ -25,10 +25,10 @@ impl Moment {
     }
 }
 
-/// Which moment pages show. Shared by the thread that writes checkpoints and whoever is scraped.
+/// The moment that pages show. Shared by the thread that writes checkpoints and by scrapes.
 ///
-/// Its lock is held while the hub is asked, so that no page can be newer than the checkpoint that
-/// it comes before.
+/// Its lock is held while the hub is read, so that no page is newer than the checkpoint written
+/// after it.
 #[derive(Debug)]
 pub struct Publication {
     hub: Arc<Hub>,
@@ -61,14 +61,15 @@ impl Publication {
         published.has_totals().then(|| shown().unwrap_or_else(|| Arc::new(self.hub.moment())))
     }
 
-    /// The last leader's totals have been restored, or there are none: pages begin.
+    /// The last leader's totals have been restored, or there are none: pages start.
     pub fn restored(&self) {
         let mut published = self.published();
         published.acknowledged(self.clock.now(), Arc::new(self.hub.moment()));
     }
 
-    /// A checkpoint of now, which is about to be written. `None` where it would say nothing of note
-    /// after `written`, which is in etcd: pages go on with its totals, and with the gauges of now.
+    /// Returns a checkpoint of now, which the caller is about to write. `None` if it would add
+    /// nothing of note to `written`, which is in etcd: pages keep its totals, with the present
+    /// gauges.
     #[must_use]
     pub fn writing(&self, written: Option<&Checkpoint>) -> Option<Checkpoint> {
         let mut published = self.published();
@@ -82,12 +83,12 @@ impl Publication {
         Some(checkpoint)
     }
 
-    /// Whether it is in etcd.
+    /// Reports whether the checkpoint being written was acknowledged.
     pub fn written(&self, acknowledged: bool) {
         self.published().written(acknowledged);
     }
 
-    /// etcd answers, but does not take what this process has: another may lead.
+    /// etcd answers but does not accept what this process has: another may lead.
     pub fn kept(&self) {
         self.published().kept(self.clock.now());
     }

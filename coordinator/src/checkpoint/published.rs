@@ -1,9 +1,9 @@
 //! PURE: what a leader's page shows, so that nobody sees a total fall when another takes over.
 //!
-//! The next leader goes on from what etcd has. What a scrape saw and etcd has not would be taken
-//! back, and Prometheus takes a counter that falls for one that began anew: everything counted so
-//! far would count twice. So a page shows the totals of a moment that etcd has acknowledged, all of
-//! that moment, gauges too: what holds between series holds within a scrape.
+//! The next leader continues from what etcd has. Anything that a scrape saw and etcd does not have
+//! would be taken back, and Prometheus takes a falling counter for a restart: everything counted so
+//! far would count twice. So a page shows a moment that etcd has acknowledged, with all of its
+//! totals and gauges, so that relations between series hold within a scrape.
 //!
 //! An etcd that does not answer lets nobody take over, either. After a while without an answer the
 //! page is of the present again, and while a write is under way of the moment that is written: it
@@ -15,10 +15,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-/// See the module's documentation. `T` is all that a page shows at one moment.
+/// See the module's documentation. `T` is everything that a page shows at one moment.
 #[derive(Debug)]
 pub struct Published<T> {
-    /// How old the acknowledged moment may be.
+    /// Maximum age of the acknowledged moment.
     patience: Duration,
     /// How long the process may stand still without another that leads since.
     stall: Duration,
@@ -37,7 +37,7 @@ struct Taken<T> {
 }
 
 impl<T> Published<T> {
-    /// Nothing is acknowledged yet.
+    /// Starts with nothing acknowledged.
     #[must_use]
     pub fn new(patience: Duration, stall: Duration, now: Duration) -> Self {
         Self { patience, stall, beat: now, doubted: None, acknowledged: None, writing: None }
@@ -59,17 +59,17 @@ impl<T> Published<T> {
         }
     }
 
-    /// `moment`, taken now, has nothing that etcd has not.
+    /// `moment`, taken now, contains nothing that etcd does not have.
     pub fn acknowledged(&mut self, now: Duration, moment: Arc<T>) {
         self.acknowledged = Some(Taken { at: now, moment });
     }
 
-    /// `moment`, taken now, goes to etcd.
+    /// `moment`, taken now, is being written to etcd.
     pub fn writing(&mut self, now: Duration, moment: Arc<T>) {
         self.writing = Some(Taken { at: now, moment });
     }
 
-    /// The write has ended; whether etcd has acknowledged it.
+    /// The write has ended; `acknowledged` tells whether etcd has confirmed it.
     pub fn written(&mut self, acknowledged: bool) {
         let written = self.writing.take();
         let Some(written) = written.filter(|_| acknowledged) else { return };
@@ -77,8 +77,8 @@ impl<T> Published<T> {
         self.acknowledged = Some(written);
     }
 
-    /// etcd answers, but this process does not lead just now: others may take over, so pages stay
-    /// as they are, unless they are of the present already.
+    /// etcd answers, but this process does not lead at present: another may take over, so pages
+    /// stay as they are, unless they show the present already.
     pub fn kept(&mut self, now: Duration) {
         let patience = self.patience;
         if let Some(taken) = &mut self.acknowledged
@@ -110,7 +110,7 @@ impl<T> Published<T> {
         self.acknowledged.is_some() && self.doubted.is_none()
     }
 
-    /// What a page shows now; `None` for the present.
+    /// Returns what a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
         let fresh = |taken: &&Taken<T>| now.saturating_sub(taken.at) <= self.patience;
@@ -158,7 +158,7 @@ mod tests {
         published.acknowledged(seconds(0), Arc::new(1));
         assert_eq!(published.shown(seconds(10)).as_deref(), Some(&1));
         assert_eq!(published.shown(seconds(11)), None);
-        // What is written now may be what counts in a moment.
+        // What is being written may count in a moment.
         published.writing(seconds(12), Arc::new(2));
         assert_eq!(published.shown(seconds(12)).as_deref(), Some(&2));
         published.written(false);
@@ -172,7 +172,7 @@ mod tests {
         published.acknowledged(seconds(0), Arc::new(1));
         assert!(published.renewed(seconds(10), |shown| shown + 1));
         assert_eq!(published.shown(seconds(20)).as_deref(), Some(&2));
-        // Pages are of the present, which may have shown more.
+        // Pages show the present, which may have been more.
         assert!(!published.renewed(seconds(21), |shown| shown + 1));
         assert_eq!(published.shown(seconds(21)), None);
     }
@@ -183,7 +183,7 @@ mod tests {
         published.acknowledged(seconds(0), Arc::new(1));
         published.kept(seconds(8));
         assert_eq!(published.shown(seconds(18)).as_deref(), Some(&1));
-        // Of the present already: what was seen is not taken back.
+        // Pages show the present already: what was seen is not taken back.
         published.kept(seconds(19));
         assert_eq!(published.shown(seconds(19)), None);
     }
@@ -266,7 +266,8 @@ mod tests {
                         }
                         5..=7 => published.writing(now, Arc::new(count)),
                         8..=10 => {
-                            // Nobody else leads: what is taken is taken, with an answer or without.
+                            // Nobody else leads: what was applied stays applied, whether it was
+                            // answered or not.
                             if let Some(writing) = &published.writing {
                                 let (taken, answered) =
                                     (!away && dice(4) > 0, !away && dice(4) > 0);
@@ -277,8 +278,9 @@ mod tests {
                             }
                         }
                         _ if dice(4) == 0 => away_until = now + seconds(20),
-                        // Whoever dies while etcd is away is followed when it is back, by when it
-                        // would have been live: then a fall cannot be helped.
+                        // A leader that dies while etcd is away is followed once etcd is back, by
+                        // when its pages would have shown the present: a fall cannot be avoided
+                        // then.
                         _ => {
                             let stale = published.acknowledged.as_ref();
                             if stale.is_some_and(|taken| now - taken.at <= PATIENCE) {

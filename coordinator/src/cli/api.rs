@@ -14,9 +14,9 @@ use zeroize::Zeroizing;
 use super::CliError;
 use super::options::parse_bytes;
 
-/// The variable that holds an API key where none is given otherwise.
+/// The variable that holds an API key if none is given otherwise.
 const VARIABLE: &str = "TUTTI_API_KEY";
-/// What a GPU's kernels report at most.
+/// Maximum number of log-probabilities that a GPU's kernels report.
 const LOGPROBS_BOUND: i64 = 128;
 
 /// Options of the HTTP API.
@@ -27,60 +27,60 @@ pub(crate) struct ApiArgs {
     /// the environment, hides it
     #[arg(long, value_name = "KEY", value_parser = |key: &str| Ok::<_, String>(Key(Zeroizing::new(key.to_owned()))))]
     pub(crate) api_key: Vec<Key>,
-    /// The same with the keys of this file, one per line, # begins a comment; each with limits of
-    /// its own behind it if need be: KEY requests=N requests-per-minute=N. Only its owner may read
-    /// it. Read again when it changes
+    /// Like --api-key, with keys from a file: one per line, # begins a comment. A key can have
+    /// limits of its own: KEY requests=N requests-per-minute=N. The file must be readable only by
+    /// its owner; it is reloaded when it changes
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
-    /// Most requests of one API key under way at a time; beyond it its clients get 429. The same at
-    /// each front end, which counts for itself; 0 for no bound
+    /// Maximum number of requests in progress per API key; beyond it clients get 429. Each front
+    /// end counts for itself; 0 for no limit
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(crate) max_requests_per_key: u32,
-    /// Most requests that one API key may begin in a minute, so many at once after a rest, in the
-    /// same way; 0 for no bound
+    /// Maximum number of requests that one API key may begin per minute, in bursts of up to this
+    /// many after a pause; otherwise like --max-requests-per-key. 0 for no limit
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     pub(crate) requests_per_minute_per_key: u32,
-    /// Share what is cached of prompts among API keys: who has one can then tell by the time of an
-    /// answer what others ask
+    /// Share cached prompt prefixes between API keys; a client can then infer from response times
+    /// what others have asked
     #[arg(long)]
     pub(crate) share_prefix_cache: bool,
-    /// Most connections of one address (of IPv6, one /64 network) at a time; 0 for no bound
-    /// [default: 256 of each address of the internet, any number of private networks' and this
-    /// host's own, which may be proxies]
+    /// Maximum number of simultaneous connections from one address (for IPv6, one /64 network); 0
+    /// for no limit [default: 256 for public addresses; no limit for private networks and this
+    /// host, which may be proxies]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=20_000))]
     pub(crate) max_connections_per_address: Option<u32>,
-    /// Jinja file with the chat template, instead of the model's own; the same for the coordinator
-    /// and all front ends
+    /// Jinja file to use as the chat template instead of the model's own; must be the same for the
+    /// coordinator and all front ends
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
-    /// Most bytes of a request's body: bytes, or with a suffix KiB, MiB, GiB [default: 16 per token
-    /// of --max-model-len, at least 16MiB]
+    /// Maximum size of a request body, in bytes or with a suffix KiB, MiB or GiB [default: 16 per
+    /// token of --max-model-len, at least 16MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_body_bytes)]
     pub(crate) max_body_bytes: Option<u64>,
-    /// Most alternatives per token that a request may ask for (logprobs, top_logprobs)
+    /// Maximum number of alternatives per token that a request may ask for (logprobs, top_logprobs)
     #[arg(long, value_name = "N", default_value_t = MAX_LOGPROBS, value_parser = clap::value_parser!(u32).range(0..=LOGPROBS_BOUND))]
     pub(crate) max_logprobs: u32,
     /// Origins (SCHEME://HOST) of web pages whose scripts may use the API, comma separated; * for
     /// all [default: none]
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,
-    /// How the model writes calls of tools: hermes, llama3_json, mistral, qwen3_coder or openai
-    /// (gpt-oss) [default: what its chat template tells]
+    /// How the model writes tool calls: hermes, llama3_json, mistral, qwen3_coder or openai
+    /// (gpt-oss) [default: detected from its chat template]
     #[arg(long, value_name = "FORMAT", value_parser = parse_format)]
     pub(crate) tool_call_parser: Option<CallFormat>,
-    /// Tell the reasoning of models that write it between <think> and </think> apart from their
-    /// answer: think, or vLLM's names of such models' parsers (qwen3, deepseek_r1); that of gpt-oss
-    /// (openai_gptoss) needs no saying where the chat template tells
+    /// Separate a model's reasoning from its answer: think for models that write it between <think>
+    /// and </think>, or vLLM's parser names for such models (qwen3, deepseek_r1); gpt-oss's parser
+    /// (openai_gptoss) is detected from the chat template
     #[arg(long, value_name = "PARSER", value_parser = ["think", "qwen3", "deepseek_r1", "openai_gptoss"])]
     pub(crate) reasoning_parser: Option<String>,
-    /// Serve HTTPS: PEM file with the server's certificate, then those that lead to its authority.
-    /// Read again when it changes
+    /// Serve HTTPS: PEM file with the server's certificate, followed by any intermediate ones.
+    /// Reloaded when it changes
     #[arg(long, visible_alias = "ssl-certfile", value_name = "FILE")]
     pub(crate) tls_certificate: Option<PathBuf>,
-    /// PEM file with its key, which only its owner may read
+    /// PEM file with the key of the server's certificate, readable only by its owner
     #[arg(long, visible_alias = "ssl-keyfile", value_name = "FILE")]
     pub(crate) tls_key: Option<PathBuf>,
-    /// Answer only clients that show a certificate of these authorities (PEM file)
+    /// Require client certificates signed by the authorities in this PEM file
     #[arg(long, visible_alias = "ssl-ca-certs", value_name = "FILE")]
     pub(crate) tls_client_ca: Option<PathBuf>,
     /// Log every HTTP request: its id, status and duration
@@ -88,7 +88,7 @@ pub(crate) struct ApiArgs {
     pub(crate) access_log: bool,
 }
 
-/// A key, which is never shown.
+/// A key, never shown.
 #[derive(Clone)]
 pub(crate) struct Key(Zeroizing<String>);
 
@@ -98,8 +98,8 @@ impl fmt::Debug for Key {
     }
 }
 
-/// Checks the options, and reads the file of keys. HTTP that is served to everybody at `listen` is
-/// said to be.
+/// Checks the options and reads the file of keys. Logs when HTTP is served at `listen` without any
+/// protection.
 pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, CliError> {
     for origin in &args.allowed_origins {
         let page = ["http://", "https://"].iter().find_map(|scheme| origin.strip_prefix(scheme));
@@ -120,8 +120,8 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     if is_open(listen, &keys, args) {
         tracing::warn!(
             %listen,
-            "whoever reaches this address may use the API: there are no keys (--api-key-file), and \
-             no certificates of clients are asked for (--tls-client-ca)"
+            "anyone who can reach this address can use the API: there are no API keys \
+             (--api-key-file), and no client certificates are required (--tls-client-ca)"
         );
     }
     let reasoning = args.reasoning_parser.as_deref().map(|parser| match parser {
@@ -133,7 +133,7 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
         && (calls == CallFormat::Harmony) != (reasoning == Reasoning::Harmony)
     {
         return Err(CliError::Usage(format!(
-            "--tool-call-parser {} and --reasoning-parser {} exclude each other: openai and \
+            "--tool-call-parser {} and --reasoning-parser {} cannot be combined: openai and \
              openai_gptoss are one format",
             calls.name(),
             args.reasoning_parser.as_deref().unwrap_or_default()
@@ -156,12 +156,12 @@ pub(crate) fn options(args: &ApiArgs, listen: SocketAddr) -> Result<ApiOptions, 
     })
 }
 
-/// Whether other hosts may use the API without showing anything.
+/// Whether other hosts may use the API without any credential.
 fn is_open(listen: SocketAddr, keys: &ApiKeys, args: &ApiArgs) -> bool {
     !listen.ip().to_canonical().is_loopback() && keys.is_empty() && args.tls_client_ca.is_none()
 }
 
-/// Fewest bytes that bodies may be bounded to: no request says anything in less.
+/// Smallest bound on bodies: no useful request takes less.
 const BODY_BYTES_MIN: u64 = 1024;
 
 fn parse_body_bytes(text: &str) -> Result<u64, String> {
@@ -189,7 +189,7 @@ fn tls(args: &ApiArgs) -> Result<Option<Tls>, CliError> {
     started.map_err(|error| CliError::Usage(error.to_string()))
 }
 
-/// The files of HTTPS, if it is to be.
+/// Returns the files of HTTPS, if it is to be served.
 pub(crate) fn tls_files(
     certificate: Option<&PathBuf>,
     key: Option<&PathBuf>,
@@ -232,7 +232,7 @@ fn keys(args: &ApiArgs) -> Result<ApiKeys, CliError> {
     if given.is_empty()
         && let Some(key) = std::env::var_os(VARIABLE)
     {
-        // One that cannot be read must not open the API.
+        // A key that cannot be read must not open the API.
         let key = key.into_string();
         let key = key.map_err(|_| CliError::Usage(format!("{VARIABLE} is not UTF-8")))?;
         given.push(ApiKey::new(&Zeroizing::new(key), limits).map_err(bad)?);
@@ -280,7 +280,7 @@ mod tests {
         for wrong in [["openai", "qwen3"], ["hermes", "openai_gptoss"]] {
             let words = ["--tool-call-parser", wrong[0], "--reasoning-parser", wrong[1]];
             let error = parse(&words).unwrap_err();
-            assert!(error.contains(wrong[0]) && error.contains("exclude each other"), "{error}");
+            assert!(error.contains(wrong[0]) && error.contains("cannot be combined"), "{error}");
         }
     }
 

@@ -1,4 +1,5 @@
-//! How commands ask a running server over HTTP, or HTTPS: whom they trust, and what they show.
+//! How commands reach a running server over HTTP or HTTPS: which authorities they trust, and which
+//! credentials they present.
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,33 +15,33 @@ use super::CliError;
 /// Options of who asks an `https://` server.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct TrustArgs {
-    /// PEM file of the authorities that may have signed an https:// server's certificate
-    /// [default: those of this host]
+    /// PEM file of the authorities to trust for the certificate of an https:// server [default:
+    /// those of this host]
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_ca: Option<PathBuf>,
-    /// PEM file of a certificate to show, to a server with --tls-client-ca
+    /// PEM file of the client certificate to present to a server with --tls-client-ca
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_certificate: Option<PathBuf>,
-    /// PEM file of its key, which only its owner may read
+    /// PEM file with the key of --tls-client-certificate, readable only by its owner
     #[arg(long, value_name = "FILE")]
     pub(crate) tls_client_key: Option<PathBuf>,
 }
 
 impl TrustArgs {
-    /// Whether any is given.
+    /// Whether any of them is given.
     pub(crate) fn given(&self) -> bool {
         self.tls_ca.is_some() || self.tls_client_certificate.is_some()
     }
 }
 
-/// The URL of a server, which may be given without a scheme.
+/// Returns the URL of a server, which may be given without a scheme.
 pub(crate) fn base(server: &str) -> String {
     let server = server.trim_end_matches('/');
     let scheme = if server.contains("://") { "" } else { "http://" };
     format!("{scheme}{server}")
 }
 
-/// What asks the server at `url`.
+/// Makes the client for the server at `url`.
 pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<Agent, CliError> {
     let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
     let identity = match (&trust.tls_client_certificate, &trust.tls_client_key) {
@@ -55,7 +56,7 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
     if !url.starts_with("https://") {
         if trust.given() {
             return Err(CliError::Usage(format!(
-                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is none"
+                "--tls-ca and --tls-client-certificate are for https:// servers; {url} is not one"
             )));
         }
         return Ok(config.build().into());
@@ -67,7 +68,7 @@ pub(crate) fn agent(url: &str, deadline: Duration, trust: &TrustArgs) -> Result<
     Ok(config.tls_config(tls.build()).build().into())
 }
 
-/// What went wrong with a request to `url`, with a remedy where the error's own words have none.
+/// Describes a failed request to `url`, with a remedy if the error's own text has none.
 pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
     let text = error.to_string();
     if text.contains("CaUsedAsEndEntity") {
@@ -80,7 +81,7 @@ pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
         let host = rest.split('/').next().unwrap_or(rest);
         return format!("{url}: {text}: if the server speaks HTTPS, try https://{host}");
     }
-    // What a client of TLS makes of an HTTP answer.
+    // A TLS client's error upon an HTTP answer.
     if let Some(rest) = url.strip_prefix("https://")
         && text.contains("InvalidContentType")
     {
@@ -90,12 +91,12 @@ pub(crate) fn said(url: &str, error: &ureq::Error) -> String {
     format!("{url}: {text}")
 }
 
-/// What a certificate is that has the mark of an authority, and how to make another.
-pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is marked as an authority's \
-     (CA:TRUE), which TLS libraries like this one refuse for a server: make one with `openssl req \
-     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or one that an authority of your own signs";
+/// Explains a certificate marked as an authority's, and how to make another.
+pub(crate) const AUTHORITY_AS_SERVER: &str = "the server's certificate is a CA certificate \
+     (CA:TRUE), which TLS libraries like this one reject for a server: make one with `openssl req \
+     -x509 .. -addext basicConstraints=critical,CA:FALSE`, or have your own authority sign one";
 
-/// Whether the answer was no HTTP at all, as that of an HTTPS server to a plain request.
+/// Whether the answer was not HTTP at all, such as an HTTPS server's to a plain request.
 fn is_no_http(error: &ureq::Error) -> bool {
     match error {
         ureq::Error::Protocol(_) | ureq::Error::Http(_) => true,
@@ -121,7 +122,7 @@ fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliErro
             if found.certs.is_empty() {
                 let why = found.errors.first().map(|error| format!(" ({error})"));
                 return Err(CliError::Usage(format!(
-                    "this host knows of no authorities{}: name the server's by --tls-ca FILE",
+                    "this host trusts no authorities{}: name the server's with --tls-ca FILE",
                     why.unwrap_or_default()
                 )));
             }
@@ -134,7 +135,7 @@ fn authorities(file: Option<&Path>) -> Result<Vec<Certificate<'static>>, CliErro
 fn identity(certificate: &Path, key: &Path) -> Result<ClientCert, CliError> {
     let options = (("--tls-client-certificate", certificate), ("--tls-client-key", key));
     let failed = |error: &dyn std::fmt::Display| CliError::Usage(error.to_string());
-    // Both are checked as a server's are.
+    // Both are checked like a server's.
     let pair = read_pair(options.0, options.1).map_err(|error| failed(&error))?;
     let chain: Vec<_> = pair.cert.iter().map(|der| Certificate::from_der(der).to_owned()).collect();
     let at =

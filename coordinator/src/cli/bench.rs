@@ -9,7 +9,7 @@ use super::serve::demo_model;
 use super::work::cores;
 use super::{CliError, devices, hub, logging};
 
-/// Where nobody says otherwise.
+/// Default.
 const PROMPT_TOKENS: u32 = 512;
 
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
@@ -27,7 +27,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     if prompt_tokens > longest {
         return Err(CliError::Usage(format!(
             "--prompt-tokens {prompt_tokens} is too many: the model has {} positions, and \
-             {WARM_UP_STEPS} are for the steps behind the prompt",
+             {WARM_UP_STEPS} are reserved for the steps after the prompt",
             needs.max_positions
         )));
     }

@@ -1,11 +1,11 @@
 //! The worker processes of `tutti up` and of `tutti worker --workers`: started, watched, restarted
 //! with backoff, stopped.
 //!
-//! A worker's stderr goes on to ours; its end is kept with the exit status, for `tutti logs`.
+//! A worker's stderr is passed on to ours; its end is kept with the exit status, for `tutti logs`.
 //!
-//! A worker must never outlive its parent, however that ends: each has a socket as stdin whose
-//! other end this process holds, and exits when it closes. Through it the worker beats; one that
-//! has stopped to is killed, and started again like one that crashed.
+//! A worker must never outlive its parent, however that ends: its stdin is a socket whose other end
+//! this process holds, and it exits when that closes. The worker sends heartbeats through it; one
+//! that stops is killed, and restarted like one that crashed.
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::fs::File;
@@ -28,40 +28,40 @@ use tokio::time::MissedTickBehavior;
 use super::heartbeat::{EVERY, Pulse};
 use super::logging::{self, COLOURS};
 
-/// A longer line of a worker's stderr is passed on in parts.
+/// Longer lines of a worker's stderr are passed on in parts.
 const LINES_MAX: usize = 16 << 10;
 
-/// How long the last lines of an ended worker's stderr are waited for.
+/// How long to wait for the last lines of an ended worker's stderr.
 const TAIL_PATIENCE: Duration = Duration::from_millis(500);
 
 /// How to start the workers.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerCommand {
     pub(crate) program: PathBuf,
-    /// Arguments but for threads, device and the node's name.
+    /// Arguments other than threads, device and the node's name.
     pub(crate) args: Vec<OsString>,
-    /// Threads of each.
+    /// Threads of each worker.
     pub(crate) threads: u32,
-    /// Values of `--device`: worker i takes the i-th, and so on round.
+    /// Values of `--device`, assigned to workers in turn.
     pub(crate) devices: Vec<String>,
-    /// What the nodes' names begin with; a number follows.
+    /// Prefix of the nodes' names; a number follows.
     pub(crate) name: String,
-    /// How long one that was asked to stop may take before it is killed.
+    /// How long a worker that was asked to stop may take before it is killed.
     pub(crate) patience: Duration,
 }
 
 /// What the workers' watchers report.
 #[derive(Debug)]
 pub(crate) enum ChildEvent {
-    /// A worker is watched from now on, and started again so often in a row.
+    /// A worker is watched from now on, and restarted up to so many times in a row.
     Started { node: String, max_restarts: u32 },
-    /// A worker process ended, whatever follows from it.
+    /// A worker process ended, whatever follows.
     Ended(Ended),
-    /// A worker process ended and will be started again.
+    /// A worker process ended and will be restarted.
     Restarting { node: String, status: String, after: Duration },
-    /// A worker was told to leave, and did.
+    /// A worker was told to leave and did.
     Left { node: String },
-    /// A worker keeps failing: nothing more is tried.
+    /// A worker keeps failing and is not restarted any more.
     GaveUp { node: String, reason: String },
 }
 
@@ -73,16 +73,16 @@ pub(crate) struct Children {
     kick: watch::Receiver<Frozen>,
     stop: watch::Sender<bool>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
-    /// How many there shall be; their nodes are numbered from 0.
+    /// Number of workers wanted; their nodes are numbered from 0.
     count: u32,
-    /// The same, for those who watch them.
+    /// The same, for the tasks that watch them.
     wanted: watch::Sender<u32>,
-    /// Those that kept failing: nothing is tried any more.
+    /// Workers that kept failing and are not restarted any more.
     given_up: BTreeSet<u32>,
 }
 
 impl Children {
-    /// Starts `count` workers, each watched by a task of its own.
+    /// Starts `count` workers, each watched by its own task.
     pub(crate) fn start(
         command: WorkerCommand,
         count: u32,
@@ -107,47 +107,47 @@ impl Children {
         children
     }
 
-    /// How many there shall be.
+    /// Number of workers wanted.
     pub(crate) fn count(&self) -> u32 {
         self.count
     }
 
-    /// Threads that each computes with.
+    /// Number of threads of each worker.
     pub(crate) fn threads(&self) -> u32 {
         self.command.threads
     }
 
-    /// How many there are, without those given up.
+    /// Number of workers, without those given up.
     pub(crate) fn num_tried(&self) -> u32 {
         self.count - u32::try_from(self.given_up.len()).unwrap_or(self.count)
     }
 
-    /// The node name of the last, unless that one was given up.
+    /// Returns the last worker's node name, unless that worker was given up.
     pub(crate) fn last_node(&self) -> Option<String> {
         let last = self.count.checked_sub(1)?;
         (!self.given_up.contains(&last)).then(|| self.node(last))
     }
 
-    /// The last one leaves; its process ends by itself.
+    /// Drops the last worker from the count; its process ends by itself.
     pub(crate) fn forget_last(&mut self) {
         self.count = self.count.saturating_sub(1);
         self.wanted.send_replace(self.count);
         self.given_up.remove(&self.count);
     }
 
-    /// A worker keeps failing.
+    /// Gives up a worker that keeps failing.
     pub(crate) fn give_up(&mut self, name: &str) {
         self.given_up.extend((0..self.count).find(|index| self.node(*index) == name));
     }
 
-    /// Tries those again that were given up.
+    /// Retries the workers that were given up.
     pub(crate) fn try_again(&mut self) {
         for index in std::mem::take(&mut self.given_up) {
             self.start_one(index);
         }
     }
 
-    /// Starts one more.
+    /// Starts one more worker.
     pub(crate) fn add(&mut self) {
         self.count += 1;
         self.wanted.send_replace(self.count);
@@ -175,7 +175,7 @@ impl Children {
         format!("{}-{index}", self.command.name)
     }
 
-    /// Stops all workers and waits for their ends.
+    /// Stops all workers and waits until they have ended.
     pub(crate) async fn stop(self) {
         let _ = self.stop.send(true);
         for task in self.tasks {
@@ -192,10 +192,10 @@ struct Watcher {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
     stopped: watch::Receiver<bool>,
-    /// Names nodes whose processes are alive but do not answer: they are killed, and started again
-    /// like crashed ones.
+    /// Nodes whose processes are alive but do not answer: they are killed, and restarted like
+    /// crashed ones.
     kick: watch::Receiver<Frozen>,
-    /// How many workers there shall be: one above is not started again, however it ended.
+    /// Number of workers wanted: a worker above it is not restarted, however it ended.
     wanted: watch::Receiver<u32>,
 }
 
@@ -210,7 +210,7 @@ impl Watcher {
             let ended = match self.spawn() {
                 Ok((child, pulse, stderr)) => match self.watch_and_tell(child, pulse, stderr).await
                 {
-                    // Told to end by the coordinator: it is not wanted any more.
+                    // The coordinator told it to end: it is no longer wanted.
                     Some(status) if status.success() || !self.is_wanted() => {
                         return self.left().await;
                     }
@@ -232,7 +232,7 @@ impl Watcher {
                     }
                 }
                 Decision::GiveUp { reason } => {
-                    let reason = format!("{reason}; last end: {ended}");
+                    let reason = format!("{reason}; last exit: {ended}");
                     return self.tell(ChildEvent::GaveUp { node: self.node.clone(), reason }).await;
                 }
             }
@@ -247,8 +247,8 @@ impl Watcher {
         self.tell(ChildEvent::Left { node: self.node.clone() }).await;
     }
 
-    /// Waits for room: an event that is lost is never made up for. Without a receiver all workers
-    /// are about to be stopped.
+    /// Waits for room: a lost event is never made up for. Without a receiver, all workers are about
+    /// to be stopped.
     async fn tell(&self, event: ChildEvent) {
         let _ = self.events.send(event).await;
     }
@@ -267,14 +267,14 @@ impl Watcher {
             .stdout(Stdio::inherit())
             .stderr(Stdio::piped())
             .kill_on_drop(true)
-            // Ctrl-C is for this process alone: workers compute until requests have finished.
+            // Ctrl-C is for this process only: workers keep computing until requests have finished.
             .process_group(0)
             .spawn()?;
         let tail = Tail::of(child.stderr.take())?;
         Ok((child, pulse, tail))
     }
 
-    /// Watches a process and tells of its end.
+    /// Watches a process and reports its end.
     async fn watch_and_tell(
         &mut self,
         child: Child,
@@ -289,14 +289,14 @@ impl Watcher {
         Some(status)
     }
 
-    /// Waits for the process's end; `None` when it was stopped on purpose.
+    /// Waits for the process's end; `None` if it was stopped on purpose.
     async fn watch(&mut self, mut child: Child, mut pulse: Pulse) -> Option<ExitStatus> {
         let mut look = tokio::time::interval(EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
                 status = child.wait() => {
-                    // One that cannot be waited for counts as crashed.
+                    // A process that cannot be waited for counts as crashed.
                     return Some(status.unwrap_or_else(|_| ExitStatus::from_raw(1 << 8)));
                 }
                 changed = self.kick.changed() => {
@@ -307,7 +307,7 @@ impl Watcher {
                 }
                 _ = look.tick() => if pulse.is_dead() {
                     let (node, pid) = (&self.node, child.id());
-                    tracing::error!(node, pid, "the worker does not beat any more; it is killed");
+                    tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
                     let _ = child.start_kill();
                 },
                 _ = self.stopped.changed() => {
@@ -327,7 +327,7 @@ impl Watcher {
     }
 }
 
-/// The end of a process's stderr, which goes on to our own.
+/// The last lines of a process's stderr, which is also passed on to ours.
 struct Tail {
     log: SharedLog,
     /// Resolves when the process's end of the pipe is closed.
@@ -335,8 +335,8 @@ struct Tail {
 }
 
 impl Tail {
-    /// Passes `stderr` on from a thread of its own. Ours may stall: then it is dropped, and the
-    /// worker waits for nobody.
+    /// Passes `stderr` on from its own thread. If ours stalls, lines are dropped, so that the
+    /// worker never waits.
     fn of(stderr: Option<ChildStderr>) -> std::io::Result<Self> {
         let log = SharedLog::new(LogLimits::SENT);
         let (close, closed) = oneshot::channel();
@@ -349,7 +349,7 @@ impl Tail {
                 while let Ok(n @ 1..) = from.read(&mut chunk[held..]) {
                     let _ = kept.write_all(&chunk[held..held + n]);
                     held += n;
-                    // Whole lines, or those of several workers mix.
+                    // Whole lines, so that those of several workers do not mix.
                     let end = chunk[..held].iter().rposition(|byte| *byte == b'\n');
                     let whole = end.map_or(if held == LINES_MAX { held } else { 0 }, |end| end + 1);
                     logging::pass_on(&chunk[..whole]);
@@ -364,7 +364,8 @@ impl Tail {
         Ok(Self { log, closed })
     }
 
-    /// Its last lines, when the process has ended. One that it started may hold the pipe still.
+    /// Returns the last lines once the process has ended. A process it started may still hold the
+    /// pipe.
     async fn lines(self) -> Vec<String> {
         let _ = tokio::time::timeout(TAIL_PATIENCE, self.closed).await;
         self.log.ring().last(LogLimits::SENT.lines)
@@ -375,8 +376,8 @@ impl Tail {
 mod tests {
     use super::*;
 
-    /// What is told of workers that end at once while nobody listens, in the order of these names:
-    /// started, ended, restarting, left.
+    /// Counts the events of workers that end at once while nobody listens: started, ended,
+    /// restarting, left.
     async fn told(program: &str, workers: u32, wanted: usize) -> [usize; 4] {
         let command = WorkerCommand {
             program: PathBuf::from(program),
@@ -402,7 +403,7 @@ mod tests {
             };
             told[at] += 1;
             if told[0] == workers as usize && told[1..] == [0; 3] {
-                // All processes end meanwhile.
+                // All processes end in the meantime.
                 tokio::time::sleep(Duration::from_millis(500)).await;
             }
         }

@@ -1,16 +1,16 @@
-//! Which GPUs other workers of this host compute on. Memory is taken when a model is loaded, so
-//! workers that start together would all take the same GPU by what is free.
+//! GPUs used by other workers of this host. Memory is allocated when a model is loaded, so workers
+//! that start together would all choose the same GPU by free memory.
 use std::io::ErrorKind;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixListener};
 use std::sync::{Mutex, PoisonError};
 
-/// What this process has said. An abstract name ends with its process, however that ends.
+/// This process's claims. An abstract name ends with its process, however that ends.
 static CLAIMS: Mutex<Vec<UnixListener>> = Mutex::new(Vec::new());
 
-/// Says to others on this host (in this network namespace) that this process computes on the GPU
-/// with this `uuid`, until it ends. False when one said so before; what cannot be said is no reason
-/// against a GPU.
+/// Tells others on this host (in this network namespace) that this process uses the GPU with this
+/// `uuid`, until it ends. Returns false if another process has claimed it; other failures do not
+/// rule out the GPU.
 pub(crate) fn claim(uuid: &str) -> bool {
     let name = format!("tutti/gpu/{uuid}");
     match SocketAddr::from_abstract_name(name).and_then(|name| UnixListener::bind_addr(&name)) {

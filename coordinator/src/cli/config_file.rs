@@ -34,8 +34,8 @@ pub(crate) fn apply(
     }))
 }
 
-/// Checks a file by the rules of every role that knows one of its keys. Returns how many keys it
-/// has, and why `tutti up` alone would not start with it, if so: it may be meant for other roles.
+/// Checks a file by the rules of every role that knows one of its keys. Returns the number of its
+/// keys, and why `tutti up` alone would not start with it, if so: it may be meant for other roles.
 pub(crate) fn check(file: &Path) -> Result<(usize, Option<String>), CliError> {
     let command = super::options::command();
     let values = read(&command, file).map_err(CliError::Usage)?;

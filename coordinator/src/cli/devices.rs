@@ -1,4 +1,4 @@
-//! What there is to compute on: `tutti devices`, and the choice that `--device` makes.
+//! Devices to compute on: `tutti devices`, and the choice for `--device`.
 use std::time::Duration;
 
 use serde_json::{Value, json};
@@ -9,7 +9,7 @@ use super::output::print_line;
 use super::work::cores;
 use super::{CliError, claims};
 
-/// Prints what there is.
+/// Prints the devices found.
 pub(crate) fn run(args: &DevicesArgs) {
     let found = look(&args.cuda);
     if args.json {
@@ -54,7 +54,7 @@ fn look(args: &CudaArgs) -> Survey {
     look_at(args, None)
 }
 
-/// As [`look`]; of a GPU that is named, at no other's memory.
+/// Like [`look`]; if a GPU is named, ignores the memory of others.
 fn look_at(args: &CudaArgs, only: Option<u32>) -> Survey {
     let (folders, kernels) = (&args.cuda_lib_dir, args.cuda_kernels.as_deref());
     survey_for(folders, kernels, args.nccl_lib.as_deref(), only)
@@ -91,7 +91,7 @@ fn as_json(found: &Survey) -> Value {
     })
 }
 
-/// What one worker computes on; for `auto` one log line says why.
+/// Chooses a worker's device; for `auto`, logs the reason.
 pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, CliError> {
     let cpu = DeviceChoice::Cpu(CpuDevice { threads: threads.max(1) as usize });
     let (found, ordinal) = match args.device {
@@ -133,14 +133,17 @@ pub(crate) fn choose(args: &ComputeArgs, threads: u32) -> Result<DeviceChoice, C
     Ok(DeviceChoice::Cuda(device))
 }
 
-/// The usable GPU with the most free memory that no other process of this program computes on. With
-/// all of them taken, the one with the most memory.
+/// Returns the usable GPU with the most free memory that no other process of this program uses; if
+/// all are used, the one with the most memory.
 fn free_gpu(found: &Survey) -> Option<u32> {
     let by_room: Vec<(u32, &str)> =
         found.by_room().map(|ordinal| (ordinal, uuid(found, ordinal))).collect();
     let free = by_room.iter().find(|(_, uuid)| claims::claim(uuid));
     if let (None, Some((gpu, _))) = (free, by_room.first()) {
-        tracing::warn!(gpu, "every usable GPU has a worker of this host already; this one shares");
+        tracing::warn!(
+            gpu,
+            "every usable GPU already has a worker on this host; this one shares a GPU"
+        );
     }
     free.or(by_room.first()).map(|(ordinal, _)| *ordinal)
 }
@@ -150,7 +153,7 @@ fn uuid(found: &Survey, ordinal: u32) -> &str {
     device.map_or("", |device| device.info.uuid.as_str())
 }
 
-/// How many workers this host is to have.
+/// Number of workers of this host.
 pub(crate) fn of_host(args: &ComputeArgs, workers: Workers) -> u32 {
     match (workers, args.device) {
         (Workers::Number(number), _) => number,
@@ -165,20 +168,20 @@ pub(crate) fn of_host(args: &ComputeArgs, workers: Workers) -> u32 {
 /// The workers of this host.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// How many.
+    /// Number of workers.
     pub(crate) workers: u32,
-    /// How many make a replica.
+    /// Number of workers per replica.
     pub(crate) degree: u32,
-    /// What each computes on, as values of `--device`.
+    /// Device of each, as values of `--device`.
     pub(crate) devices: Vec<String>,
-    /// They are GPUs.
+    /// Whether they are GPUs.
     pub(crate) on_gpus: bool,
-    /// What they are, for people.
+    /// Description for people.
     pub(crate) text: String,
 }
 
-/// Workers and tensor-parallel degree on a host with so many usable GPUs: what is asked for, and
-/// for the rest a worker for each GPU where they are enough for a replica, or two on the CPU.
+/// Workers and tensor-parallel degree on a host with so many usable GPUs: as requested; otherwise a
+/// worker per GPU if these are enough for a replica, or two on the CPU.
 fn sizes(usable: u32, workers: Option<u32>, degree: Option<u32>) -> (u32, u32) {
     let workers = workers.unwrap_or(match degree {
         _ if usable > 0 && usable >= degree.unwrap_or(1) => usable,
@@ -187,8 +190,7 @@ fn sizes(usable: u32, workers: Option<u32>, degree: Option<u32>) -> (u32, u32) {
     (workers, degree.unwrap_or_else(|| workers.min(TENSOR_PARALLEL)))
 }
 
-/// What the workers of this host compute on, `workers` of them, `degree` for each replica, where
-/// that is said.
+/// Assigns devices to the workers of this host: `workers` of them, `degree` per replica, if given.
 pub(crate) fn share_out(
     args: &ComputeArgs,
     workers: Option<u32>,
@@ -214,7 +216,7 @@ pub(crate) fn share_out(
     let short = match found.unusable() {
         Some(reason) => Some(reason),
         None if (usable.len() as u64) < u64::from(count) => Some(format!(
-            "{} usable GPU(s) for {count} workers: for the GPU say --workers {} (and a \
+            "{} usable GPU(s) for {count} workers: to use the GPU, set --workers {} (and a \
              --tensor-parallel that divides it)",
             usable.len(),
             usable.len()
@@ -255,7 +257,7 @@ mod tests {
             (4, None, None, (4, 2)),
             (8, None, Some(8), (8, 8)),
             (4, Some(2), Some(1), (2, 1)),
-            // Too few for a replica: on the CPU.
+            // Too few for a replica: uses the CPU.
             (1, None, Some(2), (2, 2)),
         ] {
             assert_eq!(sizes(usable, workers, degree), expected, "{usable} {workers:?} {degree:?}");

@@ -1,5 +1,5 @@
-//! `tutti doctor`: can this host become a node? Looks, says what is wrong and how to mend it, and
-//! leaves everything as it is: nobody joins, nothing is loaded.
+//! `tutti doctor`: can this host become a node? Checks, reports problems and how to fix them, and
+//! changes nothing: it does not join, and loads no weights.
 //!
 //! - `host`, `gpu`: the host and its GPUs
 //! - `model`: the model folder
@@ -37,35 +37,36 @@ use super::{CliError, api, secret};
 /// can be given.
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct DoctorArgs {
-    /// TOML file of the node to be: its keys are these options' names where there are such
+    /// TOML file of the node to check, with the names of these options as keys; keys of other
+    /// options are ignored
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Check for a worker or front end of this coordinator (cluster address); without it, for a
-    /// coordinator or `tutti up` on this host
+    /// Check this host as a worker or front end of the coordinator at this cluster address; without
+    /// it, as a coordinator or for `tutti up`
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     /// The coordinator's HTTP address, to compare clocks and versions with [default: port 8000 of
-    /// --coordinator's host, by https:// with --tls-ca]
+    /// --coordinator's host, https:// with --tls-ca]
     #[arg(long, value_name = "URL")]
     pub(crate) server: Option<String>,
     #[command(flatten)]
     pub(crate) trust: TrustArgs,
-    /// Certificate of the server to be (PEM)
+    /// PEM file with the server's certificate
     #[arg(long, alias = "ssl-certfile", value_name = "FILE")]
     pub(crate) tls_certificate: Option<PathBuf>,
-    /// Its key (PEM)
+    /// PEM file with the key of the server's certificate
     #[arg(long, alias = "ssl-keyfile", value_name = "FILE")]
     pub(crate) tls_key: Option<PathBuf>,
-    /// Authorities of its clients (PEM)
+    /// PEM file of the authorities for client certificates
     #[arg(long, alias = "ssl-ca-certs", value_name = "FILE")]
     pub(crate) tls_client_ca: Option<PathBuf>,
-    /// Where HTTP shall be served
+    /// Address that HTTP will be served on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
-    /// Where workers shall dial in
+    /// Address that workers and front ends will connect to
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8001")]
     pub(crate) cluster_listen: SocketAddr,
     #[command(flatten)]
@@ -73,7 +74,7 @@ pub(crate) struct DoctorArgs {
     /// File with the cluster's secret
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
-    /// The node would run without a secret on purpose
+    /// Accept that the node runs without a secret
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
     /// Model folder, or a name on Hugging Face's hub that was downloaded before [default:
@@ -85,31 +86,31 @@ pub(crate) struct DoctorArgs {
     /// Workers per replica
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
-    /// Quantise weights while they are loaded: int8 or none, as when serving
+    /// Quantise weights while loading: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
     #[command(flatten)]
     pub(crate) lora: LoraArgs,
-    /// What drafts, as when serving: a draft model takes memory, too
+    /// Speculative decoding, as when serving; a draft model takes memory too
     #[arg(long, value_name = "JSON", value_parser = speculative::parse)]
     pub(crate) speculative_config: Option<Speculative>,
-    /// Workers on this host [default: 1 with --coordinator, else --tensor-parallel]
+    /// Workers on this host [default: 1 with --coordinator, otherwise --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) workers: Option<u32>,
-    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB
+    /// KV cache memory per worker, in bytes or with a suffix KiB, MiB or GiB
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", default_value = "512MiB", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: u64,
-    /// Host memory per worker for requests that are put back when the KV cache is full: in GiB, or
-    /// bytes with a suffix KiB, MiB, GiB
+    /// Host memory per worker for requests that are preempted when the KV cache is full: in GiB, or
+    /// bytes with a suffix KiB, MiB or GiB
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
     pub(crate) swap_space: u64,
-    /// NVIDIA's management library, when the system's loader does not find it
+    /// NVIDIA's management library (NVML), if the system's loader does not find it
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
 }
 
-/// The command line of `tutti doctor` without what other roles know and it does not: it takes the
-/// options of the node to be.
+/// Removes from the command line of `tutti doctor` the options that only other roles know: it
+/// accepts the options of the node to be.
 pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
     if args.get(1).is_none_or(|role| role != "doctor") {
         return args.to_vec();
@@ -125,7 +126,7 @@ pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
         Some(if flag { 0.into() } else { found.get_num_args().unwrap_or_else(|| 1.into()) })
     };
     let mut kept = Vec::with_capacity(args.len());
-    // Values of the option that is left out which may still come.
+    // Number of values that may still follow the removed option.
     let mut values = 0;
     for argument in args {
         let text = argument.to_str().unwrap_or_default();
@@ -150,27 +151,27 @@ pub(crate) fn without_others(args: &[OsString]) -> Vec<OsString> {
     kept
 }
 
-/// How bad it is.
+/// Severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Level {
     /// As it should be.
     Ok,
-    /// It would start, but.
+    /// It would start, but with a problem.
     Warn,
-    /// It would not start, or not work.
+    /// It would not start or not work.
     Fail,
 }
 
-/// What one look found.
+/// The result of one check.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 struct Finding {
-    /// What was looked at.
+    /// What was checked.
     check: &'static str,
     level: Level,
-    /// What is so, in one line.
+    /// The finding, in one line.
     found: String,
-    /// How to mend it; absent when there is nothing to mend.
+    /// How to fix it; absent if there is nothing to fix.
     #[serde(skip_serializing_if = "Option::is_none")]
     fix: Option<String>,
 }
@@ -195,12 +196,12 @@ impl Finding {
             Level::Warn => "warn",
             Level::Fail => "fail",
         };
-        let fix = self.fix.as_ref().map(|fix| format!("; to mend it: {fix}")).unwrap_or_default();
+        let fix = self.fix.as_ref().map(|fix| format!("; to fix it: {fix}")).unwrap_or_default();
         format!("{level:<5} {:<14} {}{fix}", self.check, self.found)
     }
 }
 
-/// A message of others may have several lines; the table has one for each finding.
+/// Joins the lines of another component's message: the table has one line per finding.
 fn one_line(text: &str) -> String {
     text.split_whitespace().collect::<Vec<_>>().join(" ")
 }
@@ -245,7 +246,7 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::keyring::Keyring>, Fi
         }
     };
     let source = match &args.cluster_secret_file {
-        Some(file) => format!("{} is readable by its owner alone", file.display()),
+        Some(file) => format!("{} is readable only by its owner", file.display()),
         None => "TUTTI_CLUSTER_SECRET is set".to_owned(),
     };
     let listens = args.coordinator.is_none() && !args.cluster_listen.ip().is_loopback();
@@ -253,15 +254,18 @@ fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::keyring::Keyring>, Fi
         Some(_) => Finding::ok(CHECK, source),
         None if listens && !args.insecure_no_auth => Finding::fail(
             CHECK,
-            format!("none, and other hosts reach --cluster-listen {}", args.cluster_listen),
+            format!(
+                "none is given, but other hosts can reach --cluster-listen {}",
+                args.cluster_listen
+            ),
             "--cluster-secret-file FILE, the same on every node",
         ),
-        None => Finding::ok(CHECK, "none is given: only for clusters on one host"),
+        None => Finding::ok(CHECK, "none is given, which suits only a cluster on one host"),
     };
     (secret, finding)
 }
 
-/// Could the server to be speak TLS, if it shall?
+/// Checks whether the server to be could speak TLS, if it is to.
 fn certificate(args: &DoctorArgs) -> Option<Finding> {
     const CHECK: &str = "certificate";
     let (certificate, key) = (args.tls_certificate.as_ref(), args.tls_key.as_ref());
@@ -275,8 +279,8 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
     Some(match files.check() {
         Ok(()) if is_authority(&files.certificate) => {
             let found = format!(
-                "{} is marked as an authority's (CA:TRUE): curl takes it, `tutti status` and many \
-                 other clients refuse it",
+                "{} is a CA certificate (CA:TRUE): curl accepts it, but `tutti status` and many \
+                 other clients reject it",
                 files.certificate.display()
             );
             Finding::warn(
@@ -290,14 +294,14 @@ fn certificate(args: &DoctorArgs) -> Option<Finding> {
             Finding::ok(CHECK, found)
         }
         Err(error) => {
-            let fix = "PEM files of the certificate and of its key, which others may not read";
+            let fix = "PEM files of the certificate and of its key, which only its owner may read";
             Finding::fail(CHECK, error.to_string(), fix)
         }
     })
 }
 
-/// Whether clients like our own refuse the certificate in a server's place, since it is an
-/// authority's: found out by one of them.
+/// Whether clients like ours reject the certificate for a server because it is an authority's;
+/// tested with such a client.
 fn is_authority(certificate: &Path) -> bool {
     let chain = read_certificates("--tls-certificate", certificate).unwrap_or_default();
     let (Some(leaf), Ok(name)) = (chain.first(), ServerName::try_from("localhost")) else {
@@ -333,7 +337,7 @@ mod tests {
     #[test]
     fn a_finding_is_one_line_with_its_remedy() {
         let finding = Finding::fail("model", "two\nlines", "do this");
-        assert_eq!(finding.line(), "fail  model          two lines; to mend it: do this");
+        assert_eq!(finding.line(), "fail  model          two lines; to fix it: do this");
         assert_eq!(Finding::ok("model", "fine").line(), "ok    model          fine");
     }
 }

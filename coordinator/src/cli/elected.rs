@@ -1,4 +1,4 @@
-//! `tutti coordinator --etcd`: one of several that leads, or stands by until it does.
+//! `tutti coordinator --etcd`: one of several coordinators, which leads or stands by until it does.
 use std::time::Duration;
 
 use coordinator::checkpoint::Checkpoints;
@@ -14,7 +14,7 @@ use super::serve::finish;
 use super::signals::Signals;
 use super::{CliError, etcd};
 
-/// Stands by until this process leads, then serves until it is told to stop or another leads.
+/// Stands by until this process leads, then serves until told to stop or until another leads.
 pub(crate) async fn run(
     options: CoordinatorOptions,
     etcd: EtcdOptions,
@@ -34,7 +34,7 @@ pub(crate) async fn run(
         scheme => format!("{scheme}://{http}"),
     };
     let record = Record {
-        // No two coordinators are reached at one address.
+        // Each coordinator is reached at its own address.
         node: address.clone(),
         role: Role::Coordinator,
         incarnation,
@@ -63,8 +63,8 @@ pub(crate) async fn run(
                 tokio::select! {
                     () = async {
                         signals.next().await;
-                        // It leads until the last request has ended: others would be told to
-                        // leave it.
+                        // It leads until the last request has ended; otherwise clients would be
+                        // told to leave it.
                         finish(coordinator, patience, &mut signals).await;
                     } => Ok(()),
                     leader = other_leader(view.clone(), incarnation) => Err(superseded(&leader)),
@@ -80,14 +80,14 @@ pub(crate) async fn run(
         Ok(None) => Ok(()),
         Err(error) => Err(error),
     };
-    // After the last request: the next leader begins when this one has ended.
+    // After the last request: the next leader begins once this one has left.
     if let Some(membership) = membership {
         membership.leave().await;
     }
     end
 }
 
-/// Serves until `ends`, from the totals of who led before and to those of who leads next.
+/// Serves until `ends`, continuing the previous leader's totals and saving them for the next.
 async fn lead(
     prepared: Prepared,
     mut leadership: Leadership,
@@ -125,8 +125,8 @@ fn failed(error: StartError) -> CliError {
 
 fn superseded(leader: &Leader) -> CliError {
     CliError::Superseded(format!(
-        "the coordinator at {} leads now, or did since this one (epoch {}); started again, this one \
-         stands by",
+        "the coordinator at {} leads now, or has led since this one did (epoch {}); restarted, \
+         this one will stand by",
         leader.record.address, leader.epoch
     ))
 }
@@ -165,21 +165,21 @@ async fn election(mut view: watch::Receiver<View>) -> Leader {
                 return leader.clone();
             }
             let reason = standby::reason(&now);
-            // Not what is over in a moment.
+            // Not what will be over in a moment.
             if now.revision > 0 && now.leader.is_some() && reason != said {
                 tracing::info!("{reason}");
                 said = reason;
             }
         }
         if view.changed().await.is_err() {
-            // Why is said elsewhere.
+            // The reason is logged elsewhere.
             std::future::pending::<()>().await;
         }
     }
 }
 
-/// Resolves when a process other than `incarnation` leads, or has led since. That nobody leads, or
-/// that etcd cannot be asked, is no reason to stop.
+/// Resolves when a process other than `incarnation` leads, or has led since. Having no leader, or
+/// an unreachable etcd, is no reason to stop.
 async fn other_leader(mut view: watch::Receiver<View>, incarnation: u64) -> Leader {
     loop {
         if let Some(leader) = view.borrow_and_update().other_than(incarnation) {

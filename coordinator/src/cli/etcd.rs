@@ -13,37 +13,37 @@ use worker::run::address_towards;
 
 use super::CliError;
 
-/// The variable that holds the password where there is no file.
+/// The variable that holds the password if there is no file.
 const PASSWORD: &str = "TUTTI_ETCD_PASSWORD";
-/// Where the coordinator is dialled without etcd, unless told otherwise.
+/// Default address of the coordinator without etcd.
 const COORDINATOR: &str = "127.0.0.1:8001";
-/// Longest name of a cluster.
+/// Maximum length of a cluster's name.
 const CLUSTER_NAME_MAX: usize = 64;
 
 /// Options of the roles that meet through etcd.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct EtcdArgs {
-    /// etcd's members, comma separated (http://HOST:PORT or https://HOST:PORT): there coordinators,
-    /// workers and front ends find each other, and one of the coordinators leads
+    /// etcd's members (http://HOST:PORT or https://HOST:PORT), comma separated: coordinators,
+    /// workers and front ends find each other through etcd, and one of the coordinators leads
     #[arg(long, value_name = "URLS", value_delimiter = ',', value_parser = parse_endpoint)]
     pub(crate) etcd: Vec<String>,
-    /// Tells clusters of one etcd apart
+    /// Name of this cluster: tells apart clusters that share an etcd
     #[arg(long, value_name = "NAME", default_value = "tutti", value_parser = parse_cluster_name)]
     pub(crate) cluster_name: String,
-    /// etcd's user, where it has users
+    /// User to authenticate to etcd as, if it has users
     #[arg(long, value_name = "NAME")]
     pub(crate) etcd_user: Option<String>,
-    /// File with that user's password that only its owner may read. TUTTI_ETCD_PASSWORD in the
-    /// environment does the same without a file
+    /// File with the password of --etcd-user, readable only by its owner. The environment variable
+    /// TUTTI_ETCD_PASSWORD can hold the password instead
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_password_file: Option<PathBuf>,
-    /// Authority that signed etcd's certificates (PEM), for https
+    /// PEM file of the authority that signed etcd's certificates, for https
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_ca: Option<PathBuf>,
-    /// This process's certificate (PEM), where etcd wants one
+    /// PEM file of this process's certificate, if etcd requires one
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_cert: Option<PathBuf>,
-    /// The key of --etcd-cert (PEM)
+    /// PEM file with the key of --etcd-cert
     #[arg(long, value_name = "FILE")]
     pub(crate) etcd_key: Option<PathBuf>,
 }
@@ -86,7 +86,7 @@ fn parse_cluster_name(text: &str) -> Result<String, String> {
     }
 }
 
-/// How etcd is reached, if it is to be.
+/// Returns how etcd is reached, if it is used.
 pub(crate) fn options(args: &EtcdArgs, ttl: Duration) -> Result<Option<EtcdOptions>, CliError> {
     let given: [(&str, bool); 5] = [
         ("--etcd-user", args.etcd_user.is_some()),
@@ -133,7 +133,7 @@ fn user(args: &EtcdArgs) -> Result<Option<(String, String)>, CliError> {
 fn tls(args: &EtcdArgs) -> Result<Option<Tls>, CliError> {
     let secure = args.etcd.iter().filter(|endpoint| endpoint.starts_with("https://")).count();
     if secure != 0 && secure != args.etcd.len() {
-        let message = "--etcd: all members must be reached by http, or all by https";
+        let message = "--etcd: either all members must use http, or all https";
         return Err(CliError::Usage(message.to_owned()));
     }
     let identity = match (&args.etcd_cert, &args.etcd_key) {
@@ -164,14 +164,15 @@ fn read(option: &str, file: &Path) -> Result<Vec<u8>, CliError> {
     fs::read(file).map_err(|error| CliError::Usage(format!("{option} {}: {error}", file.display())))
 }
 
-/// Reads what nobody else may read.
+/// Reads a file that nobody else may read.
 fn private_text(option: &str, file: &Path) -> Result<String, CliError> {
     let at = |problem: String| CliError::Usage(format!("{option} {}: {problem}", file.display()));
     private_file::check(file).map_err(at)?;
     String::from_utf8(read(option, file)?).map_err(|_| at("it is not text".to_owned()))
 }
 
-/// A worker's or front end's way to the coordinator, and its membership where it has one.
+/// Returns the address at which a worker or front end finds the coordinator, and its membership if
+/// it has one.
 pub(crate) fn find(
     coordinator: Option<&str>,
     args: &EtcdArgs,
@@ -184,8 +185,8 @@ pub(crate) fn find(
     };
     if let Some(coordinator) = coordinator {
         return Err(CliError::Usage(format!(
-            "--coordinator {coordinator} and --etcd exclude each other: with --etcd the address \
-             of whoever leads is found there"
+            "--coordinator {coordinator} and --etcd cannot be combined: with --etcd the leader's \
+             address is found there"
         )));
     }
     let record = Record {
@@ -206,7 +207,7 @@ pub(crate) fn no_thread(error: std::io::Error) -> CliError {
     CliError::Failed(format!("cannot start the membership thread: {error}"))
 }
 
-/// Resolves when membership cannot go on; never without one.
+/// Resolves when membership cannot continue; never without one.
 pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError {
     match membership {
         Some(membership) => match membership.failed().await {
@@ -217,8 +218,8 @@ pub(crate) async fn failed(membership: &mut Option<EtcdMembership>) -> CliError 
     }
 }
 
-/// Where others reach a coordinator that listens on `cluster` and `http`: (cluster address, HTTP
-/// address).
+/// Returns where others reach a coordinator that listens on `cluster` and `http`: (cluster address,
+/// HTTP address).
 pub(crate) fn advertised(
     advertise: Option<&str>,
     cluster: SocketAddr,
@@ -231,8 +232,8 @@ pub(crate) fn advertised(
         None => {
             let towards = outgoing(etcd).filter(|ip| !ip.is_loopback()).ok_or_else(|| {
                 CliError::Usage(format!(
-                    "--cluster-listen {cluster} is every address of this host, and which of them \
-                     others reach is not clear: say --advertise HOST:PORT"
+                    "--cluster-listen {cluster} is a wildcard address, and it is not clear at \
+                     which address other nodes reach this host: set --advertise HOST:PORT"
                 ))
             })?;
             SocketAddr::new(towards, cluster.port()).to_string()
@@ -242,7 +243,7 @@ pub(crate) fn advertised(
     if loopback && outgoing(etcd).is_some_and(|ip| !ip.is_loopback()) {
         tracing::warn!(
             address,
-            "only this host reaches the advertised address: say --cluster-listen or --advertise"
+            "only this host can reach the advertised address: set --cluster-listen or --advertise"
         );
     }
     let host = address.rsplit_once(':').map_or(address.as_str(), |(host, _)| host);
@@ -254,7 +255,7 @@ pub(crate) fn advertised(
     Ok((address, http))
 }
 
-/// This host's address on the way to etcd.
+/// Returns this host's address on the route to etcd.
 fn outgoing(etcd: &[String]) -> Option<IpAddr> {
     etcd.iter().find_map(|endpoint| address_towards(endpoint.rsplit_once("//")?.1).ok())
 }
@@ -318,6 +319,6 @@ mod tests {
         refused(&user, &["--etcd-password-file /no/such"]);
         let named = find(Some("h:1"), &args(&["http://h:1"]), Role::Worker, "n", 1);
         let error = named.unwrap_err().to_string();
-        assert!(error.contains("--coordinator h:1 and --etcd exclude each other"), "{error}");
+        assert!(error.contains("--coordinator h:1 and --etcd cannot be combined"), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! `tutti frontend`: HTTP in a process of its own, until it is told to stop.
+//! `tutti frontend`: HTTP in its own process, until it is told to stop.
 use std::sync::Arc;
 use std::time::Duration;
 

@@ -1,10 +1,10 @@
-//! Signs of life, from a process to whoever started it: one that lives by its process id and does
-//! nothing any more (stopped, or stuck in a call that never returns) is ended and started again.
+//! Heartbeats from a process to whoever started it: a process that exists but does nothing any more
+//! (stopped, or stuck in a call that never returns) is killed and restarted.
 //!
-//! Beats come from the thread that runs the process's actors, not from one made for them, for such
-//! a thread would go on beating over a process that is dead otherwise. A worker with a parent of
-//! ours beats into its stdin, a socket whose other end tells it when the parent is gone; a service
-//! of systemd's with `WatchdogSec=` beats to systemd.
+//! Heartbeats come from the thread that runs the process's actors, not from a dedicated one, which
+//! would go on beating in a process that is otherwise dead. A worker started by our own parent
+//! process beats into its stdin, a socket whose other end tells it when the parent is gone; a
+//! systemd service with `WatchdogSec=` beats to systemd.
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::linux::net::SocketAddrExt as _;
@@ -14,24 +14,24 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 use tokio::time::{MissedTickBehavior, interval};
 
-/// How often a worker beats, and how often its parent looks.
+/// Interval of a worker's heartbeats and of its parent's checks.
 pub(super) const EVERY: Duration = Duration::from_secs(1);
-/// What a worker beats, and what it says when it is about to end, which may take its time.
+/// A heartbeat, and the announcement of an end, which may take its time.
 const BEAT: u8 = b'.';
 const FAREWELL: u8 = b'!';
-/// After so many looks in a row without a beat it is dead.
+/// Checks in a row without a heartbeat after which a process is dead.
 const SILENT_LOOKS: u32 = 10;
 
-/// Resolves when a parent is gone: when stdin reaches its end, if that `tells` so. Beats meanwhile,
-/// where somebody listens.
+/// Resolves when the parent is gone, which the end of stdin shows if `tells`; otherwise never.
+/// Sends heartbeats meanwhile, if somebody listens.
 pub(super) async fn parent_gone(tells: bool) {
     if !tells {
         return std::future::pending().await;
     }
     let (sender, receiver) = oneshot::channel();
     match stdin_socket() {
-        // A task of its own: it beats for as long as this thread runs tasks, whatever becomes of
-        // the one that waits here.
+        // A separate task: it beats as long as this thread runs tasks, whatever becomes of the one
+        // that waits here.
         Some(stream) => drop(actix::spawn(async move {
             beat(stream).await;
             let _ = sender.send(());
@@ -45,23 +45,23 @@ pub(super) async fn parent_gone(tells: bool) {
     drop(receiver.await);
 }
 
-/// This process is about to end: what it has to give back may keep it from beating.
+/// Announces that this process is about to end: releasing its resources may keep it from beating.
 pub(super) fn farewell() {
     if let Some(stream) = stdin_socket() {
         let _ = (&stream).write(&[FAREWELL]);
     }
 }
 
-/// stdin, if it is a socket.
+/// Returns stdin, if it is a socket.
 fn stdin_socket() -> Option<UnixStream> {
     let stream = UnixStream::from(std::io::stdin().as_fd().try_clone_to_owned().ok()?);
-    // Of anything else this fails, and nothing is written to it.
+    // Fails for anything else, to which nothing is written.
     stream.peer_addr().ok()?;
     stream.set_nonblocking(true).ok()?;
     Some(stream)
 }
 
-/// Beats until the other end is closed.
+/// Sends heartbeats until the other end is closed.
 async fn beat(beats: UnixStream) {
     let stream = beats.try_clone().and_then(tokio::net::UnixStream::from_std);
     let Ok(stream) = stream else { return std::future::pending().await };
@@ -87,24 +87,24 @@ async fn beat(beats: UnixStream) {
     }
 }
 
-/// A parent's end: as long as it is open, the child knows that its parent lives.
+/// The parent's end of the socket: as long as it is open, the child knows that its parent lives.
 #[derive(Debug)]
 pub(super) struct Pulse {
     stream: UnixStream,
     silence: Silence,
-    /// It has said that it is about to end.
+    /// Whether the child has announced its end.
     ends: bool,
 }
 
 impl Pulse {
-    /// Returns the parent's end, and what shall be the child's stdin.
+    /// Returns the parent's end, and the descriptor for the child's stdin.
     pub(super) fn pair() -> std::io::Result<(Self, OwnedFd)> {
         let (stream, child) = UnixStream::pair()?;
         stream.set_nonblocking(true)?;
         Ok((Self { stream, silence: Silence::default(), ends: false }, child.into()))
     }
 
-    /// Called [`EVERY`] so often; says whether the child is dead.
+    /// Call it every [`EVERY`]; returns whether the child is dead.
     pub(super) fn is_dead(&mut self) -> bool {
         let (mut bytes, mut heard) = ([0u8; 256], false);
         loop {
@@ -121,11 +121,11 @@ impl Pulse {
     }
 }
 
-/// For how many looks nothing was heard. Looks are counted, not time: a parent that was stopped
-/// itself, with its whole host perhaps, has not looked.
+/// Counts checks without a heartbeat. It counts checks rather than time: a parent that was stopped
+/// itself, perhaps with its whole host, has not checked.
 #[derive(Debug, Default)]
 struct Silence {
-    /// Some program beats there.
+    /// Whether the program sends heartbeats at all.
     begun: bool,
     looks: u32,
 }
@@ -146,7 +146,7 @@ struct Watchdog {
 }
 
 impl Watchdog {
-    /// As the environment says, if it is for this process.
+    /// Reads the environment; `None` if the watchdog is not meant for this process.
     fn of(variable: impl Fn(&str) -> Option<String>, pid: u32) -> Option<Self> {
         let micros: u64 = variable("WATCHDOG_USEC")?.parse().ok().filter(|micros| *micros > 0)?;
         let is_mine = variable("WATCHDOG_PID").is_none_or(|it| it.parse() == Ok(pid));
@@ -155,7 +155,7 @@ impl Watchdog {
             Some(name) => SocketAddr::from_abstract_name(name),
             None => SocketAddr::from_pathname(&path),
         };
-        // Twice in the time it allows is the rule; a third leaves room for one that is lost.
+        // The rule is twice within the timeout; a third of it leaves room for a lost one.
         Some(Self { address: address.ok()?, every: Duration::from_micros(micros) / 3 })
     }
 
@@ -173,7 +173,7 @@ impl Watchdog {
     }
 }
 
-/// Beats to systemd, where it wants that: from tasks of this thread.
+/// Sends heartbeats to systemd, if it wants them, from tasks of this thread.
 pub(super) fn beat_to_systemd() {
     if let Some(watchdog) = Watchdog::of(|name| std::env::var(name).ok(), std::process::id()) {
         drop(actix::spawn(watchdog.beat()));
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn one_that_has_beaten_is_dead_after_ten_silent_looks() {
         let mut silence = Silence::default();
-        // A program that does not beat is left alone.
+        // A program that sends no heartbeats is left alone.
         assert!((0..100).all(|_| !silence.looked(false)));
         assert!(!silence.looked(true));
         assert!((0..9).all(|_| !silence.looked(false)));

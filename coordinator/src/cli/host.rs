@@ -1,5 +1,5 @@
-//! `tutti worker --workers N`: the workers of a host, each a process of its own with its own GPU or
-//! its share of the cores. This process supervises them; it is not a member of the cluster itself.
+//! `tutti worker --workers N`: the workers of a host, each in its own process with its own GPU or
+//! share of the cores. This process supervises them; it is not a member of the cluster itself.
 use std::ffi::OsString;
 use std::time::Duration;
 
@@ -14,19 +14,19 @@ use super::signals::Signals;
 use super::work::{cores, default_node};
 use super::{CliError, WorkerArgs, devices, logging};
 
-/// Each worker gets this, whether this process has it or not.
+/// Passed to each worker, whether this process has it or not.
 const EXIT_WITH_STDIN: &str = "--exit-with-stdin";
 /// How long workers may take to say goodbye.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
-/// Workers that kept failing are tried again after so long: a GPU may have been reset meanwhile.
+/// Workers that kept failing are retried after this long: a GPU may have been reset meanwhile.
 const TRIED_AGAIN: Duration = Duration::from_secs(300);
 
-/// Runs `workers` of them, with the options that were `given` to this process.
+/// Runs `workers` workers, with the options `given` to this process.
 pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result<(), CliError> {
     let _log = logging::init(&args.common.log_level);
     if let Some(address) = args.collective_listen.filter(|address| address.port() != 0) {
         return Err(CliError::Usage(format!(
-            "--collective-listen {address} is one worker's, and there are {workers}: give port 0"
+            "--collective-listen {address} is for one worker, but there are {workers}: use port 0"
         )));
     }
     let shared = devices::share_out(&args.compute, Some(workers), Some(1))?;
@@ -37,7 +37,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         beat_to_systemd();
         print_line(&format!("{workers} {on} workers, {0}-0 to {0}-{1}", command.name, workers - 1));
         let (events, ends) = mpsc::channel(64);
-        // Whoever does not beat is found by that; nobody else says who is frozen here.
+        // Missing heartbeats reveal frozen workers; nothing else reports them here.
         let (_kick, kicked) = watch::channel(Frozen::new());
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
@@ -70,7 +70,7 @@ fn command(
     })
 }
 
-/// The options of each worker: those given, but for what differs between them.
+/// Returns the options of each worker: those given, except those that differ between workers.
 fn passed_on(given: &[OsString]) -> Vec<OsString> {
     const OWN: [&str; 4] = ["--workers", "--node", "--device", "--threads"];
     let mut given = given.iter().skip(1);
@@ -91,7 +91,7 @@ fn passed_on(given: &[OsString]) -> Vec<OsString> {
     passed
 }
 
-/// Ends when no worker is left: all were told to leave, or what is left keeps failing.
+/// Ends when no worker is left: all were told to leave, or the rest keep failing.
 async fn watch_over(
     children: &mut Children,
     mut ends: mpsc::Receiver<ChildEvent>,
@@ -108,7 +108,7 @@ async fn watch_over(
             event = ends.recv() => match event {
                 None | Some(ChildEvent::Started { .. } | ChildEvent::Ended(_)) => continue,
                 Some(ChildEvent::Restarting { node, status, after }) => {
-                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                    tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                     continue;
                 }
                 Some(ChildEvent::Left { node }) => {

@@ -1,8 +1,7 @@
-//! Sets up logging: to stderr, level from `--log-level` or `RUST_LOG`; and the last lines in
-//! memory, for those who ask after the process is gone.
+//! Sets up logging: to stderr, at the level of `--log-level` or `RUST_LOG`; and keeps the last
+//! lines in memory, for those who ask after the process is gone.
 //!
-//! A thread of its own writes to stderr: whoever reads it may stall, and nobody who logs waits for
-//! it.
+//! A separate thread writes to stderr: its reader may stall, and no logging call waits for it.
 use std::fs::File;
 use std::io::{IsTerminal as _, Write as _};
 use std::os::fd::AsFd as _;
@@ -17,18 +16,18 @@ use tracing_subscriber::{EnvFilter, fmt};
 
 /// Set by `tutti up` for its workers, whose stderr it passes on to a terminal.
 pub(crate) const COLOURS: &str = "TUTTI_LOG_COLOURS";
-/// How long a process that ends waits until its last lines are written.
+/// How long an ending process waits until its last lines are written.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// What libraries say in vain. Bytes that are no HTTP, and connections that break, are ERROR lines
-/// to the HTTP library's dispatcher: anybody could fill the log with them. They are answered with
-/// 400, and what becomes of requests is counted and logged by ourselves.
+/// Noise of libraries. Bytes that are not HTTP, and broken connections, are ERROR lines of the HTTP
+/// library's dispatcher: anybody could fill the log with them. Such bytes are answered with 400,
+/// and we count and log the fate of requests ourselves.
 const QUIET: &str = "actix_server=warn,actix_http::h1::dispatcher=off";
 
 static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
-/// Installs the global subscriber; later calls change nothing. Returns the last lines, which are of
-/// level info and above whatever goes to stderr.
+/// Installs the global subscriber; later calls change nothing. Returns the last lines, of level
+/// info and above whatever goes to stderr.
 pub(crate) fn init(level: &str) -> SharedLog {
     let filter = EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| EnvFilter::new(format!("{level},{QUIET}")));
@@ -57,13 +56,14 @@ pub(crate) fn init(level: &str) -> SharedLog {
     log
 }
 
-/// A queue to a descriptor of its own: who writes to stderr besides does not wait for its lock.
+/// Makes a queue to a separate descriptor, so that other writers to stderr do not wait for its
+/// lock.
 fn queue() -> Option<LineQueue> {
     let stderr = std::io::stderr().as_fd().try_clone_to_owned().ok()?;
     LineQueue::start("log", File::from(stderr)).ok()
 }
 
-/// The process's stderr, behind the queue where there is one.
+/// The process's stderr, through the queue if there is one.
 struct Stderr;
 
 impl std::io::Write for Stderr {
@@ -80,19 +80,19 @@ impl std::io::Write for Stderr {
     }
 }
 
-/// Writes to stderr what another process wrote.
+/// Writes another process's output to stderr.
 pub(crate) fn pass_on(text: &[u8]) {
     let _ = Stderr.write_all(text);
 }
 
-/// Waits until what was logged is written: for a second at most, as nobody may read it.
+/// Waits until everything logged is written: at most a second, since nobody may be reading.
 pub(crate) fn flush() {
     if let Some(queue) = STDERR.get() {
         queue.flush(LAST_LINES);
     }
 }
 
-/// A panic becomes a line of the log too: it is what its readers look for.
+/// Logs panics, since readers of the log look for them.
 fn log_panics() {
     std::panic::set_hook(Box::new(move |panic| {
         let thread = std::thread::current();
@@ -104,7 +104,7 @@ fn log_panics() {
             pass_on(format!("{trace}\n").as_bytes());
         }
         tracing::error!(thread, place, message, "panicked");
-        // It may be the last that this process says.
+        // This may be the process's last line.
         flush();
     }));
 }

@@ -10,13 +10,13 @@ pub(crate) struct LoraArgs {
     /// several separated by spaces or commas
     #[arg(long, value_name = "NAME=DIR", num_args = 1.., value_parser = parse_modules)]
     pub(crate) lora_modules: Vec<Modules>,
-    /// The greatest rank that an adapter may have
+    /// Maximum rank of an adapter
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=512))]
     pub(crate) max_lora_rank: u32,
 }
 
 impl LoraArgs {
-    /// The adapters named.
+    /// The named adapters.
     pub(crate) fn adapters(&self) -> impl Iterator<Item = &Adapter> {
         self.lora_modules.iter().flat_map(|modules| &modules.0)
     }
@@ -26,7 +26,7 @@ impl LoraArgs {
 #[derive(Clone, Debug)]
 pub(crate) struct Modules(Vec<Adapter>);
 
-/// Parses `NAME=DIR`, several of them with commas between, or one as vLLM's JSON.
+/// Parses `NAME=DIR`, several separated by commas, or one in vLLM's JSON.
 fn parse_modules(text: &str) -> Result<Modules, String> {
     if text.trim_start().starts_with('{') {
         return of_json(text).map(|adapter| Modules(vec![adapter]));
@@ -34,8 +34,8 @@ fn parse_modules(text: &str) -> Result<Modules, String> {
     text.split(',').map(parse_module).collect::<Result<_, _>>().map(Modules)
 }
 
-/// Parses `{"name": "sql", "path": "/adapters/sql"}`; what vLLM says besides (`base_model_name`)
-/// changes nothing.
+/// Parses `{"name": "sql", "path": "/adapters/sql"}`; vLLM's other keys (`base_model_name`) have no
+/// effect.
 fn of_json(text: &str) -> Result<Adapter, String> {
     let value: serde_json::Value =
         serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;

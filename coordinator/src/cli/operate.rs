@@ -1,4 +1,4 @@
-//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's side of a running
+//! `tutti status`, `tutti logs`, `tutti scale`, `tutti drain`: the operator's commands to a running
 //! coordinator.
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use super::options::{DrainArgs, LogsArgs, OperatorArgs, ScaleArgs, StatusArgs};
 use super::output::print_line;
 use super::{CliError, asking, secret};
 
-/// How long an answer may take.
+/// Time limit for an answer.
 const DEADLINE: Duration = Duration::from_secs(10);
 
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
@@ -21,7 +21,7 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
         return Ok(());
     }
     let status: Status = serde_json::from_value(body)
-        .map_err(|error| CliError::Failed(format!("the answer is no status: {error}")))?;
+        .map_err(|error| CliError::Failed(format!("the answer is not a status: {error}")))?;
     for line in if args.dead { dead(&status) } else { table(&status) } {
         print_line(&line);
     }
@@ -41,21 +41,24 @@ pub(crate) fn logs(args: &LogsArgs) -> Result<(), CliError> {
         return Ok(());
     }
     let logs: NodeLogs = serde_json::from_value(body)
-        .map_err(|error| CliError::Failed(format!("the answer holds no lines: {error}")))?;
+        .map_err(|error| CliError::Failed(format!("the answer has no log lines: {error}")))?;
     log_text(&logs).iter().for_each(|line| print_line(line));
     Ok(())
 }
 
-/// What it logged; then what only its stderr had, such as a panic's message; then its end.
+/// Formats its log, then what only its stderr had, such as a panic's message, then its end.
 fn log_text(logs: &NodeLogs) -> Vec<String> {
     let mut text = Vec::new();
     if logs.missing > 0 {
-        text.push(format!("-- {} lines were written faster than they are kept", logs.missing));
+        text.push(format!(
+            "-- {} lines are missing: they were written faster than lines are kept",
+            logs.missing
+        ));
     }
     text.extend(logs.lines.iter().cloned());
     let more: Vec<&String> = logs.stderr.iter().filter(|line| !logs.lines.contains(line)).collect();
     if !more.is_empty() {
-        text.push("-- besides, on stderr:".to_owned());
+        text.push("-- also on stderr:".to_owned());
         text.extend(more.into_iter().cloned());
     }
     if !logs.alive {
@@ -72,10 +75,10 @@ pub(crate) fn scale(args: &ScaleArgs) -> Result<(), CliError> {
     let body = serde_json::to_value(request).unwrap_or_default();
     ask(&args.operator, "/admin/scale", &[], Some(body))?;
     if let Some(workers) = args.workers {
-        print_line(&format!("{workers} local workers shall run; see tutti status"));
+        print_line(&format!("{workers} local workers will run; see tutti status"));
     }
     if args.reset {
-        print_line("as many replicas as the leader's --replicas says; see tutti status");
+        print_line("back to the number of replicas in the leader's --replicas; see tutti status");
     }
     match args.replicas {
         None => {}
@@ -89,11 +92,11 @@ pub(crate) fn drain(args: &DrainArgs) -> Result<(), CliError> {
     let request = DrainRequest { node: args.node.clone() };
     let body = serde_json::to_value(request).unwrap_or_default();
     ask(&args.operator, "/admin/drain", &[], Some(body))?;
-    print_line(&format!("{} finishes and leaves; see tutti status", args.node));
+    print_line(&format!("{} is draining and will leave; see tutti status", args.node));
     Ok(())
 }
 
-/// Asks the coordinator; POSTs when there is a body.
+/// Asks the coordinator; POSTs if there is a body.
 fn ask(
     args: &OperatorArgs,
     path: &str,
@@ -206,12 +209,12 @@ fn table(status: &Status) -> Vec<String> {
     }
     if !status.dead.is_empty() {
         let count = status.dead.len();
-        lines.push(format!("\n{count} ended processes are remembered: tutti status --dead"));
+        lines.push(format!("\n{count} processes have ended: see tutti status --dead"));
     }
     lines
 }
 
-/// How long ago this was, in seconds since 1970.
+/// Formats how long ago a time in seconds since 1970 was.
 fn ago(at: u64) -> String {
     let seconds = since_1970().as_secs().saturating_sub(at);
     match seconds {
@@ -243,7 +246,7 @@ fn dead(status: &Status) -> Vec<String> {
         }
     }
     if !status.dead.is_empty() {
-        lines.push("\nthe lines: tutti logs NODE --pid PID".to_owned());
+        lines.push("\ntheir logs: tutti logs NODE --pid PID".to_owned());
     }
     lines
 }

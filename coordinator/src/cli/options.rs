@@ -1,8 +1,8 @@
-//! Every option of every role, declared once. A configuration file uses the same names as keys.
+//! Every option of every role, declared once. Configuration files use the same names as keys.
 //!
-//! - `compute`: what workers compute on
-//! - `serving`: the roles that serve HTTP
-//! - `operator`: the commands that ask
+//! - `compute`: options about what workers compute on
+//! - `serving`: options of the roles that serve HTTP
+//! - `operator`: options of the commands that ask a running cluster
 mod compute;
 mod operator;
 mod serving;
@@ -43,23 +43,23 @@ struct Cli {
 /// The roles.
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Start a coordinator and local workers, restart workers that crash, stop all with Ctrl-C
+    /// Start a coordinator and local workers, and restart workers that crash; Ctrl-C stops them all
     Up(UpArgs),
-    /// Start a coordinator: HTTP, scheduling, metrics; workers dial in
+    /// Start a coordinator (HTTP, scheduling, metrics) that workers connect to
     Coordinator(CoordinatorArgs),
-    /// Start one worker and join a coordinator
+    /// Start a worker that joins a coordinator
     Worker(WorkerArgs),
-    /// Start one more HTTP front end for a coordinator
+    /// Start an additional HTTP front end for a coordinator
     Frontend(FrontendArgs),
     /// Show nodes, replicas and their states
     Status(StatusArgs),
-    /// Show the last lines of a node's log, also when its process is gone
+    /// Show the last lines of a node's log, even after its process has ended
     Logs(LogsArgs),
-    /// Change how many replicas there may be, or how many local workers `tutti up` runs
+    /// Change the maximum number of replicas, or how many local workers `tutti up` runs
     Scale(ScaleArgs),
-    /// Have a worker leave: its requests go on elsewhere, then its process ends
+    /// Remove a worker gracefully: its requests continue elsewhere, then its process exits
     Drain(DrainArgs),
-    /// Check whether this host can become a node, and say how to mend what is wrong
+    /// Check whether this host can run as a node, and say how to fix any problems
     Doctor(DoctorArgs),
     /// Measure the engine on this machine: prefill and decode tokens/s, as one JSON line
     Bench(BenchArgs),
@@ -69,7 +69,7 @@ pub(crate) enum Command {
     Metrics(MetricsArgs),
     /// Print every option and the commands that have it
     Options(OptionsArgs),
-    /// Check a configuration file and say what is wrong with it
+    /// Check a configuration file and report any problems
     CheckConfig(CheckConfigArgs),
 }
 
@@ -78,12 +78,12 @@ pub(crate) fn from_matches(matches: &clap::ArgMatches) -> Result<Command, clap::
     Cli::from_arg_matches(matches).map(|cli| cli.command)
 }
 
-/// The whole command line, as clap sees it.
+/// Returns the whole command line, as clap sees it.
 pub(crate) fn command() -> clap::Command {
     Cli::command()
 }
 
-/// Workers of a replica where nothing is said.
+/// Default number of workers per replica.
 pub(crate) const TENSOR_PARALLEL: u32 = 2;
 
 /// Options of `tutti up`.
@@ -95,8 +95,8 @@ pub(crate) struct UpArgs {
     pub(crate) serving: ServingArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
-    /// Local worker processes to start; more than --tensor-parallel makes more replicas [default:
-    /// one for each usable GPU; on the CPU 2, or --tensor-parallel]
+    /// Local worker processes to start; more than --tensor-parallel form further replicas [default:
+    /// one per usable GPU; on the CPU 2, or --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = parse_workers)]
     pub(crate) workers: Option<Workers>,
 }
@@ -110,16 +110,16 @@ pub(crate) struct CoordinatorArgs {
     pub(crate) serving: ServingArgs,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// Where others reach --cluster-listen, told to them through etcd [default: --cluster-listen;
-    /// where that is every address, the one that leads to etcd]
+    /// Address at which other nodes reach --cluster-listen, published in etcd [default:
+    /// --cluster-listen; if that is a wildcard address, this host's address on the route to etcd]
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) advertise: Option<String>,
-    /// With --etcd: another coordinator takes over when this one has not been heard of for so many
+    /// With --etcd: another coordinator takes over when this one has been silent for this many
     /// seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=600))]
     pub(crate) leader_lease: u64,
-    /// With --etcd: write the totals of /metrics there every so many seconds, so that the next
-    /// leader goes on from them, and show what is written; 0 for never
+    /// With --etcd: how often to write the totals of /metrics to etcd, so that the next leader
+    /// continues from them; /metrics then shows the totals as last written. 0 turns this off
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) checkpoint_interval: u64,
 }
@@ -131,22 +131,22 @@ pub(crate) struct WorkerArgs {
     pub(crate) common: CommonArgs,
     #[command(flatten)]
     pub(crate) compute: ComputeArgs,
-    /// The coordinator's cluster address, where it is not found through --etcd
-    /// [default: 127.0.0.1:8001]
+    /// The coordinator's cluster address, unless it is found through --etcd [default:
+    /// 127.0.0.1:8001]
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
     pub(crate) etcd: EtcdArgs,
-    /// This worker's name, unique in the cluster; of several they are NAME-0, NAME-1 ..
-    /// [default: HOSTNAME-PID-RANDOM]
+    /// This worker's name, unique in the cluster; several workers are called NAME-0, NAME-1 and so
+    /// on [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
-    /// Worker processes of this host: a number, or all for one on each usable GPU. One process
+    /// Worker processes on this host: a number, or all for one per usable GPU. One process
     /// supervises them; on the CPU they share the cores [default: 1]
     #[arg(long, value_name = "N", value_parser = parse_workers)]
     pub(crate) workers: Option<Workers>,
-    /// Where this worker accepts other ranks of its replica (TCP collective), as other hosts reach
-    /// it [default: any port of the address that leads to the coordinator]
+    /// Address on which this worker accepts other ranks of its replica (TCP collective), as other
+    /// hosts reach it [default: any port on the address that leads to the coordinator]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) collective_listen: Option<SocketAddr>,
     #[command(flatten)]
@@ -167,8 +167,8 @@ pub(crate) struct WorkerArgs {
 pub(crate) struct FrontendArgs {
     #[command(flatten)]
     pub(crate) common: CommonArgs,
-    /// The coordinator's cluster address, where it is not found through --etcd
-    /// [default: 127.0.0.1:8001]
+    /// The coordinator's cluster address, unless it is found through --etcd [default:
+    /// 127.0.0.1:8001]
     #[arg(long, value_name = "HOST:PORT", value_parser = parse_address)]
     pub(crate) coordinator: Option<String>,
     #[command(flatten)]
@@ -176,7 +176,7 @@ pub(crate) struct FrontendArgs {
     /// This front end's name, unique among front ends [default: HOSTNAME-PID-RANDOM]
     #[arg(long, value_name = "NAME")]
     pub(crate) node: Option<String>,
-    /// Where HTTP is served
+    /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8010")]
     pub(crate) listen: SocketAddr,
     #[command(flatten)]
@@ -190,7 +190,7 @@ pub(crate) struct FrontendArgs {
     /// Threads that serve HTTP [default: the cores, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) http_threads: Option<u32>,
-    /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
+    /// Seconds that running requests get to finish on shutdown (SIGTERM, Ctrl-C)
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) drain_timeout: u64,
 }
@@ -198,14 +198,14 @@ pub(crate) struct FrontendArgs {
 /// Options of every role.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CommonArgs {
-    /// TOML file whose keys are these options' names; the command line wins over the file
+    /// TOML file whose keys are the names of these options; the command line takes precedence
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// error, warn, info, debug or trace; RUST_LOG, when set, wins
+    /// Log level: error, warn, info, debug or trace; RUST_LOG takes precedence if set
     #[arg(long, value_name = "LEVEL", default_value = "info", value_parser = ["error", "warn", "info", "debug", "trace"])]
     pub(crate) log_level: String,
-    /// NVIDIA's management library, for the GPU series of /metrics [default: where the system's
-    /// loader finds libnvidia-ml.so.1, if anywhere]
+    /// NVIDIA's management library (NVML), for the GPU series of /metrics [default:
+    /// libnvidia-ml.so.1, if the system's loader finds it]
     #[arg(long, value_name = "FILE")]
     pub(crate) nvml_lib: Option<PathBuf>,
     /// File with the cluster's secret, at least 32 bytes that only its owner may read; the same on

@@ -8,7 +8,7 @@ pub(crate) fn print_line(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// Prints an error line to stderr, behind what was logged; waits for a moment until it is written.
+/// Prints an error line to stderr, after what was logged; waits briefly until it is written.
 pub(crate) fn error_line(message: &str) {
     logging::pass_on(format!("error: {message}\n").as_bytes());
     logging::flush();

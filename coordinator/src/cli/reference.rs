@@ -11,13 +11,13 @@ Every command and every option, generated from the program. To change it, change
 `UPDATE_DOCS=1 cargo test -p tests --test tidy options`. `tutti COMMAND --help` says the same.
 
 The options of `up`, `coordinator`, `worker` and `frontend` can be set in a TOML file under the same
-names (`--config FILE`); the command line wins.
+names (`--config FILE`); the command line takes precedence.
 ";
 
 /// Options of `tutti options`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OptionsArgs {
-    /// As Markdown: what docs/options.md is made of
+    /// Print Markdown, as in docs/options.md
     #[arg(long)]
     pub(crate) markdown: bool,
 }
@@ -32,7 +32,7 @@ struct Row {
     commands: Vec<String>,
 }
 
-/// The page, or each option and the commands that have it.
+/// Returns the page, or a list of the options and the commands that have them.
 pub(crate) fn text(command: &Command, args: &OptionsArgs) -> String {
     let rows = rows(command);
     if args.markdown {
@@ -42,7 +42,7 @@ pub(crate) fn text(command: &Command, args: &OptionsArgs) -> String {
     rows.iter().map(line).collect::<Vec<_>>().join("\n")
 }
 
-/// The options by name; commands that have the same option, word for word, share a row.
+/// Collects the options by name; commands that have exactly the same option share a row.
 fn rows(command: &Command) -> Vec<Row> {
     let mut rows: Vec<Row> = Vec::new();
     for subcommand in command.get_subcommands() {
@@ -62,7 +62,7 @@ fn rows(command: &Command) -> Vec<Row> {
             }
         }
     }
-    // Stable: options of one name stay in the order of their commands.
+    // Stable: options with one name stay in the order of their commands.
     rows.sort_by(|a, b| a.names.cmp(&b.names));
     rows
 }
@@ -77,7 +77,7 @@ fn row(option: &Arg) -> Row {
         None => String::new(),
     };
     let help = help(option);
-    // Defaults that depend on something are words behind the help.
+    // Defaults that depend on something are text at the end of the help.
     let (help, mut default) = match help.rsplit_once("[default: ") {
         Some((help, default)) => (help.trim_end(), default.trim_end_matches(']').to_owned()),
         None => (help.as_str(), String::new()),
@@ -104,7 +104,7 @@ fn help(option: &Arg) -> String {
 
 fn page(command: &Command, rows: &[Row]) -> String {
     let mut page = String::from(HEAD);
-    page.push_str("\n## Commands\n\n| command | does |\n| --- | --- |\n");
+    page.push_str("\n## Commands\n\n| command | description |\n| --- | --- |\n");
     for subcommand in command.get_subcommands() {
         let arguments = subcommand.get_positionals().flat_map(|it| it.get_value_names());
         let arguments = arguments.flatten().fold(String::new(), |text, it| format!("{text} {it}"));
@@ -113,7 +113,10 @@ fn page(command: &Command, rows: &[Row]) -> String {
         let _ =
             writeln!(page, "| `tutti {}{arguments}` | {} |", subcommand.get_name(), prose(&about));
     }
-    page.push_str("\n## By name\n\n| option | default | of | does |\n| --- | --- | --- | --- |\n");
+    page.push_str(
+        "\n## By name\n\n| option | default | commands | description |\n\
+         | --- | --- | --- | --- |\n",
+    );
     for row in rows {
         let names: Vec<String> = row.names.iter().map(|name| format!("`{name}`")).collect();
         let mut names = names.join(", ");
@@ -131,7 +134,7 @@ fn page(command: &Command, rows: &[Row]) -> String {
     page
 }
 
-/// Text as Markdown shows it in a table: nothing in it is a mark, but for code in backticks.
+/// Escapes text for a Markdown table: nothing in it is markup, except code in backticks.
 fn prose(text: &str) -> String {
     let parts = text.split('`').enumerate().map(|(index, part)| {
         let part = part.replace('|', "\\|");

@@ -11,11 +11,11 @@ use super::options::parse_bytes;
 /// What a worker's node offers.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct ResourceArgs {
-    /// What this node is, comma separated: rack=r1,zone=a
+    /// Labels of this node, comma separated: rack=r1,zone=a
     #[arg(long, value_name = "KEY=VALUE", value_delimiter = ',', value_parser = pair)]
     pub(crate) label: Vec<(String, String)>,
-    /// What this node has besides cpus, gpus and memory, which are found out; comma separated,
-    /// whole numbers: nvme=2,licence=1
+    /// Resources of this node besides cpus, gpus and memory, which are detected; whole numbers,
+    /// comma separated: nvme=2,licence=1
     #[arg(long, value_name = "NAME=AMOUNT", value_delimiter = ',', value_parser = amount)]
     pub(crate) resource: Vec<(String, u64)>,
 }
@@ -31,7 +31,7 @@ impl ResourceArgs {
         let taken = ["cpus", "gpus", "memory"].into_iter().find(|n| offer.custom.contains_key(*n));
         if let Some(name) = taken {
             return Err(CliError::Usage(format!(
-                "--resource {name}: that is found out, not given"
+                "--resource {name}: this resource is detected and cannot be set"
             )));
         }
         let usage = |problem| CliError::Usage(format!("--label, --resource: {problem}"));
@@ -43,14 +43,14 @@ impl ResourceArgs {
 /// Which workers go together.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct PlacementArgs {
-    /// Workers of different hosts form a replica with those of an equal label first, the nearest
-    /// label first, comma separated: rack,zone
+    /// Labels whose values workers on different hosts should share to form a replica, comma
+    /// separated, nearest first: rack,zone
     #[arg(long, value_name = "LABELS", value_delimiter = ',', value_parser = label)]
     pub(crate) placement_labels: Vec<String>,
-    /// What a worker has to offer to be a rank, comma separated: gpus=1,memory=16GiB
+    /// Resources that a worker must offer to become a rank, comma separated: gpus=1,memory=16GiB
     #[arg(long, value_name = "NAME=AMOUNT", value_delimiter = ',', value_parser = amount)]
     pub(crate) rank_resources: Vec<(String, u64)>,
-    /// Workers kept free for gaps when further replicas are made
+    /// Workers to keep free as replacements when further replicas are formed
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub(crate) spares: u32,
 }
@@ -66,7 +66,7 @@ impl PlacementArgs {
     }
 }
 
-/// No name twice.
+/// Collects pairs; rejects a name given twice.
 fn once<T: Clone>(option: &str, pairs: &[(String, T)]) -> Result<BTreeMap<String, T>, CliError> {
     let mut all = BTreeMap::new();
     for (name, value) in pairs {

@@ -10,7 +10,7 @@ use zeroize::Zeroizing;
 use super::CliError;
 use super::options::CommonArgs;
 
-/// The variable that holds the secret where there is no file.
+/// The variable that holds the secret if there is no file.
 const VARIABLE: &str = "TUTTI_CLUSTER_SECRET";
 
 /// Reads the secrets, if any are given, and follows their file from then on.
@@ -41,7 +41,7 @@ fn given(
         .transpose()
 }
 
-/// Refuses an address that other hosts reach, unless who comes there has to prove something.
+/// Rejects an address that other hosts can reach, unless they must authenticate.
 pub(crate) fn require(
     address: SocketAddr,
     secret: Option<&Keyring>,
@@ -51,8 +51,9 @@ pub(crate) fn require(
         return Ok(());
     }
     Err(CliError::Usage(format!(
-        "--cluster-listen {address} can be reached from other hosts, and whoever joins there gets \
-         prompts and chooses tokens: give every node the same secret (head -c 32 /dev/urandom | \
-         base64 > FILE; chmod 600 FILE; --cluster-secret-file FILE), or say --insecure-no-auth"
+        "--cluster-listen {address} can be reached from other hosts, and any process that joins \
+         there receives prompts and chooses tokens: give every node the same secret (head -c 32 \
+         /dev/urandom | base64 > FILE; chmod 600 FILE; --cluster-secret-file FILE), or set \
+         --insecure-no-auth"
     )))
 }

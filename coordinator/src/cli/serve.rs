@@ -20,12 +20,11 @@ use super::signals::Signals;
 use super::work::{cores, random, random_secret};
 use super::{CliError, CoordinatorArgs, api, elected, etcd, hub, logging, secret};
 
-/// Most tokens in a step where nothing is said, which is right for CPUs; and where workers have
-/// GPUs.
+/// Default maximum of tokens in a step, which suits CPUs; and the one for workers on GPUs.
 const BATCHED_TOKENS: u32 = 512;
 pub(crate) const BATCHED_TOKENS_GPU: u32 = 2048;
 
-/// Where workers dial in, unless told otherwise.
+/// Default address that workers dial.
 const CLUSTER_LISTEN: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::LOCALHOST), 8001);
 
@@ -57,7 +56,7 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
             Coordinator::start(options).map_err(|error| CliError::Failed(error.to_string()))?;
         print_line(&format!("tutti coordinator: {}", coordinator.http_url()));
         if let Some(url) = coordinator.metrics_url() {
-            print_line(&format!("metrics alone: {url}"));
+            print_line(&format!("metrics only: {url}"));
         }
         print_line(&format!(
             "waiting for {degree} workers: tutti worker --coordinator {}",
@@ -145,7 +144,7 @@ pub(crate) fn coordinator_options(
         max_num_seqs: args.max_num_seqs,
         max_num_batched_tokens: args.max_num_batched_tokens.unwrap_or(BATCHED_TOKENS),
         block_size: args.block_size,
-        // 0 leaves it to the workers.
+        // 0 leaves the choice to the workers.
         kv_cache_bytes: args.kv_cache_memory.unwrap_or(0),
         swap_bytes: args.swap_space,
         prefix_caching: !args.no_enable_prefix_caching,
@@ -178,7 +177,7 @@ pub(crate) fn coordinator_options(
     })
 }
 
-/// Whose names are published, too: each name once.
+/// Returns the servers whose metric names are also published, each name once.
 fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     let one = |compat: &CompatArg| match compat {
         CompatArg::Vllm => Compat::Vllm,
@@ -189,19 +188,19 @@ fn compat(args: &[CompatArg]) -> Result<Vec<Compat>, CliError> {
     all.sort_unstable();
     all.dedup();
     if all.contains(&Compat::Vllm) && all.contains(&Compat::VllmCluster) {
-        let message = "--metrics-compat: vllm and vllm-cluster are the same names with other labels; \
-                       give one of them";
+        let message = "--metrics-compat: vllm and vllm-cluster have the same names with different \
+                       labels; give only one of them";
         return Err(CliError::Usage(message.to_owned()));
     }
     Ok(all)
 }
 
-/// Checks the least degree against the wanted one.
+/// Checks the minimum degree against the wanted one.
 pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliError> {
     match args.min_tensor_parallel {
         Some(least) if least > degree => Err(CliError::Usage(format!(
-            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the fewest \
-             workers that a replica goes on with"
+            "--min-tensor-parallel {least} is above --tensor-parallel {degree}: it is the smallest \
+             number of workers with which a replica continues"
         ))),
         _ => Ok(()),
     }
@@ -221,12 +220,12 @@ pub(crate) struct Asked {
 pub(crate) enum Weights {
     /// On this host.
     Here,
-    /// On those of its workers; this one may do without.
+    /// On its workers' hosts; this one may do without.
     MayBeElsewhere,
 }
 
-/// Checks what workers would find wrong with the model, before there are any: its configuration,
-/// its degree, the headers of its files, its adapters. Nothing is loaded.
+/// Checks what workers would reject about the model before there are any: its configuration, its
+/// degree, the headers of its files, its adapters. Loads nothing.
 pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
     let checks_adapters = || {
@@ -239,7 +238,10 @@ pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Res
         worker::check::degree(model, *degree).and_then(|()| checks_adapters())
     } else if elsewhere && !worker::check::has_weights(model) {
         worker::check::degree(model, *degree).inspect(|()| {
-            tracing::warn!(model = %model.display(), "this host has no weights of the model: every worker's host must");
+            tracing::warn!(
+                model = %model.display(),
+                "this host does not have the model's weights: every worker's host must have them"
+            );
         })
     } else {
         let fits = worker::check::model(model, *degree, options.quantization);
@@ -253,7 +255,7 @@ pub(crate) fn adapters(args: &LoraArgs) -> Lora {
     Lora { adapters: args.adapters().cloned().collect(), max_rank: args.max_lora_rank }
 }
 
-/// The fields named; clap has checked the names.
+/// Returns the named fields; clap has checked the names.
 fn log_fields(names: &[String]) -> Vec<Field> {
     names
         .iter()
@@ -262,7 +264,8 @@ fn log_fields(names: &[String]) -> Vec<Field> {
         .collect()
 }
 
-/// The demo model of the repository: in the working folder, or beside where the program was built.
+/// Finds the repository's demo model: in the working folder, or beside the place where the program
+/// was built.
 pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
     let demo = Path::new("models/demo");
     let mut candidates = vec![demo.to_owned()];
@@ -271,7 +274,9 @@ pub(crate) fn demo_model() -> Result<PathBuf, CliError> {
     }
     candidates.into_iter().find(|dir| dir.join("config.json").is_file()).ok_or_else(|| {
         CliError::Usage(
-            "--model is missing, and models/demo is neither here nor beside the program".to_owned(),
+            "--model is missing, and models/demo is neither in the current folder nor beside the \
+             program"
+                .to_owned(),
         )
     })
 }

@@ -1,4 +1,4 @@
-//! SIGTERM and Ctrl-C: the first has a process finish what it does, the second ends it at once.
+//! SIGTERM and Ctrl-C: the first lets a process finish its work, the second ends it at once.
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -6,7 +6,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use super::CliError;
 use super::output::print_line;
 
-/// Listens for both signals, from its making on.
+/// Listens for both signals from its creation on.
 #[derive(Debug)]
 pub(crate) struct Signals {
     terminate: Signal,
@@ -14,7 +14,7 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Begins to listen: the signals do not end the process by themselves any more.
+    /// Starts to listen: from now on the signals no longer end the process by themselves.
     pub(crate) fn listen() -> Result<Self, CliError> {
         let listen = |kind| {
             let failed = |error| CliError::Failed(format!("cannot listen for signals: {error}"));
@@ -33,8 +33,8 @@ impl Signals {
         }
     }
 
-    /// Lets `finish` take its time, at most `patience`, and no longer than until the next signal.
-    /// It resolves to whether all of the `requests` have ended.
+    /// Lets `finish` run for at most `patience`, and no longer than until the next signal. `finish`
+    /// resolves to whether all `requests` have ended.
     pub(crate) async fn drain(
         &mut self,
         requests: usize,
@@ -43,17 +43,17 @@ impl Signals {
     ) {
         if requests > 0 {
             print_line(&format!(
-                "finishing {requests} requests, for at most {} s; again to end at once",
+                "finishing {requests} requests, for at most {} s; signal again to stop at once",
                 patience.as_secs()
             ));
         }
         tokio::select! {
             finished = finish => {
                 if !finished {
-                    tracing::warn!(?patience, "requests did not finish in time and fail");
+                    tracing::warn!(?patience, "some requests did not finish in time and will fail");
                 }
             }
-            () = self.next() => tracing::warn!("told to end at once: what still runs fails"),
+            () = self.next() => tracing::warn!("told to stop at once: running requests fail"),
         }
     }
 }

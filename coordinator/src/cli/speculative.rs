@@ -15,18 +15,18 @@ const DEGREE: &str = "draft_tensor_parallel_size";
 const NGRAM: &str = "ngram";
 const DRAFT_MODEL: &str = "draft_model";
 
-/// The lengths of n-grams where neither is given.
+/// Default n-gram length if neither bound is given.
 const LOOKUP: u32 = 5;
 
-/// What the option says.
+/// The parsed option.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Speculative {
     pub(crate) speculation: Speculation,
-    /// The draft model's folder, where drafts are one's.
+    /// The draft model's folder, if there is a draft model.
     pub(crate) draft_model: Option<PathBuf>,
 }
 
-/// Parses it. Bounds that depend on other options are checked with those.
+/// Parses the option. Bounds that depend on other options are checked with those.
 pub(super) fn parse(text: &str) -> Result<Speculative, String> {
     let value: Value =
         serde_json::from_str(text).map_err(|error| format!("it is not JSON: {error}"))?;
@@ -72,7 +72,7 @@ pub(super) fn parse(text: &str) -> Result<Speculative, String> {
     Ok(Speculative { speculation, draft_model })
 }
 
-/// How drafts are made: what names a model and no method means that model.
+/// Returns how drafts are made: a model without a method means that draft model.
 fn method(fields: &Map<String, Value>) -> Result<&'static str, String> {
     let supported = format!("\"{NGRAM}\" and \"{DRAFT_MODEL}\" are supported");
     match fields.get(METHOD) {
@@ -84,7 +84,7 @@ fn method(fields: &Map<String, Value>) -> Result<&'static str, String> {
     }
 }
 
-/// A field's number; null stands for the default, as there.
+/// Returns a field's number; null stands for the default, as in vLLM.
 fn number(fields: &Map<String, Value>, name: &str) -> Result<Option<u32>, String> {
     match fields.get(name) {
         None | Some(Value::Null) => Ok(None),
@@ -121,7 +121,7 @@ mod tests {
         let config = parse(text).unwrap();
         assert_eq!(lookup(&config), (4, 2));
         assert_eq!(config.speculation.disable_by_batch_size, Some(8));
-        // One length given is both.
+        // A single bound counts as both.
         for (name, length) in [(MAX, 4), (MIN, 3)] {
             let text =
                 format!(r#"{{"method":"ngram","num_speculative_tokens":3,"{name}":{length}}}"#);

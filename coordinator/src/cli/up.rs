@@ -21,14 +21,15 @@ use super::{CliError, UpArgs, devices, logging, serve};
 /// How long a worker that was asked to stop may take before it is killed.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Checks the numbers that were given against each other, before the host is asked for its own.
+/// Checks the given numbers against each other, before querying the host for the others.
 pub(crate) fn check_numbers(args: &UpArgs) -> Result<(), CliError> {
     let degree = args.serving.tensor_parallel;
     if let (Some(workers), Some(degree)) = (args.workers.and_then(Workers::number), degree)
         && workers < degree
     {
         return Err(CliError::Usage(format!(
-            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+            "--workers {workers} is below --tensor-parallel {degree}: not even one replica would \
+             be complete"
         )));
     }
     serve::check_least(&args.serving, degree.unwrap_or(TENSOR_PARALLEL))
@@ -44,7 +45,8 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let devices::Shared { workers, degree, devices, on_gpus, text: on } = shared;
     if workers < degree {
         return Err(CliError::Usage(format!(
-            "--workers {workers} is below --tensor-parallel {degree}: not one replica is complete"
+            "--workers {workers} is below --tensor-parallel {degree}: not even one replica would \
+             be complete"
         )));
     }
     let any_port = SocketAddr::from(([127, 0, 0, 1], 0));
@@ -140,8 +142,8 @@ fn worker_command(
     Ok(WorkerCommand { program, args, threads, devices, name, patience })
 }
 
-/// Starts workers, those that were given up too, or has the last ones leave; a worker that cannot
-/// be done without stays.
+/// Starts workers, including those given up, or lets the last ones leave; an indispensable worker
+/// stays.
 async fn scale(
     coordinator: &Coordinator,
     children: &mut Children,
@@ -169,8 +171,8 @@ async fn scale(
     Ok(())
 }
 
-/// Shows progress, says when it is ready, and ends only when going on makes no sense: with fewer
-/// than the `least` workers that a replica needs, say.
+/// Shows progress, announces readiness, and ends only when continuing makes no sense: for example
+/// with fewer than the `least` workers that a replica needs.
 async fn watch_over(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
@@ -201,7 +203,7 @@ async fn watch_over(
                     tracing::info!(node, "a worker left");
                 }
                 ChildEvent::Restarting { node, status, after } => {
-                    tracing::warn!(node, status, ?after, "a worker ended; starting it again");
+                    tracing::warn!(node, status, ?after, "a worker ended; restarting it");
                 }
                 ChildEvent::GaveUp { node, reason } => {
                     coordinator.supervised(&node, None);
@@ -212,7 +214,8 @@ async fn watch_over(
                     }
                     tracing::error!(
                         node, reason,
-                        "a worker keeps failing and is left alone; `tutti scale --workers N` tries it again"
+                        "a worker keeps failing and is not restarted any more; `tutti scale \
+                         --workers N` tries again"
                     );
                 }
             },

@@ -1,25 +1,25 @@
-//! Options of vLLM that have another name here, or none: what operators bring along is understood
-//! or answered with what to say instead. docs/from-vllm.md has the same in a table.
+//! vLLM's options that have another name here, or none: operators' existing command lines are
+//! understood or answered with the alternative. docs/from-vllm.md has the same as a table.
 use std::ffi::OsString;
 
 use clap::error::ErrorKind;
 
 use super::logging;
 
-/// What becomes of an option.
+/// How an option is treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Here {
-    /// It asks for what is so anyway: left out.
+    /// It asks for the normal behaviour: dropped.
     Anyway,
-    /// The same, and this is said.
+    /// The same, with this message.
     Needless(&'static str),
-    /// Not taken; this is said instead.
+    /// Rejected, with this alternative.
     Instead(&'static str),
 }
 
 use Here::{Anyway, Instead, Needless};
 
-/// The options, without their dashes where they have two.
+/// The options, without leading double dashes.
 pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("enable-prefix-caching", Anyway),
     ("enable-chunked-prefill", Anyway),
@@ -28,7 +28,7 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("enable-prompt-tokens-details", Anyway),
     ("disable-log-requests", Anyway),
     ("no-enable-log-requests", Anyway),
-    ("enable-reasoning", Needless("`--reasoning-parser` says it")),
+    ("enable-reasoning", Needless("`--reasoning-parser` is enough")),
     ("trust-remote-code", Needless("it is never needed: no code of a model's folder is run")),
     ("host", Instead("`--listen IP:PORT`")),
     ("port", Instead("`--listen IP:PORT`")),
@@ -66,38 +66,39 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("runner", Instead("completions and embeddings are served alike")),
     ("max-loras", Instead("all of `--lora-modules` may be in one step")),
     ("max-cpu-loras", Instead("all of `--lora-modules` may be in one step")),
-    ("cpu-offload-gb", Instead("weights are where they are computed with")),
-    ("kv-cache-dtype", Instead("`--dtype` says it")),
+    ("cpu-offload-gb", Instead("weights stay in the memory of the device that computes")),
+    ("kv-cache-dtype", Instead("`--dtype` decides it")),
     ("num-gpu-blocks-override", Instead("`--kv-cache-memory BYTES`")),
     ("api-server-count", Instead("`tutti frontend`, any number of them")),
     ("guided-decoding-backend", Instead("llguidance is the only backend")),
     ("structured-outputs-config", Instead("llguidance is the only backend")),
     ("compilation-config", Instead("nothing is compiled; `--no-cuda-graphs`")),
     ("uvicorn-log-level", Instead("`--log-level`, `--access-log`")),
-    ("root-path", Instead("paths are as they are: a proxy may add to them")),
+    ("root-path", Instead("paths are fixed: a proxy can add a prefix")),
 ];
 
-/// What becomes of an option, given as `--name`, `--name=value` or `-tp`.
+/// Returns how an option is treated, given as `--name`, `--name=value` or `-tp`.
 fn find(argument: &str) -> Option<(&str, Here)> {
     let name = argument.split('=').next().unwrap_or(argument);
     let bare = name.strip_prefix("--").unwrap_or(name).replace('_', "-");
     OPTIONS.iter().find(|(known, _)| *known == bare).map(|(_, here)| (name, *here))
 }
 
-/// What to say of a configuration file's key.
+/// Returns the advice about a configuration file's key.
 pub(crate) fn hint(key: &str) -> Option<String> {
     let (_, here) = find(&format!("--{key}"))?;
     Some(match here {
-        Anyway => "it is so anyway: leave it out".to_owned(),
+        Anyway => "this is always the case: leave it out".to_owned(),
         Needless(why) => format!("leave it out: {why}"),
-        Instead(what) => format!("it is vLLM's; here: {what}"),
+        Instead(what) => format!("this is a vLLM option; here: {what}"),
     })
 }
 
-/// The command line without what asks for nothing, of the roles that stand for `vllm serve`.
+/// Removes options without effect from the command line of the roles that correspond to `vllm
+/// serve`.
 ///
 /// # Errors
-/// Names what to say instead.
+/// Names the alternative.
 pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error> {
     let role = args.get(1).and_then(|role| role.to_str());
     if role == Some("serve") {
@@ -117,7 +118,7 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
                 logging::pass_on(format!("note: `{name}` is left out: {why}\n").as_bytes());
             }
             Some((name, Instead(what))) => {
-                return Err(refused(&format!("`{name}` is vLLM's; here: {what}")));
+                return Err(refused(&format!("`{name}` is a vLLM option; here: {what}")));
             }
         }
     }
@@ -128,7 +129,7 @@ fn refused(message: &str) -> clap::Error {
     clap::Error::raw(ErrorKind::UnknownArgument, format!("{message}\n"))
 }
 
-/// A number of tokens as vLLM takes it: `4096`, `4k` (4,000), `4K` (4,096), `1.5k`, `1m`, `1M`.
+/// Parses a number of tokens like vLLM: `4096`, `4k` (4,000), `4K` (4,096), `1.5k`, `1m`, `1M`.
 ///
 /// # Errors
 /// Says what is expected.
@@ -143,7 +144,7 @@ pub(crate) fn parse_length(text: &str) -> Result<u32, String> {
         Some((at, 'M')) => (&text[..at], 1 << 20),
         _ => (text, 1),
     };
-    // As vLLM, fractions of powers of ten alone.
+    // As in vLLM, fractions only of powers of ten.
     let decimal = factor % 10 == 0 && number.bytes().all(|b| b.is_ascii_digit() || b == b'.');
     let tokens = match number.parse::<u64>() {
         Ok(number) => number.checked_mul(factor),
@@ -171,7 +172,7 @@ mod tests {
         assert_eq!(understood(&other).unwrap(), other, "another role");
         for (line, told) in [
             ("tutti up --port 8000", "--listen IP:PORT"),
-            ("tutti up --host=0.0.0.0", "`--host` is vLLM's; here: `--listen"),
+            ("tutti up --host=0.0.0.0", "`--host` is a vLLM option; here: `--listen"),
             ("tutti coordinator -tp 2", "--tensor-parallel N"),
             ("tutti serve org/model --port 1", "`tutti up --model org/model`"),
             ("tutti serve", "`tutti up --model MODEL`"),
@@ -205,7 +206,7 @@ mod tests {
                 names.flat_map(|it| it.split(' ').next()).any(|it| it == name)
             });
             match here {
-                Anyway => assert!(rows.any(|row| row.contains("so anyway")), "{name}"),
+                Anyway => assert!(rows.any(|row| row.contains("always the case")), "{name}"),
                 Needless(what) | Instead(what) => {
                     assert!(rows.any(|row| row.contains(what)), "{name}: {what}");
                 }

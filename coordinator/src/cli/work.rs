@@ -1,4 +1,4 @@
-//! `tutti worker`: one rank, until it is told to stop; several as processes of their own (`host`).
+//! `tutti worker`: one rank, until it is told to stop; or several in their own processes (`host`).
 use std::ffi::OsString;
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::net::IpAddr;
@@ -21,7 +21,7 @@ use super::output::error_line;
 use super::signals::Signals;
 use super::{CliError, WorkerArgs, devices, etcd, host, logging, secret};
 
-/// The interface that NCCL's connections use, as far as that is known.
+/// Returns the interface of NCCL's connections, as far as it is known.
 fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
     let local = |address: &&str| {
         let host = address.rsplit_once(':').map_or(*address, |(host, _)| host);
@@ -33,16 +33,19 @@ fn nccl_interface(args: &WorkerArgs) -> Option<&str> {
 }
 
 pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError> {
-    // Also all of one: what is named and supervised does not depend on how many GPUs answer today.
+    // Even if "all" is one: names and supervision must not depend on how many GPUs answer today.
     if let Some(workers) = args.workers.filter(|workers| *workers != Workers::Number(1)) {
         return host::run(args, given, devices::of_host(&args.compute, workers));
     }
-    // While this is the only thread.
+    // While this is still the only thread.
     let interface = nccl_interface(args);
     let prepared = prepare_nccl(interface);
     let log = logging::init(&args.common.log_level);
     if !prepared {
-        tracing::warn!(interface, "NCCL's environment is left as it is: there are threads already");
+        tracing::warn!(
+            interface,
+            "NCCL's environment is left unchanged: the process already has threads"
+        );
     }
     let device = devices::choose(&args.compute, args.compute.threads.unwrap_or_else(cores))?;
     let secret = secret::read(&args.common)?;
@@ -72,7 +75,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     let (end, told) = actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         beat_to_systemd();
-        // The first signal has it leave, the second ends it at once.
+        // The first signal makes it leave, the second ends it at once.
         let (leave, left) = oneshot::channel();
         let left = async { left.await.unwrap_or_else(|_| "it is told to end".to_owned()) };
         let mut told = false;
@@ -114,7 +117,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     })?;
     match end {
         WorkerEnd::Shutdown { reason } if is_child && told => {
-            // Its parent wants it still: it starts another one.
+            // Its parent still wants it and starts another one.
             Err(CliError::Again(format!("the worker ends: {reason}")))
         }
         WorkerEnd::Shutdown { reason } => {
@@ -129,13 +132,13 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString]) -> Result<(), CliError>
     }
 }
 
-/// Cores this process may use.
+/// Number of cores that this process may use.
 pub(crate) fn cores() -> u32 {
     std::thread::available_parallelism().map_or(1, |n| u32::try_from(n.get()).unwrap_or(1))
 }
 
-/// Identifies the host: equal for processes that can share memory and see each other's processes,
-/// so that containers with a /dev/shm or process ids of their own count as hosts of their own.
+/// Identifies the host: equal for processes that can share memory and see each other's processes.
+/// So containers with their own /dev/shm or process ids count as separate hosts.
 pub(crate) fn host_id() -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_owned())
@@ -147,17 +150,18 @@ pub(crate) fn host_id() -> String {
     format!("{boot}-{memory:x}-{processes:x}")
 }
 
-/// A number that no other process has drawn: hashers are seeded by the operating system. Not for
-/// secrets.
+/// Returns a number that no other process has drawn: hashers are seeded by the operating system.
+/// Not for secrets.
 pub(crate) fn random() -> u64 {
     std::hash::RandomState::new().build_hasher().finish()
 }
 
-/// A secret of this process alone.
+/// Makes a secret of this process alone.
 pub(crate) fn random_secret() -> Result<Secret, CliError> {
     let mut bytes = [0; 32];
-    getrandom::fill(&mut bytes)
-        .map_err(|error| CliError::Failed(format!("the system has no random numbers: {error}")))?;
+    getrandom::fill(&mut bytes).map_err(|error| {
+        CliError::Failed(format!("the system's random number generator failed: {error}"))
+    })?;
     Ok(Secret::of_random(bytes))
 }
 
@@ -166,8 +170,8 @@ fn hostname() -> String {
         .map_or_else(|_| "host".to_owned(), |name| name.trim().to_owned())
 }
 
-/// A process's name where none is given. In containers all processes have one id, and hosts may
-/// have one name.
+/// Returns the default name of a process. In containers all processes may have the same id, and
+/// hosts the same name.
 pub(crate) fn default_node() -> String {
     format!("{}-{}-{:04x}", hostname(), std::process::id(), random() as u16)
 }

@@ -1,13 +1,13 @@
 //! PURE: workers that are gone and may be back, for as long as that is likely.
 //!
-//! A worker whose name has its process id in it never comes back under that name: it must not be
-//! shown as down for ever.
+//! A worker whose name contains its process id never comes back under that name, so it must not be
+//! shown as down forever.
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 use shared::ids::WorkerId;
 
-/// How long a worker that is gone is expected back: longer than hosts take to start again.
+/// How long a worker that is gone is expected back: longer than a host takes to restart.
 pub const EXPECTED_FOR: Duration = Duration::from_secs(600);
 
 /// See the module's documentation.
@@ -27,7 +27,7 @@ impl Absences {
         self.since.remove(&worker);
     }
 
-    /// Those that have been gone for too long, each said once.
+    /// Returns workers that have been gone for too long, each once.
     pub fn given_up(&mut self, now: Duration) -> Vec<WorkerId> {
         let over = |since: Duration| now.saturating_sub(since) >= EXPECTED_FOR;
         if !self.since.values().copied().any(over) {
@@ -39,7 +39,7 @@ impl Absences {
         gone
     }
 
-    /// How many are expected back.
+    /// Number of workers expected back.
     #[must_use]
     pub fn count(&self) -> usize {
         self.since.len()

@@ -1,9 +1,9 @@
-//! The actix shell of the cluster core: its effects go out, replicas run. What comes in is in the
-//! modules: workers and their links, requests, what operators ask, names.
+//! The actix shell of the cluster core: carries out its effects and runs the replicas. Incoming
+//! messages are handled in the modules.
 //!
 //! - `workers`: workers and their links
 //! - `requests`: requests on their way
-//! - `operator`: what operators ask
+//! - `operator`: commands and questions of operators
 //! - `names`: the cluster's actors by name
 mod names;
 mod operator;
@@ -46,24 +46,24 @@ use crate::replica::actor::{
 };
 use crate::scheduler::{ConfigError, EpochEnd};
 
-/// How often time passes for the core.
+/// Interval of the core's ticks.
 const TICK: Duration = Duration::from_millis(50);
-/// How often actors are counted.
+/// Interval at which actors are counted.
 const COUNT: Duration = Duration::from_secs(1);
-/// How often replicas' queues are compared.
+/// Interval at which replicas' queues are compared.
 const SHARE: Duration = Duration::from_millis(500);
 
 struct Connected {
     incarnation: Incarnation,
     number: LinkNumber,
-    /// The link, as named actors know it.
+    /// The link's id among named actors.
     peer: PeerId,
     node: String,
     host: String,
     pid: u32,
     link: LinkHandle,
     addr: WorkerLink,
-    /// The replica that it was a rank of when it last said something of one.
+    /// The replica it was a rank of when last asked; a cache.
     replica: Option<ReplicaId>,
 }
 
@@ -71,7 +71,7 @@ struct RunningReplica {
     addr: Addr<ReplicaActor>,
     load: Arc<ReplicaLoad>,
     serving: Option<(Epoch, Vec<WorkerId>)>,
-    /// Tokens that its KV cache has room for, or had when it served last.
+    /// Tokens its KV cache has room for, or had when it last served.
     room: Option<u32>,
 }
 
@@ -93,7 +93,7 @@ impl RunningReplica {
     }
 }
 
-/// Makes a replica's actor when the core makes a replica.
+/// Makes the actor of a replica that the core created.
 pub type ReplicaFactory = Box<
     dyn Fn(ReplicaId, Addr<ClusterActor>, Arc<ReplicaLoad>) -> Result<ReplicaActor, ConfigError>,
 >;
@@ -109,9 +109,9 @@ pub struct ClusterActor {
     hub: Arc<Hub>,
     engine: EngineConfig,
     view: watch::Sender<ClusterView>,
-    /// Why no actor of a replica can be made.
+    /// Why no replica's actor can be made.
     broken_config: Option<String>,
-    /// Workers whose links were given up as they said nothing, until they are back.
+    /// Workers whose links were given up for silence, until they are back.
     frozen: Frozen,
     tensor_parallel: u32,
     worker_stats: bool,
@@ -125,18 +125,18 @@ pub struct ClusterActor {
     absences: Absences,
     /// Named actors of the whole cluster.
     actors: ActorRuntime,
-    /// Nodes whose worker process is started again when it ends, and how often in a row.
+    /// Nodes whose worker process is restarted when it ends, and how often in a row.
     supervised: BTreeMap<String, u32>,
     /// How often each worker came back as another process.
     restarts: BTreeMap<WorkerId, u32>,
-    /// How often each replica broke while it served, pauses that were planned not counted.
+    /// How often each replica broke while it served, planned pauses excluded.
     broken: BTreeMap<ReplicaId, u32>,
     affinity: Affinity,
-    /// Workers that have not been heard for a while; their links are not given up yet.
+    /// Workers not heard from for a while whose links are not given up yet.
     suspects: BTreeSet<WorkerId>,
-    /// The view has changed in what is not urgent.
+    /// Whether the view has unpublished changes that are not urgent.
     unpublished: bool,
-    /// Where operators' words are left for the next leader, where there may be one.
+    /// Where operators' commands are left for the next leader, if there can be one.
     desires: Option<Desires>,
 }
 
@@ -147,7 +147,7 @@ impl std::fmt::Debug for ClusterActor {
 }
 
 impl ClusterActor {
-    /// A cluster without workers; its view is published through `view`.
+    /// Makes a cluster without workers; its view is published through `view`.
     #[must_use]
     pub fn new(
         config: ClusterConfig,
@@ -190,19 +190,19 @@ impl ClusterActor {
         }
     }
 
-    /// With workers that are about to join, as [`Cluster::expect`] says.
+    /// Expects workers that are about to join, see [`Cluster::expect`].
     #[must_use]
     pub fn expecting(mut self, nodes: BTreeSet<String>) -> Self {
         self.core.expect(nodes);
         self
     }
 
-    /// Of several coordinators: goes by what operators told the last leader, and leaves what they
+    /// With several coordinators: adopts what operators told the last leader, and leaves what they
     /// say to the next one.
     #[must_use]
     pub fn desiring(mut self, told: Option<Desired>, desires: Desires) -> Self {
         if let Some(told) = told {
-            // It is written again, so that an etcd which lost its data has it, too.
+            // Written again so that an etcd that lost its data has it, too.
             desires.send_replace(Some(told.clone()));
             self.core.go_by(told);
         }
@@ -210,8 +210,8 @@ impl ClusterActor {
         self
     }
 
-    /// Carries out the core's effects, then publishes the view: the next tick does, where there are
-    /// none.
+    /// Carries out the core's effects, then publishes the view; without effects, the next tick
+    /// publishes it.
     fn carry_out(&mut self, ctx: &mut Context<Self>, effects: Vec<Effect>) {
         if effects.is_empty() {
             self.unpublished = true;
@@ -247,7 +247,7 @@ impl ClusterActor {
                     self.replica_died(replica);
                     self.broken.remove(&replica);
                     if let Some(running) = self.replicas.remove(&replica) {
-                        // Its requests come as orphans; the actor ends with its last address.
+                        // Its requests arrive as orphans; the actor ends with its last address.
                         running.addr.do_send(Retire);
                         self.orphanage.expect(replica);
                     }
@@ -261,7 +261,7 @@ impl ClusterActor {
                         worker = node,
                         slot = worker.0,
                         seconds,
-                        "the worker has not answered when it was formed"
+                        "the worker did not answer while its replica was formed"
                     );
                 }
                 Effect::GivesWay { worker, to } => {
@@ -282,8 +282,8 @@ impl ClusterActor {
                         slot = worker.0,
                         device,
                         ?lasts,
-                        "the device failed again and again: its worker gets no rank for a while; \
-                         `tutti scale` has it tried at once"
+                        "the device failed repeatedly: its worker gets no rank for a while; `tutti \
+                         scale` tries it again at once"
                     );
                 }
                 Effect::Desire(desired) => {
@@ -294,8 +294,8 @@ impl ClusterActor {
                 Effect::Unservable { replica, reason } => {
                     tracing::error!(
                         %replica, %reason,
-                        "the replica cannot be formed; tried again when workers or replicas change, else \
-                         after a minute and more"
+                        "the replica cannot be formed; trying again when workers or replicas \
+                         change, otherwise after a minute or more"
                     );
                 }
             }
@@ -326,7 +326,7 @@ impl ClusterActor {
             .map(|connected| connected.addr.clone())
             .collect();
         if links.len() != ranks.len() {
-            // A rank left in this very moment; its end is on the way.
+            // A rank left just now; its end is on the way.
             return;
         }
         tracing::info!(replica = %id, %epoch, ranks = ranks.len(), kv_blocks = num_blocks, host_blocks, "serving");
@@ -335,9 +335,9 @@ impl ClusterActor {
         if tokens < u64::from(max) {
             tracing::warn!(
                 replica = %id,
-                "the KV cache holds {tokens} tokens, and --max-model-len is {max}: requests for more are \
-                 refused, those without max_tokens end there; give more --kv-cache-memory, or say \
-                 --max-model-len {tokens}"
+                "the KV cache holds {tokens} tokens, but --max-model-len is {max}: requests for \
+                 more are refused, those without max_tokens end there; give more \
+                 --kv-cache-memory, or set --max-model-len {tokens}"
             );
         }
         let tensor_parallel = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
@@ -357,7 +357,7 @@ impl ClusterActor {
         running.serving = Some((epoch, ranks));
         running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
-        // What waits at replicas that cannot go on can go on here.
+        // Requests waiting at replicas that cannot continue can continue here.
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
                 running.addr.do_send(GiveUp);
@@ -366,7 +366,7 @@ impl ClusterActor {
         }
     }
 
-    /// Starts a replica's actor, unless it runs.
+    /// Starts a replica's actor, unless it is running.
     fn start_replica(&mut self, ctx: &mut Context<Self>, id: ReplicaId) {
         if self.replicas.contains_key(&id) {
             return;
@@ -382,8 +382,8 @@ impl ClusterActor {
         }
     }
 
-    /// An actor that panicked is gone, with its requests, whose clients see their end. Its ranks
-    /// form anew, for another one.
+    /// Notices actors that panicked. Their requests are gone, and the clients see them end. Their
+    /// ranks are formed again for a new actor.
     fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas
@@ -392,7 +392,7 @@ impl ClusterActor {
             .map(|(id, _)| *id)
             .collect();
         for id in gone {
-            tracing::error!(replica = %id, "the replica's actor has ended; it begins anew");
+            tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.affinity.forget(id);
             self.orphanage.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
@@ -445,7 +445,7 @@ impl Actor for ClusterActor {
                 tracing::info!(
                     worker = node,
                     slot = worker.0,
-                    "not expected back: its series end, its totals stay"
+                    "the worker is not expected back: its series end, its totals stay"
                 );
                 actor.hub.observer().record().worker_gone(worker);
                 actor.worker_given_up(worker);
@@ -464,7 +464,7 @@ impl Actor for ClusterActor {
                 actor.publish();
             }
         });
-        // Actors of applications change without a change of the cluster.
+        // Actors of applications change independently of the cluster.
         ctx.run_interval(COUNT, |actor, _| {
             actor.name_actors();
             actor.count_set_aside();
@@ -474,13 +474,13 @@ impl Actor for ClusterActor {
     }
 }
 
-/// Stop: fail what runs, tell the workers to end.
+/// Stop: fail all requests and tell the workers to end.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
 pub struct Stop {
     /// Why, for the workers' logs.
     pub reason: String,
-    /// Whether workers shall end too; those of other hosts go on dialling otherwise.
+    /// Whether workers end, too; otherwise those on other hosts keep dialling.
     pub workers_too: bool,
 }
 
@@ -503,9 +503,12 @@ impl Handler<RankPace> for ClusterActor {
         let RankPace { replica, epoch, worker, slow, times } = pace;
         let (node, slot) = (self.node_of(worker), worker.0);
         if slow {
-            tracing::warn!(worker = node, slot, %replica, "the worker computes {times:.1} times as long as the others");
+            tracing::warn!(
+                worker = node, slot, %replica,
+                "the worker takes {times:.1} times as long as the others"
+            );
         } else {
-            tracing::debug!(worker = node, slot, %replica, "the worker keeps pace");
+            tracing::debug!(worker = node, slot, %replica, "the worker keeps up again");
         }
         let mut effects = Vec::new();
         self.core.rank_pace(self.clock.now(), replica, epoch, worker, slow, &mut effects);

@@ -1,8 +1,9 @@
-//! PURE: which replica a request goes to: one that computed the beginning of its prompt lately and
-//! has room, else the one with the fewest requests.
+//! PURE: which replica a request goes to: one that recently computed the beginning of its prompt
+//! and has room, otherwise the one with the fewest requests.
 //!
-//! What a replica's KV cache really holds is its scheduler's business. Here is only remembered who
-//! was given which beginnings, so a guess can be wrong; it costs a prefill then, nothing else.
+//! What a replica's KV cache really holds is its scheduler's business. This only remembers which
+//! replica was given which beginnings, so a guess can be wrong; that costs a prefill and nothing
+//! else.
 use std::collections::{HashMap, VecDeque};
 
 use shared::ids::ReplicaId;
@@ -12,31 +13,31 @@ use super::orphanage::Home;
 
 /// Tokens between two points at which a prompt's beginning is remembered.
 const CHUNK: usize = 64;
-/// Beginnings remembered.
+/// Maximum number of beginnings remembered.
 const REMEMBERED_MAX: usize = 1 << 16;
-/// A replica has room while it has at most so many requests more than the least loaded one, or half
-/// as many again.
+/// A replica has room while it has at most this many requests more than the least loaded one, or
+/// half as many again, whichever is more.
 const ROOM: u32 = 4;
 
-/// Beginnings of prompts and who was given them last.
+/// Beginnings of prompts, and the replica each was last given to.
 #[derive(Debug)]
 pub struct Affinity {
     max_num_seqs: u32,
     given: HashMap<u64, (ReplicaId, u64)>,
-    /// In the order in which they were given; those given again since are in it twice.
+    /// In the order in which they were given; those given again are in it twice.
     order: VecDeque<(u64, u64)>,
     turn: u64,
 }
 
 impl Affinity {
-    /// Nothing is remembered; replicas run at most `max_num_seqs` sequences at a time.
+    /// Remembers nothing yet; replicas run at most `max_num_seqs` sequences at a time.
     #[must_use]
     pub fn new(max_num_seqs: u32) -> Self {
         Self { max_num_seqs, given: HashMap::new(), order: VecDeque::new(), turn: 0 }
     }
 
-    /// Chooses a replica for a prompt, and remembers it. Without one that serves it is one that
-    /// waits, since it may be back in a moment.
+    /// Chooses a replica for a prompt and remembers it. If none serves, chooses a waiting one,
+    /// since it may be back in a moment.
     pub fn route(&mut self, prompt: &[u32], salt: u64, homes: &[Home]) -> Option<ReplicaId> {
         let least = homes.iter().min_by_key(|home| (!home.serving, home.load))?;
         let room = least.load + ROOM.max(least.load / 2);
@@ -67,7 +68,8 @@ impl Affinity {
             self.given.insert(hash, (replica, self.turn));
             self.order.push_back((hash, self.turn));
         }
-        // Those given again are skipped where they were first: twice the bound is the most.
+        // Beginnings given again are skipped at their first place, so the list is at most twice the
+        // bound.
         while self.given.len() > REMEMBERED_MAX || self.order.len() > 2 * REMEMBERED_MAX {
             let Some((hash, turn)) = self.order.pop_front() else { return };
             if self.given.get(&hash).is_some_and(|(_, last)| *last == turn) {
@@ -76,7 +78,7 @@ impl Affinity {
         }
     }
 
-    /// A replica's cache is gone.
+    /// Forgets a replica whose cache is gone.
     pub fn forget(&mut self, replica: ReplicaId) {
         self.given.retain(|_, (given, _)| *given != replica);
     }

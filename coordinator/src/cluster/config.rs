@@ -1,4 +1,4 @@
-//! What a cluster is made with, and what is known of a live worker.
+//! A cluster's configuration, and what is known of a live worker.
 use core::net::SocketAddr;
 use std::time::Duration;
 
@@ -16,34 +16,34 @@ pub struct ClusterConfig {
     /// Ranks per replica, at least 1.
     pub tensor_parallel: u32,
     /// Degrees that a replica may have, largest first; the first is `tensor_parallel`. Smaller ones
-    /// are taken when ranks stay away.
+    /// are used when ranks stay away.
     pub degrees: Vec<u32>,
-    /// How long ranks may stay away before a smaller degree is taken: longer than a restart takes.
+    /// How long ranks may stay away before a smaller degree is used: longer than a restart takes.
     pub reshard_after: Duration,
-    /// Most replicas; as many as the members allow when absent.
+    /// Maximum number of replicas; absent: as many as the members allow.
     pub max_replicas: Option<u32>,
     /// The model folder, as every worker sees it, or a model on the hub.
     pub model: String,
-    /// What is in it here, where that can be read: no rank may have anything else.
+    /// Its contents as read here, if it can be read: every rank must have the same.
     pub identity: Option<ModelIdentity>,
-    /// How matrix products are computed, the same on every rank of every replica.
+    /// Compute data type, the same on every rank of every replica.
     pub dtype: Dtype,
-    /// How weights are kept, likewise.
+    /// Quantization of the weights, likewise.
     pub quantization: Quantization,
     /// Sizes sent to every rank.
     pub engine: EngineConfig,
     /// Deadline of collective set-up and operations.
     pub collective_timeout: Duration,
-    /// A formation of which nothing is heard for so long has failed: longer than collectives wait,
+    /// How long a formation may go unheard of before it has failed: longer than collectives wait,
     /// and than the largest matrix takes to load.
     pub form_timeout: Duration,
-    /// The adapters beside the model.
+    /// LoRA adapters beside the model.
     pub lora: Lora,
     /// The folder of the model that drafts, as the host of every rank 0 sees it, or one on the hub.
     pub draft_model: Option<String>,
-    /// Whether workers shall measure anything.
+    /// Whether workers report metrics.
     pub worker_stats: bool,
-    /// Makes greetings of TCP collectives that cannot be guessed: drawn at random per run.
+    /// Makes the handshakes of TCP collectives unguessable: drawn at random per run.
     pub collective_key: Secret,
     /// Which workers go together.
     pub placement: PlacementRules,
@@ -68,7 +68,7 @@ impl ClusterConfig {
 /// A live worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Member {
-    /// The slot, stable over restarts of the same node name.
+    /// Its slot, stable across restarts under the same node name.
     pub worker: WorkerId,
     /// The process run.
     pub incarnation: Incarnation,
@@ -78,18 +78,18 @@ pub struct Member {
     pub host: String,
     /// Where the worker's TCP collective listens.
     pub collective_addr: SocketAddr,
-    /// It is leaving and takes no rank.
+    /// Whether it is leaving and takes no rank.
     pub draining: bool,
     /// What its node offers.
     pub offer: NodeResources,
-    /// The GPU it computes on, as its driver names it; empty on CPUs.
+    /// The GPU it computes on, by its driver's name for it; empty on CPUs.
     pub gpu: String,
-    /// What its bits come from: ranks of one replica are of one build.
+    /// What its results depend on bit for bit: ranks of one replica have the same build.
     pub build: String,
 }
 
 impl Member {
-    /// What fails when its device does: the GPU, or the node's processor.
+    /// Returns what fails when its device does: the GPU, or the node's processor.
     #[must_use]
     pub fn device(&self) -> &str {
         if self.gpu.is_empty() { &self.node } else { &self.gpu }

@@ -1,4 +1,4 @@
-//! What the core wants done: its shell sends, starts and tells.
+//! What the core wants done; its shell does it.
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
@@ -7,59 +7,59 @@ use shared::protocol::ToWorker;
 
 use crate::scheduler::EpochEnd;
 
-/// What the shell has to do.
+/// An action for the shell.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
     /// Send a message to a worker.
     Send {
-        /// To whom.
+        /// The recipient.
         worker: WorkerId,
-        /// In which epoch.
+        /// Its epoch.
         epoch: Epoch,
-        /// What.
+        /// The message.
         message: ToWorker,
     },
     /// A replica can serve.
     ReplicaReady {
-        /// Which.
+        /// The replica.
         replica: ReplicaId,
         /// Its epoch.
         epoch: Epoch,
         /// Its workers, in rank order.
         ranks: Vec<WorkerId>,
-        /// KV blocks every rank has.
+        /// KV blocks on every rank.
         num_blocks: u32,
-        /// Those in host memory.
+        /// Blocks in host memory, likewise.
         host_blocks: u32,
     },
     /// A replica that was ready cannot serve any more.
     ReplicaBroken {
-        /// Which.
+        /// The replica.
         replica: ReplicaId,
         /// The epoch that ended.
         epoch: Epoch,
-        /// Whether it was wanted.
+        /// Whether it was planned.
         end: EpochEnd,
         /// Why.
         reason: String,
     },
     /// A replica is given up for good; it is not ready at this point.
     ReplicaRemoved {
-        /// Which.
+        /// The replica.
         replica: ReplicaId,
     },
-    /// A worker computes much slower than the others of its replica, or does so no more.
+    /// A worker computes much slower than the others of its replica, or no longer does.
     Pace {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
         /// Whether it is slow.
         slow: bool,
     },
-    /// A worker has not answered for so long when it was formed.
+    /// A worker did not answer for this long while it was formed.
     Silent {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
-        /// How long at least.
+        /// For how long, at least.
         lasts: Duration,
     },
     /// A worker's formations come to nothing: it is a spare now, and another has its rank.
@@ -71,16 +71,16 @@ pub enum Effect {
     },
     /// A worker's device failed again and again, and it gets no rank for so long.
     SetAside {
-        /// Which.
+        /// The worker.
         worker: WorkerId,
-        /// How long.
+        /// For how long.
         lasts: Duration,
     },
-    /// Operators want this now: to be left to the next leader.
+    /// Operators want this now: store it for the next leader.
     Desire(Desired),
-    /// Trying again cannot help (a corrupt model, an impossible degree).
+    /// Retrying cannot help (a corrupt model, an impossible degree).
     Unservable {
-        /// Which replica.
+        /// The replica.
         replica: ReplicaId,
         /// Why, in one sentence.
         reason: String,

@@ -1,4 +1,4 @@
-//! PURE: how an epoch comes to be: every rank is told to form, then, once all have, to start.
+//! PURE: how an epoch begins: every rank is told to form, and once all have, to start.
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
@@ -11,7 +11,7 @@ use super::{Cluster, ClusterConfig, Effect, Member};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
-    /// Rank 0 has made NCCL's unique id: it goes to the other ranks.
+    /// Rank 0 has made NCCL's unique id: relays it to the other ranks.
     pub fn group_id(
         &mut self,
         now: Duration,
@@ -61,8 +61,8 @@ impl Cluster {
         }));
     }
 
-    /// Why a rank that holds its weights cannot be one: they are not those of the others, or not of
-    /// the folder that the coordinator serves.
+    /// Returns why a rank that has loaded its weights cannot be used: they differ from those of the
+    /// others, or from the folder that the coordinator serves.
     fn other_weights(&self, worker: WorkerId, formed: &Formed) -> Option<String> {
         let ClusterConfig { model, identity: own, .. } = &self.config;
         let theirs = formed.identity;
@@ -78,8 +78,8 @@ impl Cluster {
         }
         let own = own.filter(|own| *own != theirs)?;
         Some(format!(
-            "{} has another model in {model} than the coordinator ({theirs}, not {own}): {remedy}, \
-             or start the coordinator again where its own was replaced",
+            "{} has a different model in {model} from the coordinator's ({theirs}, not {own}): \
+             {remedy}, or restart the coordinator if its own was replaced",
             node(&worker),
         ))
     }
@@ -97,7 +97,7 @@ impl Cluster {
         self.answered(now, worker, is_present);
         let reason = failure.message.clone();
         if !is_present {
-            // Another rank's word that it lost this one may come before the reason why.
+            // Another rank's report that it lost this one may come before the reason.
             let broke = |it: &Replica| !it.is_live() && it.epoch() == failure.epoch;
             if failure.permanent && self.replicas.get(id).is_some_and(broke) {
                 let why = format!("{}: {reason}", self.named(worker));
@@ -181,7 +181,7 @@ impl Cluster {
     }
 }
 
-/// Shared memory when all ranks are on one host, TCP otherwise.
+/// Shared memory if all ranks are on one host, TCP otherwise.
 pub(super) fn collective_for(
     members: &[&Member],
     config: &ClusterConfig,
@@ -194,7 +194,7 @@ pub(super) fn collective_for(
         }
         _ => CollectiveSpec::Tcp {
             ranks: members.iter().map(|member| member.collective_addr).collect(),
-            // Who learns one epoch's knows nothing of another's.
+            // Knowing one epoch's token reveals nothing about another's.
             token: config
                 .collective_key
                 .number(&format!("collective {:016x} {}", config.run, epoch.0)),

@@ -1,4 +1,4 @@
-//! PURE: requests on their way from a replica that cannot go on with them to one that can.
+//! PURE: requests on their way from a replica that cannot continue them to one that can.
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::{ReplicaId, RequestId};
@@ -8,28 +8,28 @@ use crate::replica::driver::Moved;
 /// A replica that may take requests.
 #[derive(Clone, Copy, Debug)]
 pub struct Home {
-    /// Which.
+    /// The replica.
     pub replica: ReplicaId,
     /// Whether steps run there.
     pub serving: bool,
-    /// Requests it has.
+    /// Number of its requests.
     pub load: u32,
-    /// Tokens that its KV cache has room for; `u32::MAX` before it has ever served.
+    /// Tokens its KV cache has room for; `u32::MAX` before it has ever served.
     pub room: u32,
-    /// A rank of it is silent.
+    /// Whether one of its ranks is silent.
     pub doubtful: bool,
 }
 
 impl Home {
-    /// One of which nothing is known yet.
+    /// A replica about which nothing is known yet.
     #[must_use]
     pub fn unknown(replica: ReplicaId) -> Self {
         Self { replica, serving: false, load: 0, room: u32::MAX, doubtful: false }
     }
 }
 
-/// The replicas whose KV cache has room for so many tokens; all, if none has, for one of them to
-/// refuse them.
+/// Returns the replicas whose KV cache has room for so many tokens; if there are none, all of them,
+/// so that one refuses the request.
 #[must_use]
 pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
     let homes: Vec<Home> = homes.collect();
@@ -40,8 +40,9 @@ pub fn with_room(homes: impl Iterator<Item = Home>, tokens: u32) -> Vec<Home> {
     }
 }
 
-/// The replicas without those that serve and are doubtful; all, if no other serves: most silences
-/// end. Of replicas with room, so that what only a doubtful one has room for is not refused.
+/// Returns the replicas without those that serve and are doubtful; all of them if no other serves,
+/// since most silences end. Apply it to replicas with room, so that a request that only a doubtful
+/// one has room for is not refused.
 #[must_use]
 pub fn heard(homes: Vec<Home>) -> Vec<Home> {
     let (doubtful, heard): (Vec<Home>, Vec<Home>) =
@@ -49,20 +50,20 @@ pub fn heard(homes: Vec<Home>) -> Vec<Home> {
     if doubtful.is_empty() || !heard.iter().any(|home| home.serving) { homes } else { heard }
 }
 
-/// What a replica shall give of its queue.
+/// What a replica gives up from its queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Surplus {
-    /// So many requests, at most.
+    /// Maximum number of requests.
     pub most: u32,
-    /// None that needs room for more tokens: the other replica has no more.
+    /// Maximum number of tokens of each: the other replica has no more room.
     pub room: u32,
 }
 
-/// The replica that shall share its queue, and what: half of what it has more than the one with the
-/// fewest. What runs stays, so it may well give fewer, or none.
+/// Returns the replica that shares its queue, and how much: half of its excess over the one with
+/// the fewest requests. Running requests stay, so it may give fewer, or none.
 ///
-/// Requests are bound to a replica when they come. One that begins to serve later, or whose
-/// requests were shorter, would have nothing to do beside the queues of others.
+/// Requests are bound to a replica on arrival. Without sharing, a replica that begins to serve
+/// later, or whose requests were shorter, would idle beside the queues of others.
 #[must_use]
 pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, Surplus)> {
     let serving = || homes.iter().filter(|home| home.serving);
@@ -75,32 +76,32 @@ pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, Surplus)> {
 /// Where requests go.
 #[derive(Debug, Default)]
 pub struct Placed {
-    /// By their new replica, in the order they had.
+    /// By new replica, in their order.
     pub homes: Vec<(ReplicaId, Vec<Moved>)>,
     /// Cancelled while they were on their way.
     pub cancelled: Vec<Moved>,
     /// There is no replica at all.
     pub homeless: Vec<Moved>,
-    /// No replica has room, or may have any soon; with the room of the largest that there is.
+    /// No replica has room now or soon; with the room of the largest one.
     pub outgrown: Vec<(Moved, u32)>,
 }
 
-/// What is on its way.
+/// Requests on their way.
 #[derive(Debug, Default)]
 pub struct Orphanage {
-    /// How often each replica was asked for requests and has not answered.
+    /// How many requests to give up each replica has not answered yet.
     due: BTreeMap<ReplicaId, u32>,
-    /// Requests cancelled meanwhile: a replica that does not have one cannot cancel it.
+    /// Requests cancelled meanwhile: a replica without the request cannot cancel it.
     cancelled: BTreeSet<RequestId>,
 }
 
 impl Orphanage {
-    /// A replica was asked for its requests; it answers once, with none if it can go on.
+    /// A replica was asked for its requests; it answers once, with none if it can continue.
     pub fn expect(&mut self, replica: ReplicaId) {
         *self.due.entry(replica).or_default() += 1;
     }
 
-    /// A replica's actor has ended by a defect: it answers nothing any more.
+    /// A replica's actor crashed: it will not answer any more.
     pub fn gone(&mut self, replica: ReplicaId) {
         self.due.remove(&replica);
         self.forget_cancelled();
@@ -112,16 +113,16 @@ impl Orphanage {
         }
     }
 
-    /// A request is cancelled; every replica is told as well.
+    /// A request was cancelled; every replica is told as well.
     pub fn cancelled(&mut self, id: RequestId) {
         if !self.due.is_empty() {
             self.cancelled.insert(id);
         }
     }
 
-    /// The answer: to those that serve and have room for them, least loaded first, to doubtful ones
-    /// only where no other has room. What has room nowhere that serves waits where there may be
-    /// room soon, at best where it was.
+    /// Places the requests that a replica answered with: on serving replicas with room, least
+    /// loaded first, on doubtful ones only if no other has room. Requests without room on any
+    /// serving replica wait where there may be room soon, preferably where they were.
     pub fn place(
         &mut self,
         from: ReplicaId,
@@ -156,7 +157,7 @@ impl Orphanage {
                 requests.push(request);
                 continue;
             }
-            // Where it was, it may fit again in a moment.
+            // Where it was, it may soon fit again.
             let waits = homes.iter().filter(|home| !home.serving && home.room >= needed);
             let waits = waits.min_by_key(|home| (home.replica != from, home.replica));
             match waits {

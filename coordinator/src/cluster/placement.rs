@@ -1,4 +1,4 @@
-//! PURE: which free workers form a group together, at which ranks, and which spare fills a gap.
+//! PURE: which free workers form a group, at which ranks, and which spare fills a gap.
 use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::WorkerId;
@@ -6,32 +6,33 @@ use shared::protocol::NVLINK_LABEL;
 
 use super::Member;
 
-/// The GPUs of a host that NVLink joins with this worker's.
+/// The NVLink island of a worker's GPU: its host and the label shared by the GPUs it links.
 fn island(member: &Member) -> Option<(&str, &str)> {
     let label = member.offer.labels.get(NVLINK_LABEL)?;
     Some((&member.host, label))
 }
 
-/// Whether a worker computes as those of a group do: ranks of two builds would not agree.
+/// Whether a worker computes as a group does: ranks of different builds would not agree.
 #[must_use]
 pub fn joins(member: &Member, group: &[Member]) -> bool {
     group.first().is_none_or(|first| first.build == member.build)
 }
 
-/// What the operator wants of groups.
+/// How the operator wants workers grouped.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PlacementRules {
-    /// What a worker has to offer to be a rank, by the resource's name (`cpus`, `gpus`, `memory` in
-    /// bytes, or one of the operator's own).
+    /// What a worker must offer to be a rank, by resource name (`cpus`, `gpus`, `memory` in bytes,
+    /// or one of the operator's own).
     pub needs: BTreeMap<String, u64>,
-    /// Labels that say which hosts are near each other, the nearest first: `rack`, then `zone`.
+    /// Labels that tell which hosts are near each other, nearest first: `rack`, then `zone`.
     pub near: Vec<String>,
-    /// Workers that are kept for gaps when new replicas are made; the first replica comes before.
+    /// Number of workers kept for gaps when replicas are added; the first replica takes precedence.
     pub spares: u32,
 }
 
 impl PlacementRules {
-    /// What a worker lacks to be a rank: the resource, what is needed, what it offers.
+    /// Returns what a worker lacks to be a rank: the resource, the amount needed, the amount
+    /// offered.
     #[must_use]
     pub fn lacks(&self, member: &Member) -> Option<(&str, u64, u64)> {
         let offered = |name: &str| member.offer.amount(name);
@@ -39,7 +40,7 @@ impl PlacementRules {
         short.map(|(name, amount)| (name.as_str(), *amount, offered(name)))
     }
 
-    /// How far two workers are from each other: 0 when NVLink joins them, 1 on one host, then the
+    /// Returns the distance of two workers: 0 if NVLink joins them, 1 on one host, otherwise by the
     /// first label they share.
     #[must_use]
     pub fn distance(&self, a: &Member, b: &Member) -> usize {
@@ -53,8 +54,8 @@ impl PlacementRules {
         2 + self.near.iter().position(shared).unwrap_or(self.near.len())
     }
 
-    /// Of the free workers that may join a group, the one that is nearest to it; of equal ones the
-    /// first.
+    /// Returns the free worker nearest to a group among those that may join it; the first of
+    /// equally near ones.
     #[must_use]
     pub fn nearest(&self, free: &[&Member], group: &[Member]) -> Option<usize> {
         let far = |member: &Member| -> usize {
@@ -64,7 +65,7 @@ impl PlacementRules {
         (0..free.len()).filter(may_join).min_by_key(|index| far(free[*index]))
     }
 
-    /// How many of `groups` groups may be made of `free` workers, when there are `replicas`.
+    /// Returns how many of `groups` groups may be made of `free` workers when there are `replicas`.
     #[must_use]
     pub fn affordable(&self, free: usize, degree: usize, groups: usize, replicas: usize) -> usize {
         let kept = free.saturating_sub(self.spares as usize) / degree.max(1);
@@ -73,15 +74,15 @@ impl PlacementRules {
     }
 }
 
-/// Groups free workers into complete tensor-parallel groups, ranks in order, all of a group of one
-/// build; the nearest groups come first.
+/// Groups free workers into complete tensor-parallel groups, with ranks in order and one build per
+/// group; the nearest groups come first.
 ///
-/// What NVLink joins first, then one host, since ranks exchange data twice a layer: as many whole
-/// groups as fit on each. Then of what is left over, as many as fit under one value of the nearest
-/// label, of the next one, and at last of any. A worker without a label is near nobody by it.
-/// Workers that lack what ranks need are in no group, workers that fill none stay spare. A worker
-/// whose weights are those of a rank, by `held`, becomes that rank where it can. Deterministic:
-/// depends on the members and what they hold alone, not on their order.
+/// Groups first take workers that NVLink joins, then those of one host, since ranks exchange data
+/// twice per layer: as many whole groups as fit on each. The rest is grouped under one value of the
+/// nearest label, then of the next one, and finally freely. A worker without a label is near no
+/// other by that label. Workers that lack what ranks need are in no group; workers that fill no
+/// group stay spare. A worker that holds a rank's weights, by `held`, becomes that rank if
+/// possible. Deterministic: depends only on the members and what they hold, not on their order.
 #[must_use]
 pub fn place(
     free: &[&Member],
@@ -107,7 +108,7 @@ fn place_alike(
     rules: &PlacementRules,
     held: &impl Fn(WorkerId) -> Option<usize>,
 ) -> Vec<Vec<WorkerId>> {
-    // Neighbours stand beside each other, so that what is cut into groups at last is near, too.
+    // Neighbours are adjacent, so that groups cut from the rest at the end are near, too.
     let label = |member: &Member, key: &String| member.offer.labels.get(key).cloned();
     left.sort_by_cached_key(|member| {
         let labels: Vec<Option<String>> =
@@ -126,7 +127,7 @@ fn place_alike(
     groups
 }
 
-/// Takes as many whole groups as there are under each value of `domain` out of `left`.
+/// Takes as many whole groups out of `left` as there are under each value of `domain`.
 fn carve(
     left: &mut Vec<&Member>,
     world_size: usize,
@@ -147,7 +148,7 @@ fn carve(
     groups
 }
 
-/// As many whole groups as there are workers for.
+/// Makes as many whole groups as there are workers for.
 fn group(
     workers: &[WorkerId],
     world_size: usize,
@@ -263,7 +264,7 @@ mod tests {
         };
         let all = [of(0, 0, "a"), of(1, 0, "b"), of(2, 0, "a"), of(3, 1, "b"), of(4, 1, "a")];
         let free: Vec<&Member> = all.iter().collect();
-        // Rather over two hosts than of two builds.
+        // Rather across two hosts than of two builds.
         assert_eq!(ids(place(&free, 2, &rules(), |_| None)), [vec![0, 2], vec![1, 3]]);
         assert_eq!(ids(place(&free, 3, &rules(), |_| None)), [vec![0, 2, 4]]);
         assert!(place(&free, 4, &rules(), |_| None).is_empty());
@@ -297,8 +298,8 @@ mod tests {
     }
 
     proptest! {
-        /// Against counts that need no placing: no worker twice, none that lacks something, as many
-        /// groups as there can be, on one host as many as there can be, in one rack at least as
+        /// Checks counts that need no placing: no worker twice, none that lacks something, the
+        /// maximum number of groups, the maximum number on one host, and in one rack at least as
         /// many as its left-over workers make, whatever the order of the members.
         #[test]
         fn groups_are_as_many_and_as_near_as_they_can_be(
@@ -351,11 +352,11 @@ mod tests {
             };
             let able: Vec<&Member> = able.into_iter().copied().collect();
             let on_host: usize = count(&host, &able).values().map(|n| n / degree).sum();
-            // Groups of one are on one host in any case.
+            // Groups of one are always on one host.
             if degree > 1 {
                 prop_assert_eq!(within(&host), on_host);
             }
-            // Left over per rack after the hosts have taken theirs.
+            // Left over per rack once hosts have taken theirs.
             let mut over: BTreeMap<String, usize> = BTreeMap::new();
             for (name, n) in count(&host, &able) {
                 let of = able.iter().find(|m| m.host == name).and_then(|m| rack(m));

@@ -1,22 +1,22 @@
 //! PURE: devices that fail again and again are set aside: their workers get no rank for a while.
 //!
-//! A GPU that is broken takes its replica down each time, with everything that runs there, and its
-//! process is back within seconds to do it again. What fails is the device, known by its name over
-//! all processes that had it.
+//! A broken GPU takes its replica down each time, with everything that runs there, and its process
+//! is back within seconds to do it again. Failures are counted by device name, across all processes
+//! that used the device.
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-/// So many failures within [`WINDOW`] are no accident.
+/// This many failures within [`WINDOW`] are no accident.
 const FAILURES: usize = 3;
 /// See [`FAILURES`].
 const WINDOW: Duration = Duration::from_secs(600);
-/// First rest of a device; doubles with each, until it has gone [`FORGOTTEN`] without a failure.
+/// First rest of a device; doubles each time, until it has gone [`FORGOTTEN`] without a failure.
 const REST_MIN: Duration = Duration::from_secs(600);
 /// Longest rest.
 const REST_MAX: Duration = Duration::from_secs(6 * 3600);
-/// Whoever has not failed for so long begins anew.
+/// A device without a failure for this long starts afresh.
 const FORGOTTEN: Duration = Duration::from_secs(24 * 3600);
-/// Devices that are known; beyond that those that failed longest ago are forgotten.
+/// Maximum number of devices remembered; beyond it, those that failed longest ago are forgotten.
 const DEVICES_MAX: usize = 4096;
 
 /// See the module's documentation.
@@ -27,7 +27,7 @@ pub(super) struct Quarantine {
 
 #[derive(Debug, Default)]
 struct Record {
-    /// Its last failures, oldest first.
+    /// Its recent failures, oldest first.
     failures: VecDeque<Duration>,
     last: Duration,
     rests: u32,
@@ -35,7 +35,7 @@ struct Record {
 }
 
 impl Quarantine {
-    /// A device failed. Returns how long it rests, when that begins now.
+    /// A device failed. Returns how long it rests, if a rest begins now.
     pub(super) fn failed(&mut self, now: Duration, device: &str) -> Option<Duration> {
         self.devices.retain(|_, it| it.until.is_some() || now < it.last.saturating_add(FORGOTTEN));
         if self.devices.len() >= DEVICES_MAX && !self.devices.contains_key(device) {
@@ -62,14 +62,14 @@ impl Quarantine {
         self.devices.get(device).is_some_and(|it| it.until.is_some())
     }
 
-    /// Time has passed: those that have rested long enough are tried again.
+    /// Time passes: devices that have rested long enough are tried again.
     pub(super) fn advance(&mut self, now: Duration) {
         for record in self.devices.values_mut() {
             record.until = record.until.filter(|until| now < *until);
         }
     }
 
-    /// When rests end.
+    /// Returns when rests end.
     pub(super) fn ends(&self) -> impl Iterator<Item = Duration> {
         self.devices.values().filter_map(|it| it.until)
     }
@@ -88,7 +88,7 @@ mod tests {
         Duration::from_secs(60 * minutes)
     }
 
-    /// Three failures, a minute between them, the last one now.
+    /// Three failures a minute apart, the last one now.
     fn thrice(quarantine: &mut Quarantine, now: Duration) -> Option<Duration> {
         assert_eq!(quarantine.failed(now - minutes(2), "a"), None);
         assert_eq!(quarantine.failed(now - minutes(1), "a"), None);
@@ -99,7 +99,7 @@ mod tests {
     fn the_third_failure_in_ten_minutes_begins_a_rest() {
         let mut quarantine = Quarantine::default();
         for (at, rest) in [(0, None), (5, None), (10, None), (14, Some(minutes(10)))] {
-            // That of the beginning does not count at 10.
+            // The failure at 0 no longer counts at 10.
             assert_eq!(quarantine.failed(minutes(at), "a"), rest, "{at}");
         }
         assert!(quarantine.rests("a") && !quarantine.rests("b"));

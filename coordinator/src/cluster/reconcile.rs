@@ -1,10 +1,10 @@
-//! PURE: from the members there are to the replicas there shall be.
+//! PURE: makes the replicas match the members.
 //!
-//! One pass, in this order: formations of which nothing is heard are given up; too many replicas
-//! are removed; vacant ranks are filled with spares, a
-//! returning worker into its own rank first; a replica whose ranks stay away is given to others or
-//! goes on at a smaller degree; slow ranks give way to spares; one at a smaller degree grows again
-//! when spares allow; spares become new replicas; what is complete and due is formed.
+//! One pass, in this order: formations that went silent are given up; surplus replicas are removed;
+//! vacant ranks are filled with spares, a returning worker into its own rank first; a replica whose
+//! ranks stay away is dissolved into others or continues at a smaller degree; slow ranks are
+//! replaced by spares; a replica at a smaller degree grows again when spares allow; spares become
+//! new replicas; replicas that are complete and due are formed.
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -17,8 +17,8 @@ use super::{Cluster, Effect, Member, PlacementRules, place};
 use crate::scheduler::EpochEnd;
 
 impl Cluster {
-    /// An operator wants at most so many replicas; 0: as many as the members allow; without a
-    /// number: as this coordinator was started with.
+    /// Sets the maximum number of replicas, for an operator. 0: as many as the members allow;
+    /// absent: the number that this coordinator was started with.
     pub fn scale(&mut self, now: Duration, replicas: Option<u32>, effects: &mut Vec<Effect>) {
         self.desired.scale(replicas);
         self.release_held();
@@ -28,7 +28,8 @@ impl Cluster {
         self.reconcile(now, effects);
     }
 
-    /// Members or what is wanted of them have changed: what failed for good may do now.
+    /// Releases held replicas: members or the desired state changed, so that a permanent failure
+    /// may be gone.
     pub(super) fn release_held(&mut self) {
         let held = self.replicas.iter().filter(|(_, replica)| replica.is_held());
         let held: Vec<ReplicaId> = held.map(|(id, _)| id).collect();
@@ -43,7 +44,7 @@ impl Cluster {
         &self.config.placement
     }
 
-    /// How many replicas there shall be at most; as many as the members allow without a number.
+    /// Maximum number of replicas; as many as the members allow if absent.
     #[must_use]
     pub fn max_replicas(&self) -> Option<u32> {
         match self.desired.replicas {
@@ -52,10 +53,10 @@ impl Cluster {
         }
     }
 
-    /// A worker shall leave: its replica goes on without it, then it is told to end.
+    /// Drains a worker: its replica continues without it, then it is told to end.
     ///
     /// # Errors
-    /// When no replica could be kept without it, or there is no such worker.
+    /// If no replica could be kept without it, or there is no such worker.
     pub fn drain(
         &mut self,
         now: Duration,
@@ -74,7 +75,7 @@ impl Cluster {
         let least = self.config.degrees.last().copied().unwrap_or(1) as usize;
         if member_able && others < least {
             return Err(format!(
-                "without {node} {others} workers are left, and a replica needs {least}"
+                "without {node}, {others} workers are left, but a replica needs {least}"
             ));
         }
         self.desired.drain(&node, incarnation.0);
@@ -83,8 +84,8 @@ impl Cluster {
         Ok(())
     }
 
-    /// Its replica goes on without the worker, which is told to end; `again`: to be started again,
-    /// if it hangs.
+    /// Makes its replica continue without the worker and tells that to end; `again`: to be started
+    /// again, even if it hangs.
     pub(super) fn let_go(
         &mut self,
         now: Duration,
@@ -133,14 +134,14 @@ impl Cluster {
         self.due = self.next_due(now);
     }
 
-    /// Whether a pass may find something to do: the one before changed something, something has
-    /// happened since, or a wait is over. A pass that finds nothing to do would find nothing before
-    /// one of these either, for members, replicas and what waits are over are all it looks at.
+    /// Whether a pass may find something to do: the last one changed something, something has
+    /// happened since, or a wait is over. A pass looks only at members, replicas and waits that are
+    /// over, so until then it would find nothing.
     pub(super) fn is_due(&self, now: Duration) -> bool {
         self.seen != self.replicas.revision() || self.due.is_some_and(|due| now >= due)
     }
 
-    /// When the next of the waits that now run is over.
+    /// Returns when the next pending wait is over.
     fn next_due(&self, now: Duration) -> Option<Duration> {
         let grace = self.config.reshard_after;
         let patience = self.config.form_timeout;
@@ -161,7 +162,7 @@ impl Cluster {
         let rests = |member: &Member| self.quarantine.rests(member.device());
         let free = |it: &&Member| !it.draining && !holds(it) && able(it) && !rests(it);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
-        // In the order of their slots, but doubtful ones last.
+        // In slot order, doubtful ones last.
         free.sort_by_key(|member| self.is_doubtful(member.worker));
         free
     }
@@ -172,20 +173,20 @@ impl Cluster {
         self.slow.contains(&worker) || self.silence.struck(worker) || self.vain.is_often(worker)
     }
 
-    /// Whether a worker is free that may join a replica, and that nothing is said against.
+    /// Whether a free worker that is not doubtful may join a replica.
     fn has_spare_for(&self, id: ReplicaId) -> bool {
         let group = self.members_of(id);
         self.free().iter().any(|it| !self.is_doubtful(it.worker) && joins(it, &group))
     }
 
-    /// Those of a replica's ranks that are here.
+    /// Returns those of a replica's ranks that are present.
     fn members_of(&self, id: ReplicaId) -> Vec<Member> {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         ranks.iter().filter_map(|worker| self.members.get(worker).cloned()).collect()
     }
 
-    /// Formations that do not get on end. Of a rank that does not answer another takes the place;
-    /// one that does not answer again is told to end, for its process may do what it cannot.
+    /// Ends formations that do not advance. A rank that does not answer is replaced; one that does
+    /// not answer again is told to end, since a new process may succeed.
     fn give_up_formations(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let patience = self.config.form_timeout;
         let forming: Vec<ReplicaId> =
@@ -199,7 +200,8 @@ impl Cluster {
                 self.silence.ends(*worker, patience).is_some_and(|end| now >= end)
             };
             let silent: Vec<WorkerId> = owes.iter().copied().filter(is_silent).collect();
-            // Whoever is at work and does not answer has lost its answer: only all can begin anew.
+            // A rank that is at work but does not answer has lost its answer: only a new epoch
+            // helps.
             let guilty = if stands_still && silent.is_empty() { owes } else { silent };
             if guilty.is_empty() {
                 continue;
@@ -223,10 +225,12 @@ impl Cluster {
                     self.fill_vacancies();
                 }
             }
-            // Last: the replica may be formed again by this, and no one is dismissed from it then.
+            // Last: this may form the replica again, and then no one may be dismissed from it.
             for worker in again {
-                let reason =
-                    format!("{} did not answer when it was formed, again", self.named(worker));
+                let reason = format!(
+                    "{} again did not answer while its replica was formed",
+                    self.named(worker)
+                );
                 self.let_go(now, worker, &reason, true, effects);
             }
         }
@@ -299,7 +303,7 @@ impl Cluster {
             return;
         }
         let free: Vec<Member> = self.free().into_iter().cloned().collect();
-        // Doubtful ones only where nobody else is left, however near they are.
+        // Doubtful ones only if no other is left, however near they are.
         for doubtful in [false, true] {
             let mut free: Vec<&Member> =
                 free.iter().filter(|it| self.is_doubtful(it.worker) == doubtful).collect();
@@ -317,7 +321,7 @@ impl Cluster {
         }
     }
 
-    /// Replicas whose ranks have been missing for longer than a restart takes.
+    /// Shrinks replicas whose ranks have been missing for longer than a restart takes.
     fn shrink(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let grace = self.config.reshard_after;
         let waits = |replica: &Replica| replica.incomplete_for(now).is_some_and(|t| t >= grace);
@@ -340,7 +344,7 @@ impl Cluster {
                 self.fill_vacancies();
                 continue;
             }
-            // Not one of those that wait can be formed by itself: the youngest gives its workers
+            // None of the waiting replicas can be formed by itself: the youngest gives its workers
             // to the others.
             let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::born);
             let (Some(youngest), true) =
@@ -353,7 +357,7 @@ impl Cluster {
         }
     }
 
-    /// Replicas at a smaller degree take spares as soon as those make a larger degree whole.
+    /// Grows replicas at a smaller degree as soon as spares complete a larger one.
     fn grow(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let largest = self.config.degrees.iter().max().map_or(0, |degree| *degree as usize);
         let small = |(_, replica): &(ReplicaId, &Replica)| replica.degree() < largest;
@@ -405,14 +409,14 @@ impl Cluster {
         let mut groups = if most == 0 { Vec::new() } else { self.place(degree) };
         groups.truncate(most);
         if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
-            // Better a small replica than none.
+            // A small replica is better than none.
             let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
             let mut placed = degrees.map(|degree| self.place(degree));
             groups = placed.find(|groups| !groups.is_empty()).unwrap_or_default();
             groups.truncate(1);
         }
-        // The number of one that was given up is given again: its totals go on, and scaling down
-        // and up makes no new series for ever. Whatever is still said of the old one has its epoch.
+        // The number of a removed replica is used again: its totals continue, and scaling down and
+        // up does not create new series forever. Late messages about the old one carry its epoch.
         let taken: BTreeSet<u32> = self.replicas.iter().map(|(id, _)| id.0).collect();
         let vacant = (0u32..).filter(|id| !taken.contains(id));
         for (id, group) in vacant.zip(groups.into_iter().take(room)) {
@@ -432,7 +436,7 @@ impl Cluster {
                 && held.world_size as usize == degree;
             fits.then_some(held.rank as usize)
         };
-        // Those that are doubtful complete what is left over.
+        // Doubtful workers complete what is left over.
         let placement = &self.config.placement;
         let free = self.free();
         let (slow, quick): (Vec<&Member>, Vec<&Member>) =
@@ -447,15 +451,15 @@ impl Cluster {
         groups
     }
 
-    /// Whether workers that were there before this coordinator may still be on their way: which
-    /// ranks are given to whom is better decided when all are here.
+    /// Whether workers that were there before this coordinator may still be on their way: ranks are
+    /// better assigned when all are here.
     fn is_settling(&mut self, now: Duration) -> bool {
         let here = |node: &String| self.members.values().any(|member| member.node == *node);
         if self.expected.iter().all(here) {
             self.expected.clear();
             return false;
         }
-        // From the first one's arrival on, for before it there is nothing to decide.
+        // From the first arrival on: before it there is nothing to decide.
         let since = match (self.settling_since, self.members.is_empty()) {
             (Some(since), _) => since,
             (None, true) => return true,

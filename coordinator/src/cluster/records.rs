@@ -1,8 +1,8 @@
-//! PURE: what is known of worker processes, also when they are gone: their last log lines, what
+//! PURE: what is known of worker processes, even after they are gone: their last log lines, what
 //! ended them, and what their supervisor saw.
 //!
-//! Three sources tell of an end, in any order, some or none of them: the process itself (goodbye),
-//! its link, and whoever started it. They are put together by node name and process id.
+//! Up to three sources report an end, in any order: the process itself (goodbye), its link, and its
+//! supervisor. Their reports are matched by node name and process id.
 use std::collections::{BTreeMap, VecDeque};
 
 use shared::ids::WorkerId;
@@ -10,9 +10,9 @@ use shared::log::{LogLimits, LogLines, LogRing};
 
 use super::status::{Dead, NodeLogs};
 
-/// How many of those that are gone are remembered.
+/// Maximum number of ended processes remembered.
 const DEAD_MAX: usize = 64;
-/// A supervisor's words about a process whose link has not ended yet wait; so many of them.
+/// Maximum number of supervisors' reports about processes whose link has not ended yet.
 const ENDED_MAX: usize = 64;
 
 /// What a supervisor saw of a process's end.
@@ -49,7 +49,7 @@ pub struct Records {
     live: BTreeMap<WorkerId, Process>,
     /// Oldest first.
     gone: VecDeque<Gone>,
-    /// Of processes whose link has not ended.
+    /// Supervisors' reports on processes whose link has not ended.
     ended: VecDeque<Ended>,
 }
 
@@ -131,7 +131,7 @@ impl Records {
         }
     }
 
-    /// Those that are gone, newest first.
+    /// Ended processes, newest first.
     pub fn dead(&self) -> impl Iterator<Item = Dead> + '_ {
         self.gone.iter().rev().map(|gone| Dead {
             lines: (gone.log.len().max(gone.stderr.len())) as u32,
@@ -140,7 +140,7 @@ impl Records {
         })
     }
 
-    /// The last `lines` lines of the newest process under this node name that `wanted` says.
+    /// Returns the last `lines` lines of the newest process of this node that `wanted` selects.
     #[must_use]
     pub fn logs(&self, node: &str, wanted: WhichProcess, lines: usize) -> Option<NodeLogs> {
         let live = self.live.values().find(|process| {
@@ -183,14 +183,14 @@ impl Records {
     }
 }
 
-/// Which process of a node name is asked about.
+/// Which process of a node is asked about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhichProcess {
-    /// The one that runs, or else the one that ended last.
+    /// The running one, otherwise the one that ended last.
     Newest,
     /// The one that ended last.
     Ended,
-    /// This one.
+    /// The one with this process id.
     Pid(u32),
 }
 
@@ -250,8 +250,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever the order in which link and supervisor tell of ends, each process is one
-        /// record with both, and there are never more than the bound.
+        /// In whatever order links and supervisors report ends, each process has one record with
+        /// both, and there are never more than the bound.
         #[test]
         fn ends_are_put_together_in_any_order(order in Just((0..200u32).collect::<Vec<_>>()).prop_shuffle()) {
             let mut records = Records::default();
@@ -269,7 +269,7 @@ mod tests {
             }
             let mut seen = std::collections::BTreeSet::new();
             for dead in records.dead() {
-                // Words that came long before the link's end may have been pushed out by others.
+                // Reports long before the link's end may have been displaced by others.
                 prop_assert!(seen.insert((dead.pid, dead.slot)), "{} twice", dead.pid);
             }
             prop_assert!(records.live.is_empty());

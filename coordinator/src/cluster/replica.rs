@@ -12,13 +12,13 @@ use super::{Member, PlacementRules};
 const BACKOFF_MIN: Duration = Duration::from_millis(100);
 /// Longest such wait.
 const BACKOFF_MAX: Duration = Duration::from_secs(10);
-/// First wait after a failure that the same again cannot mend; doubles with each in a row. It ends
-/// when members come or go: what has changed may be what was wrong.
+/// First wait after a failure that retrying cannot fix; doubles with each in a row. It ends when
+/// members come or go, since that may fix the cause.
 const HOLD_MIN: Duration = Duration::from_secs(60);
 /// Longest such wait.
 const HOLD_MAX: Duration = Duration::from_secs(600);
-/// A replica that served this long starts counting failures anew: what it waits for is not to do
-/// the same again and again, and clients wait as long.
+/// A replica that served this long counts failures anew: the backoff is against repeating a failure
+/// over and over, and clients wait as long.
 const STABLE_AFTER: Duration = Duration::from_secs(5);
 
 /// Where a replica is in its life.
@@ -50,7 +50,7 @@ impl ReplicaPhase {
 /// One replica, for status displays.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplicaStatus {
-    /// Which.
+    /// Its id.
     pub id: ReplicaId,
     /// Its present or last epoch.
     pub epoch: Epoch,
@@ -60,18 +60,18 @@ pub struct ReplicaStatus {
     pub ranks: Vec<Option<WorkerId>>,
     /// Why it last broke.
     pub last_failure: Option<String>,
-    /// Until when it is not tried again, as that would come to the same.
+    /// Until when it is not retried, because that would fail in the same way.
     pub held_until: Option<Duration>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Slot {
     worker: Option<WorkerId>,
-    /// Who held the slot last: preferred when it is back, since it may still hold the weights.
+    /// The last holder: preferred when it is back, since it may still hold the weights.
     last: Option<WorkerId>,
-    /// KV blocks that it has room for, and those in host memory.
+    /// KV blocks it has room for, in the KV cache and in host memory.
     room: Option<(u32, u32)>,
-    /// What is in its model folder, once it is formed.
+    /// Contents of its model folder, once it is formed.
     identity: Option<ModelIdentity>,
     started: bool,
     bytes_done: u64,
@@ -80,7 +80,7 @@ struct Slot {
 
 #[derive(Debug)]
 pub(super) struct Replica {
-    /// How many replicas were made before it: ids of those that are gone are given again.
+    /// Number of replicas made before it; unlike ids, this is never reused.
     born: u64,
     slots: Vec<Slot>,
     epoch: Epoch,
@@ -88,23 +88,23 @@ pub(super) struct Replica {
     not_before: Duration,
     failures: u32,
     served_since: Duration,
-    /// When its formation last got on.
+    /// When its formation last advanced.
     advanced: Duration,
     /// Since when a rank has been missing.
     incomplete_since: Option<Duration>,
-    /// The rank that is missing said that it would: it is not waited for.
+    /// Whether the missing rank left on purpose, so that it is not waited for.
     left_on_purpose: bool,
     last_failure: Option<String>,
-    /// It waits for so long since it failed for good, or until something has changed.
+    /// Until when it waits after failing for good, unless something changes first.
     held_until: Option<Duration>,
     /// Failures for good in a row.
     holds: u32,
-    /// Rank 0 has told the others what its GPU is found by, in this epoch.
+    /// Whether rank 0's NCCL id was relayed to the other ranks in this epoch.
     relayed: bool,
 }
 
 impl Replica {
-    /// A complete group that may be formed at once.
+    /// Makes a complete group that may be formed at once.
     pub(super) fn new(ranks: Vec<WorkerId>) -> Self {
         let slot = |worker| Slot { worker: Some(worker), last: Some(worker), ..Slot::default() };
         Self {
@@ -125,18 +125,18 @@ impl Replica {
         }
     }
 
-    /// It is made after so many others.
+    /// Notes that it is made after this many others.
     pub(super) fn born_behind(&mut self, others: u64) {
         self.born = others;
     }
 
-    /// How many replicas were made before it.
+    /// Number of replicas made before it.
     pub(super) fn born(&self) -> u64 {
         self.born
     }
 
-    /// Whom rank 0's word about its GPU goes to: the other ranks of an epoch that is being formed,
-    /// once; nobody when it is not rank 0 that speaks.
+    /// Returns the recipients of rank 0's NCCL id: the other ranks of an epoch that is being
+    /// formed, once; none if the sender is not rank 0.
     pub(super) fn relay(&mut self, worker: WorkerId) -> Vec<WorkerId> {
         let is_first = self.slots.first().is_some_and(|slot| slot.worker == Some(worker));
         if self.phase != ReplicaPhase::Forming || !is_first || self.relayed {
@@ -175,17 +175,17 @@ impl Replica {
         matches!(self.phase, ReplicaPhase::Forming | ReplicaPhase::Starting)
     }
 
-    /// A rank has said how far it is.
+    /// A rank has reported progress.
     pub(super) fn advanced(&mut self, now: Duration) {
         self.advanced = self.advanced.max(now);
     }
 
-    /// When its formation last got on, while it is formed.
+    /// Returns when its formation last advanced, while it is being formed.
     pub(super) fn forming_since(&self) -> Option<Duration> {
         self.is_forming().then_some(self.advanced)
     }
 
-    /// Ranks that have not answered what they were told last, while it is formed.
+    /// Returns the ranks that have not answered what they were last told, while it is being formed.
     pub(super) fn unanswered(&self) -> Vec<WorkerId> {
         let owes = |slot: &&Slot| match self.phase {
             ReplicaPhase::Forming => slot.room.is_none(),
@@ -200,24 +200,24 @@ impl Replica {
         self.slots.iter().any(|slot| slot.worker.is_none())
     }
 
-    /// Present workers in rank order.
+    /// Returns the present workers in rank order.
     pub(super) fn ranks(&self) -> Vec<WorkerId> {
         self.slots.iter().filter_map(|slot| slot.worker).collect()
     }
 
-    /// Ranks it has or waits for.
+    /// Number of ranks it has or waits for.
     pub(super) fn degree(&self) -> usize {
         self.slots.len()
     }
 
-    /// How long a rank has been missing, while it is not live.
+    /// Returns how long a rank has been missing, while no epoch is under way.
     pub(super) fn incomplete_for(&self, now: Duration) -> Option<Duration> {
         let since = self.incomplete_since.filter(|_| !self.is_live())?;
         Some(if self.left_on_purpose { Duration::MAX } else { now.saturating_sub(since) })
     }
 
-    /// When it may be formed, when ranks have stayed away for `grace`, and when its formation has
-    /// not got on for `patience`: as far as it waits for any.
+    /// Returns when it may be formed, when ranks have been missing for `grace`, and when its
+    /// formation has not advanced for `patience`; each only if it waits for that.
     pub(super) fn waits(
         &self,
         grace: Duration,
@@ -231,8 +231,8 @@ impl Replica {
         backoff.into_iter().chain(absence).chain(formation)
     }
 
-    /// Takes another degree. Present ranks stay, in order; the last of them are let go when there
-    /// are too many.
+    /// Changes to another degree. Present ranks stay, in order; if there are too many, the last
+    /// ones are released.
     pub(super) fn resize(&mut self, now: Duration, degree: usize) {
         let mut slots: Vec<Slot> =
             self.slots.iter().filter(|slot| slot.worker.is_some()).copied().collect();
@@ -243,18 +243,18 @@ impl Replica {
         self.note_completeness(now);
     }
 
-    /// Who is missing has left on purpose: a smaller degree may be taken at once.
+    /// The missing rank left on purpose: a smaller degree may be used at once.
     pub(super) fn do_not_wait(&mut self) {
         self.left_on_purpose = true;
     }
 
-    /// Forgets the backoff: what comes next is no repetition of a failure.
+    /// Forgets the backoff: the next attempt does not repeat a failure.
     pub(super) fn form_at_once(&mut self) {
         self.not_before = Duration::ZERO;
         self.held_until = None;
     }
 
-    /// It broke for a reason that stays.
+    /// It broke for a reason that will not go away by itself.
     pub(super) fn hold(&mut self, now: Duration) {
         let until = now + HOLD_MIN.saturating_mul(1 << self.holds.min(10)).min(HOLD_MAX);
         self.holds = self.holds.saturating_add(1);
@@ -262,7 +262,7 @@ impl Replica {
         self.not_before = self.not_before.max(until);
     }
 
-    /// Something has changed: it may be tried again.
+    /// Something has changed: it may be retried.
     pub(super) fn release(&mut self) {
         if self.held_until.take().is_some() {
             self.not_before = Duration::ZERO;
@@ -290,7 +290,7 @@ impl Replica {
         self.note_completeness(now);
     }
 
-    /// As [`Replica::vacate`], for a worker that shall not come back to its rank.
+    /// Like [`Replica::vacate`], for a worker that is not to return to its rank.
     pub(super) fn dismiss(&mut self, now: Duration, worker: WorkerId) {
         for slot in self.slots.iter_mut().filter(|slot| slot.worker == Some(worker)) {
             slot.last = None;
@@ -298,8 +298,8 @@ impl Replica {
         self.vacate(now, worker);
     }
 
-    /// Takes workers from `free` into vacant ranks: a returning one into its own rank, then any.
-    /// Of any, the one that is nearest to the ranks that are `present`; none of another build.
+    /// Moves workers from `free` into vacant ranks: a returning one into its own rank, then the one
+    /// nearest to the `present` ranks; none of another build.
     pub(super) fn fill(
         &mut self,
         free: &mut Vec<&Member>,
@@ -369,14 +369,14 @@ impl Replica {
             .fold((0, 0), |sum, slot| (sum.0 + slot.bytes_done, sum.1 + slot.bytes_total))
     }
 
-    /// A rank that formed already, and whose model folder has something else in it.
+    /// Returns a rank that has formed already with other contents in its model folder.
     pub(super) fn differs(&self, identity: ModelIdentity) -> Option<(WorkerId, ModelIdentity)> {
         let of = |slot: &Slot| Some((slot.worker?, slot.identity?));
         self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
     }
 
     /// Returns the block counts (KV cache, host memory) to start with once every rank is formed:
-    /// the least that any has.
+    /// the minimum over all ranks.
     pub(super) fn formed(&mut self, worker: WorkerId, formed: &Formed) -> Option<(u32, u32)> {
         if self.phase != ReplicaPhase::Forming {
             return None;
@@ -418,7 +418,7 @@ impl Replica {
         self.last_failure = Some(reason.to_owned());
     }
 
-    /// It broke already, and this is why: trying again would come to the same.
+    /// It broke already, and this is why: retrying would fail in the same way.
     pub(super) fn fails_for_good(&mut self, now: Duration, reason: String) {
         self.last_failure = Some(reason);
         if !self.is_held() {

@@ -1,7 +1,7 @@
-//! PURE: the replicas there are, and which worker is a rank of which.
+//! PURE: the replicas, and each worker's replica.
 //!
-//! Who is whose rank is asked for every worker in every pass over the cluster, so it has an index;
-//! a replica changes through [`Replicas::change`] only, which keeps the index true.
+//! A worker's replica is looked up for every worker in every pass over the cluster, so there is an
+//! index. Replicas change only through [`Replicas::change`], which keeps the index up to date.
 use std::collections::BTreeMap;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
@@ -13,15 +13,15 @@ pub(super) struct Replicas {
     all: BTreeMap<ReplicaId, Replica>,
     of: BTreeMap<WorkerId, ReplicaId>,
     revision: u64,
-    /// How many were ever made.
+    /// Number of replicas ever made.
     made: u64,
-    /// Replicas that were looked at, or asked for.
+    /// Number of look-ups of replicas.
     #[cfg(test)]
     looks: std::cell::Cell<u64>,
 }
 
 impl Replicas {
-    /// In the order of their numbers.
+    /// Iterates in the order of ids.
     pub(super) fn iter(&self) -> impl DoubleEndedIterator<Item = (ReplicaId, &Replica)> {
         self.all.iter().map(|(id, replica)| {
             self.look();
@@ -42,7 +42,7 @@ impl Replicas {
         self.all.is_empty()
     }
 
-    /// The replica whose rank this worker is.
+    /// Returns the replica that this worker is a rank of.
     pub(super) fn of(&self, worker: WorkerId) -> Option<ReplicaId> {
         self.look();
         self.of.get(&worker).copied()
@@ -53,7 +53,7 @@ impl Replicas {
         self.revision
     }
 
-    /// Makes a replica of workers that are no other's ranks.
+    /// Inserts a replica whose workers are ranks of no other.
     pub(super) fn insert(&mut self, id: ReplicaId, mut replica: Replica) {
         self.remove(id);
         replica.born_behind(self.made);
@@ -72,7 +72,7 @@ impl Replicas {
         }
     }
 
-    /// Changes a replica, its ranks too; `None` when there is no such replica.
+    /// Changes a replica, its ranks included; `None` if there is no such replica.
     pub(super) fn change<T>(
         &mut self,
         id: ReplicaId,
@@ -93,7 +93,7 @@ impl Replicas {
         Some(result)
     }
 
-    /// Changes the replica whose rank a worker is, if this epoch of it is under way.
+    /// Changes the replica of a worker, if it is in this epoch.
     pub(super) fn in_epoch<T>(
         &mut self,
         worker: WorkerId,
@@ -114,7 +114,7 @@ impl Replicas {
         self.looks.set(self.looks.get() + 1);
     }
 
-    /// How often a replica was looked at or asked for.
+    /// Number of look-ups of replicas.
     #[cfg(test)]
     pub(super) fn looks(&self) -> u64 {
         self.looks.get()

@@ -1,41 +1,41 @@
-//! PURE: who is who: node names to slots, process runs to slots, and which connection is a worker's
-//! present one.
+//! PURE: identities: which slot a node name has, which process runs a slot has had, and which
+//! connection is a worker's present one.
 //!
 //! A process that dials again supersedes its own old connection. Another process under the same
-//! name has to wait until the present one is gone: where a process that was not heard of has been
-//! replaced and is back, the two would otherwise displace each other for ever.
+//! name must wait until the present one is gone: otherwise a process that was silent, was replaced
+//! and is back, and its replacement, would displace each other forever.
 //!
-//! A slot is its name's for good while there are enough; then those of nodes that are not expected
-//! back are given to others, and their totals are closed: names that nobody gave have a random
-//! part.
+//! A name keeps its slot while there are enough. Then slots of nodes that are not expected back go
+//! to others, and their totals are closed: names that were not given by an operator contain a
+//! random part.
 use std::collections::{BTreeMap, VecDeque};
 
 use shared::ids::{Incarnation, WorkerId};
 
 use super::slots;
 
-/// Nodes that have a slot, as long as some of them are not expected back.
+/// Maximum number of nodes with a slot, as long as some of them are not expected back.
 const SLOTS_MAX: usize = 4096;
-/// Earlier process runs of a slot that may be back: processes that were not heard of for a while.
+/// Earlier process runs of a slot that may be back, since they were only silent for a while.
 const EARLIER_MAX: usize = 3;
-/// Process runs of a slot that are known to be over.
+/// Process runs of a slot that are remembered as over.
 const RETIRED_MAX: usize = 64;
 
-/// Tells connections of one worker apart; never used twice.
+/// Identifies a connection of a worker; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkNumber(u64);
 
-/// Everyone who ever joined.
+/// All workers that ever joined.
 #[derive(Debug, Default)]
 pub struct Roster {
     slots: BTreeMap<String, WorkerId>,
     present: BTreeMap<WorkerId, (Incarnation, LinkNumber)>,
     known: BTreeMap<WorkerId, Runs>,
-    /// Slots of nodes that are not expected back, the first that was given up first.
+    /// Slots of nodes that are not expected back, the first one given up first.
     idle: VecDeque<WorkerId>,
-    /// Processes whose totals were closed when their slots went to others, oldest first.
+    /// Process runs whose totals were closed when their slots went to others, oldest first.
     closed: VecDeque<Incarnation>,
-    /// Those of them that nobody was told of.
+    /// Those not yet returned by [`Roster::take_freed`].
     freed: Vec<(WorkerId, Incarnation)>,
     links: u64,
 }
@@ -44,37 +44,38 @@ pub struct Roster {
 #[derive(Debug)]
 struct Runs {
     last: Incarnation,
-    /// Those before it that may be back, oldest first.
+    /// Earlier ones that may be back, oldest first.
     earlier: VecDeque<Incarnation>,
     /// Those whose totals are closed, oldest first.
     retired: VecDeque<Incarnation>,
 }
 
-/// The answer to a process that wants to join.
+/// Answer to a process that wants to join.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Admission {
-    /// It may, in this slot.
+    /// It may join, in this slot.
     Slot(WorkerId),
     /// Another process has its name at present.
     Taken,
-    /// So many others have had its name since that its totals are closed: it has to be started
-    /// again.
+    /// So many other processes have had its name since that its totals are closed: it must be
+    /// restarted.
     Retired,
 }
 
-/// What a worker's joining means.
+/// What it means that a worker joined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Joining {
     /// Its connection.
     pub link: LinkNumber,
-    /// It is another process than the last in its slot.
+    /// Whether it is another process than the last one in its slot.
     pub restarted: bool,
     /// A process run that will not be back.
     pub retired: Option<Incarnation>,
 }
 
 impl Roster {
-    /// Whether a node's process may join. It may have brought a slot from another coordinator.
+    /// Decides whether a node's process may join. It may have brought a slot from another
+    /// coordinator.
     pub fn admit(
         &mut self,
         node: &str,
@@ -100,8 +101,8 @@ impl Roster {
         }
     }
 
-    /// A worker has been admitted and welcomed. Its old connection, if there was one, is not its
-    /// present one any more.
+    /// A worker has been admitted and welcomed. Its old connection, if any, is no longer its
+    /// present one.
     pub fn joined(&mut self, worker: WorkerId, incarnation: Incarnation) -> Joining {
         self.links += 1;
         let link = LinkNumber(self.links);
@@ -129,8 +130,8 @@ impl Roster {
         Joining { link, restarted, retired }
     }
 
-    /// One that was admitted did not join after all. A name that nobody ever joined under has no
-    /// slot: names cost nothing.
+    /// A worker that was admitted did not join after all. A name that nobody ever joined under
+    /// loses its slot: names cost nothing.
     pub fn not_joined(&mut self, node: &str, worker: WorkerId) {
         let is_its = self.slots.get(node) == Some(&worker);
         if is_its && !self.known.contains_key(&worker) && !self.present.contains_key(&worker) {
@@ -138,13 +139,13 @@ impl Roster {
         }
     }
 
-    /// The slot of a node name, if it ever had one.
+    /// Returns the slot of a node name, if it has one.
     #[must_use]
     pub fn slot_of(&self, node: &str) -> Option<WorkerId> {
         self.slots.get(node).copied()
     }
 
-    /// The node name of a slot.
+    /// Returns the node name of a slot.
     #[must_use]
     pub fn node_of(&self, worker: WorkerId) -> Option<&str> {
         self.slots.iter().find(|(_, slot)| **slot == worker).map(|(node, _)| node.as_str())
@@ -162,12 +163,13 @@ impl Roster {
         }
     }
 
-    /// Processes whose slots went to other nodes: their totals are to be closed. Each is said once.
+    /// Returns process runs whose slots went to other nodes, each once: their totals are to be
+    /// closed.
     pub fn take_freed(&mut self) -> Vec<(WorkerId, Incarnation)> {
         std::mem::take(&mut self.freed)
     }
 
-    /// Takes the slot of the node that was given up first.
+    /// Frees the slot of the node that was given up first.
     fn free(&mut self) -> Option<WorkerId> {
         let worker = self.idle.pop_front()?;
         self.slots.retain(|_, slot| *slot != worker);
@@ -223,7 +225,7 @@ mod tests {
         let gone = slot(roster.admit("gone", Incarnation(1), None));
         roster.not_joined("gone", gone);
         assert_eq!(roster.slot_of("gone"), None);
-        // Not that of another, nor of one that has joined, once or now.
+        // Neither another node's slot, nor that of a node that has joined, before or now.
         let worker = slot(roster.admit("a", Incarnation(2), None));
         roster.joined(worker, Incarnation(2));
         roster.not_joined("a", worker);
@@ -258,21 +260,21 @@ mod tests {
         let new = |roster: &mut Roster, node: &str, run| {
             slot(roster.admit(node, Incarnation(run), None)).0
         };
-        // All of them are linked: there may be more.
+        // All of them are linked, so there may be more slots.
         assert_eq!(new(&mut roster, "x", 1), 4096);
         for worker in [7, 5, 9].map(WorkerId) {
             roster.left(worker);
             roster.given_up(worker);
             roster.given_up(worker);
         }
-        // One is back all the same, in its own slot.
+        // One is back after all, in its own slot.
         let back = slot(roster.admit("pod-5", Incarnation(1105), None));
         assert!(back == WorkerId(5) && roster.joined(back, Incarnation(1105)).restarted);
         assert_eq!(new(&mut roster, "y", 2), 7);
         assert_eq!(roster.take_freed(), [(WorkerId(7), Incarnation(107))]);
         assert!(!roster.joined(WorkerId(7), Incarnation(2)).restarted, "it is new there");
         assert_eq!((roster.slot_of("pod-7"), roster.node_of(WorkerId(7))), (None, Some("y")));
-        // Whoever had it is another process by now: its totals would count twice.
+        // The slot has another process by now: the old one's totals would count twice.
         assert_eq!(roster.admit("pod-7", Incarnation(107), None), Admission::Retired);
         assert_eq!(new(&mut roster, "pod-7", 3), 9);
         assert_eq!(roster.take_freed(), [(WorkerId(9), Incarnation(109))]);

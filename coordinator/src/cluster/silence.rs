@@ -1,5 +1,5 @@
-//! PURE: which ranks were told to form or to start and have not answered, and since when nothing
-//! was heard of them.
+//! PURE: which ranks were told to form or to start and have not answered, and for how long nothing
+//! was heard from them.
 //!
 //! An executor that hangs says nothing, while its process and its link live. How long it has said
 //! nothing is counted over formations: its peers give up waiting for it earlier, and would be
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use shared::ids::WorkerId;
 
-/// A worker is let go that did not answer so often, since it served last.
+/// Unanswered formations since it last served after which a worker is let go.
 const STRIKES_MAX: u32 = 2;
 
 /// How long a rank may be silent that had not finished a step that took too long: what hung then
@@ -28,19 +28,19 @@ pub(super) struct Silence {
 /// An answer that a worker owes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Owed {
-    /// How long it was waited for in formations that are over.
+    /// How long it was waited for in earlier formations.
     before: Duration,
-    /// Since when it is waited for in the present one.
+    /// Since when it has been waited for in the present one.
     since: Option<Duration>,
 }
 
 impl Silence {
-    /// A worker has to answer something; it may owe an earlier answer.
+    /// Records that a worker owes an answer, perhaps in addition to an earlier one.
     pub(super) fn told(&mut self, now: Duration, worker: WorkerId) {
         self.owed.entry(worker).or_default().since.get_or_insert(now);
     }
 
-    /// Its formation is over: it is not waited for.
+    /// Stops the clock: its formation is over, so nobody waits for its answer.
     pub(super) fn pause(&mut self, now: Duration, worker: WorkerId) {
         if let Some(owed) = self.owed.get_mut(&worker)
             && let Some(since) = owed.since.take()
@@ -73,7 +73,7 @@ impl Silence {
         self.owed.remove(&worker);
     }
 
-    /// It is a rank of a replica that serves: what was is forgotten.
+    /// It is a rank of a serving replica: the past is forgotten.
     pub(super) fn serves(&mut self, worker: WorkerId) {
         self.left(worker);
     }
@@ -85,19 +85,19 @@ impl Silence {
         self.strikes.remove(&worker);
     }
 
-    /// When a worker that is waited for will have said nothing for `patience`.
+    /// Returns when a worker that is waited for will have been silent for `patience`.
     pub(super) fn ends(&self, worker: WorkerId, patience: Duration) -> Option<Duration> {
         let patience = self.patience(worker, patience);
         let Owed { before, since } = *self.owed.get(&worker)?;
         Some(since?.saturating_add(patience.saturating_sub(before)))
     }
 
-    /// As [`Silence::ends`], of all.
+    /// Like [`Silence::ends`], for all workers.
     pub(super) fn all_ends(&self, patience: Duration) -> impl Iterator<Item = Duration> + '_ {
         self.owed.keys().filter_map(move |worker| self.ends(*worker, patience))
     }
 
-    /// It is waited for no longer. Returns whether that was once too often.
+    /// Stops waiting for it. Returns whether that happened once too often.
     pub(super) fn strike(&mut self, worker: WorkerId) -> bool {
         self.owed.remove(&worker);
         let strikes = self.strikes.entry(worker).or_default();

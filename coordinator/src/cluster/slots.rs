@@ -1,4 +1,4 @@
-//! PURE: which slot a node gets that has none.
+//! PURE: which slot a node without one gets.
 use std::collections::BTreeSet;
 
 use shared::ids::WorkerId;
@@ -6,7 +6,7 @@ use shared::ids::WorkerId;
 /// A worker may bring a slot from another coordinator up to this far beyond those in use.
 const AHEAD_MAX: u32 = 4096;
 
-/// The slot the worker brings, if nobody has it; else the first that nobody has.
+/// Returns the slot the worker brings, if it is free, otherwise the first free one.
 pub(super) fn vacant<'a>(
     taken: impl ExactSizeIterator<Item = &'a WorkerId>,
     brought: Option<WorkerId>,
@@ -14,7 +14,7 @@ pub(super) fn vacant<'a>(
     let count = u32::try_from(taken.len()).unwrap_or(u32::MAX);
     let taken: BTreeSet<WorkerId> = taken.copied().collect();
     let brought = brought.filter(|slot| slot.0 <= count.saturating_add(AHEAD_MAX));
-    // Of one more number than are taken, one is vacant.
+    // Among one more number than are taken, one is vacant.
     let mut slots = brought.into_iter().chain((0..=count).map(WorkerId));
     slots.find(|slot| !taken.contains(slot)).unwrap_or(WorkerId(count))
 }

@@ -1,4 +1,4 @@
-//! What operators ask of a cluster: who is there, what it does, who is gone and why.
+//! The cluster as operators see it: its processes, what they do, which are gone and why.
 use serde::{Deserialize, Serialize};
 use shared::protocol::NodeResources;
 
@@ -15,32 +15,31 @@ pub struct Status {
     pub message: String,
     /// Ranks a replica has when nothing is missing.
     pub tensor_parallel: u32,
-    /// Most replicas; absent without a bound.
+    /// Maximum number of replicas; absent without a bound.
     pub max_replicas: Option<u32>,
-    /// What operators said while coordinators ran.
+    /// Commands of operators.
     #[serde(default)]
     pub commands: Commands,
-    /// Linked processes: workers, then front ends; then the coordinators, where there may be
-    /// several.
+    /// Linked processes: workers, then front ends, then the coordinators if there can be several.
     pub nodes: Vec<Node>,
     /// Replicas.
     pub replicas: Vec<Replica>,
     /// Actors by name: the cluster's own (`worker/NODE`, `replica/N`, `frontend/NODE`) and those of
-    /// applications; those of applications that died lately, too.
+    /// applications, including recently dead ones of applications.
     #[serde(default)]
     pub actors: Vec<Actor>,
-    /// Processes that are gone, newest first, a bounded number of them.
+    /// Processes that are gone, newest first; bounded.
     pub dead: Vec<Dead>,
 }
 
-/// What operators said while coordinators ran: scaling and draining.
+/// Commands that operators gave while coordinators ran: scaling and draining.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Commands {
-    /// How many there were, over all leaders.
+    /// Number of commands, across all leaders.
     pub count: u64,
-    /// The bound of replicas is what an operator said, not what the coordinator was started with.
+    /// Whether an operator set the bound of replicas, rather than the coordinator's options.
     pub scaled: bool,
-    /// Whether the next leader knows of all; absent where no other can lead.
+    /// Whether the next leader will know them all; absent if no other can lead.
     pub stored: Option<bool>,
 }
 
@@ -64,7 +63,7 @@ pub struct Node {
     pub replica: Option<u32>,
     /// Its rank there.
     pub rank: Option<u32>,
-    /// What it offers, of a worker.
+    /// What it offers; workers only.
     pub offer: Option<NodeResources>,
 }
 
@@ -73,7 +72,7 @@ pub struct Node {
 pub struct Actor {
     /// Its name.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: String,
     /// The node whose process it lives in; a replica's scheduler lives in the coordinator.
     pub node: String,
@@ -83,9 +82,9 @@ pub struct Actor {
     pub epoch: Option<u64>,
     /// Requests of its replica.
     pub load: Option<u32>,
-    /// How often it was started again.
+    /// Number of its restarts.
     pub restarts: u32,
-    /// How often in a row it may be; absent when nobody here starts it.
+    /// Maximum number of restarts in a row; absent if nothing here restarts it.
     pub max_restarts: Option<u32>,
     /// Why it is restarting or dead.
     pub reason: Option<String>,
@@ -106,8 +105,8 @@ pub struct Replica {
     pub requests: u32,
     /// Why it last broke.
     pub last_failure: Option<String>,
-    /// That would come to the same again: it is tried in so many seconds, or when workers come or
-    /// go.
+    /// It failed in a way that retrying would repeat: it is retried in this many seconds, or when
+    /// workers come or go.
     #[serde(default)]
     pub held_seconds: Option<u64>,
 }
@@ -123,11 +122,11 @@ pub struct Dead {
     pub pid: u32,
     /// What ended it, in its own words or as far as its link tells.
     pub reason: String,
-    /// Exit code or signal, where its supervisor told (`tutti up`).
+    /// Exit code or signal, if its supervisor reported it (`tutti up`).
     pub exit: Option<String>,
     /// When, in seconds since 1970.
     pub at: u64,
-    /// Lines of its log that `tutti logs` has.
+    /// Number of lines of its log that `tutti logs` has.
     pub lines: u32,
     /// The last of them.
     pub last_line: Option<String>,
@@ -146,10 +145,10 @@ pub struct NodeLogs {
     pub reason: Option<String>,
     /// Its exit code or signal.
     pub exit: Option<String>,
-    /// Lines that it wrote faster than they are sent on.
+    /// Number of lines lost because it wrote faster than they are sent on.
     pub missing: u64,
     /// What it logged, oldest first.
     pub lines: Vec<String>,
-    /// What its stderr ended with, where its supervisor told (`tutti up`).
+    /// The last lines of its stderr, if its supervisor reported them (`tutti up`).
     pub stderr: Vec<String>,
 }

@@ -1,8 +1,8 @@
 //! The replica life cycle, event by event.
 //!
-//! - `life`: a replica comes to life and ends; `failures`: what failed is tried again, or held
+//! - `life`: a replica starts and ends; `failures`: failed replicas are retried, or held
 //! - `placing`: which worker gets which rank; `degrees`: fewer ranks while some stay away
-//! - `slow`: ranks that are slow
+//! - `slow`: slow ranks
 //! - `passes`: passes over members and replicas
 //! - `operators`: scaling and draining
 //! - `silent`: ranks that do not answer; `apart`: ranks that do not reach each other
@@ -80,7 +80,7 @@ fn secs(s: u64) -> Duration {
     Duration::from_secs(s)
 }
 
-/// Who is told to form which rank, in which epoch, over what.
+/// Collects the orders to form: worker, rank, epoch, collective.
 fn forms(effects: &[Effect]) -> Vec<(u32, u32, u64, CollectiveSpec)> {
     effects
         .iter()
@@ -93,7 +93,7 @@ fn forms(effects: &[Effect]) -> Vec<(u32, u32, u64, CollectiveSpec)> {
         .collect()
 }
 
-/// A cluster that so many workers of one host have joined, and what it did.
+/// A cluster that so many workers of one host have joined, and its effects.
 fn cluster_of(config: ClusterConfig, workers: u32) -> (Cluster, Vec<Effect>) {
     let (mut cluster, mut effects) = (Cluster::new(config), Vec::new());
     for worker in 0..workers {
@@ -102,7 +102,7 @@ fn cluster_of(config: ClusterConfig, workers: u32) -> (Cluster, Vec<Effect>) {
     (cluster, effects)
 }
 
-/// Who is told to end, and why.
+/// Collects the workers told to end, and why.
 fn shut_down(effects: &[Effect]) -> Vec<(u32, &str)> {
     let told = |effect| match effect {
         &Effect::Send { worker, message: ToWorker::Shutdown { ref reason, .. }, .. } => {
@@ -134,7 +134,7 @@ fn bring_up(cluster: &mut Cluster, now: Duration, epoch: u64, workers: &[u32]) -
     effects
 }
 
-/// The world size of each rank that was told to form, by worker.
+/// The world size of each rank told to form, by worker.
 fn world_sizes(effects: &[Effect]) -> Vec<(u32, u32, u32)> {
     effects
         .iter()
@@ -147,7 +147,7 @@ fn world_sizes(effects: &[Effect]) -> Vec<(u32, u32, u32)> {
         .collect()
 }
 
-/// A cluster of four workers that serve as one replica, which may go down to one.
+/// A cluster of four workers that serve as one replica, which may shrink to one rank.
 fn four() -> Cluster {
     let mut config = config(4);
     config.degrees = vec![4, 2, 1];

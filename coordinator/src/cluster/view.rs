@@ -1,4 +1,4 @@
-//! What others may see of the cluster, without asking its actor: for `/ready` and for displays.
+//! The cluster as seen without asking its actor: for `/ready` and for displays.
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use shared::ids::WorkerId;
 use super::{ReplicaPhase, ReplicaStatus};
 use crate::replica::actor::ReplicaLoad;
 
-/// Nodes whose workers do not answer, with the processes' ids.
+/// Nodes whose workers do not answer, with their process ids.
 pub type Frozen = BTreeMap<String, u32>;
 
 /// The cluster at one moment.
@@ -16,19 +16,19 @@ pub type Frozen = BTreeMap<String, u32>;
 pub struct ClusterView {
     /// Live workers.
     pub workers: Vec<(WorkerId, String, u32)>,
-    /// Replicas and where they are in their lives.
+    /// Replicas and their phases.
     pub replicas: Vec<ReplicaStatus>,
     /// Loads of the replicas that serve.
     pub serving: Vec<Arc<ReplicaLoad>>,
-    /// Bytes of weights loaded, bytes to load.
+    /// Bytes of weights loaded, and bytes to load.
     pub load: (u64, u64),
-    /// Why replicas cannot be served at all, whatever their ranks do.
+    /// Why no replica can be served at all, whatever its ranks do.
     pub broken: Option<String>,
-    /// Workers that are alive by their processes but silent, for whoever started them.
+    /// Workers whose processes live but are silent, for their supervisors.
     pub frozen: Frozen,
 }
 
-/// Why nothing can be served, in one sentence for clients: what went wrong where is for the log and
+/// Returns why nothing can be served, in one sentence for clients. The details are for the log and
 /// `tutti status`, not for whoever asks.
 #[must_use]
 pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
@@ -43,7 +43,7 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
     };
     match (replica.phase, &replica.last_failure) {
         (ReplicaPhase::Waiting, Some(_)) => {
-            "waiting for workers after a failure, which the server's log has".to_owned()
+            "waiting for workers after a failure; the server's log says why".to_owned()
         }
         (ReplicaPhase::Forming, _) => {
             format!("loading weights: {} of {} bytes", view.load.0, view.load.1)
@@ -53,8 +53,8 @@ pub fn not_ready(view: &ClusterView, tensor_parallel: u32) -> String {
 }
 
 impl ClusterView {
-    /// Why trying again cannot help any replica there is: each failed for a reason that stays. One
-    /// that waits for its ranks, or is formed, may serve soon.
+    /// Returns why retrying cannot help any replica: each failed for a reason that stays. A replica
+    /// that waits for its ranks, or is being formed, may serve soon.
     #[must_use]
     pub fn unservable(&self) -> Option<&str> {
         if self.broken.is_some() {

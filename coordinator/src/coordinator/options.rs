@@ -1,4 +1,4 @@
-//! What a coordinator is asked for, and why it cannot start.
+//! The options of a coordinator, and why it cannot start.
 use std::io;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use crate::replica::driver::DriverLimits;
 use crate::scheduler::{ConfigError, Speculation};
 use crate::text::model::TextModelError;
 
-/// What a coordinator is asked for.
+/// The options of a coordinator.
 #[derive(Clone, Debug)]
 pub struct CoordinatorOptions {
     /// The model folder on this host.
@@ -29,31 +29,31 @@ pub struct CoordinatorOptions {
     pub told: Told,
     /// How its matrix products are computed.
     pub dtype: Dtype,
-    /// How its weights are kept.
+    /// Quantization of the weights.
     pub quantization: Quantization,
     /// The adapters beside it, with their folders on this host.
     pub lora: Lora,
     /// The model's name in the API.
     pub served_model_name: String,
-    /// Its other names there.
+    /// Its other names in the API.
     pub model_aliases: Vec<String>,
     /// Ranks per replica.
     pub tensor_parallel: u32,
-    /// Fewest ranks per replica when workers are missing.
+    /// Minimum ranks per replica when workers are missing.
     pub min_tensor_parallel: u32,
-    /// Most replicas; as many as the workers allow when absent.
+    /// Maximum number of replicas; absent: as many as the workers allow.
     pub max_replicas: Option<u32>,
     /// Which workers go together.
     pub placement: PlacementRules,
-    /// Where HTTP is served.
+    /// The address that serves HTTP.
     pub listen: SocketAddr,
-    /// Where workers dial in.
+    /// The address that workers dial.
     pub cluster_listen: SocketAddr,
-    /// Longest sequence; the model's own limit when absent.
+    /// Maximum length of a sequence; absent: the model's own limit.
     pub max_model_len: Option<u32>,
-    /// Most sequences in one step.
+    /// Maximum number of sequences in one step.
     pub max_num_seqs: u32,
-    /// Most tokens in one step.
+    /// Maximum number of tokens in one step.
     pub max_num_batched_tokens: u32,
     /// Tokens per KV block.
     pub block_size: u32,
@@ -61,36 +61,36 @@ pub struct CoordinatorOptions {
     pub kv_cache_bytes: u64,
     /// Host memory for swapped KV blocks per rank, in bytes; 0 for none.
     pub swap_bytes: u64,
-    /// Whether prompts begin behind what the KV cache still has of them.
+    /// Whether sequences reuse the KV blocks that the cache still has of their prompts.
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
     /// Whether requests have priorities; else all are alike, in order of arrival.
     pub priorities: bool,
-    /// Most requests of each replica that wait for their first step.
+    /// Maximum number of requests per replica that wait for their first step.
     pub max_queued_requests: u32,
-    /// What is chosen of the HTTP API.
+    /// Options of the HTTP API.
     pub api: ApiOptions,
-    /// How long is waited for what.
+    /// Time limits of requests and steps.
     pub limits: DriverLimits,
-    /// How long nothing may be heard of a rank that is formed: longer than the largest matrix takes
-    /// to load, or host memory to be pinned.
+    /// How long a rank may be silent while it is formed: longer than it takes to load the largest
+    /// matrix or to pin host memory.
     pub form_timeout: Duration,
     /// How statistics are logged.
     pub log_stats: LogStats,
-    /// Whether anything is measured; without, there is no `/metrics`.
+    /// Whether anything is measured; if not, there is no `/metrics`.
     pub metrics: bool,
-    /// Where `/metrics` is served besides, if anywhere.
+    /// Additional address that serves `/metrics`, if any.
     pub metrics_listen: Option<SocketAddr>,
-    /// Whose names are published beside ours.
+    /// Other servers whose metric names are published in addition to ours.
     pub metrics_compat: Vec<Compat>,
-    /// Threads that serve HTTP.
+    /// Number of threads that serve HTTP.
     pub http_threads: usize,
-    /// NVML's library, when the system's loader does not find it.
+    /// Path of the NVML library, if the system's loader does not find it.
     pub nvml: Option<PathBuf>,
-    /// Who starts and stops worker processes, where this process does.
+    /// Starts and stops worker processes, if this process does so.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
-    /// Drawn at random for this process, and never shown.
+    /// Drawn at random for this process; never shown.
     pub collective_key: Secret,
     /// The cluster's secrets, if it has any.
     pub secret: Option<Keyring>,
@@ -117,21 +117,21 @@ pub struct Told {
 /// How statistics are logged.
 #[derive(Clone, Debug)]
 pub struct LogStats {
-    /// Between two lines; zero turns the lines off.
+    /// Interval between two lines; zero turns them off.
     pub interval: Duration,
-    /// What the log line has.
+    /// Fields of the log line.
     pub fields: Vec<Field>,
-    /// Where JSON lines go; `-` is stdout.
+    /// Where JSON lines are written; `-` is stdout.
     pub json: Option<PathBuf>,
 }
 
-/// A coordinator cannot start.
+/// Why a coordinator cannot start.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
     /// The model folder cannot be served.
     #[error(transparent)]
     Model(#[from] TextModelError),
-    /// Sizes are in conflict.
+    /// Sizes conflict.
     #[error("{}", in_options(.0))]
     Config(#[from] ConfigError),
     /// Sizes do not fit the model.
@@ -142,7 +142,7 @@ pub enum StartError {
     StatsFile {
         /// The file.
         file: PathBuf,
-        /// The operating system's words.
+        /// The operating system's error.
         error: io::Error,
     },
     /// An address cannot be used.
@@ -152,12 +152,12 @@ pub enum StartError {
         address: SocketAddr,
         /// The option that names it.
         option: &'static str,
-        /// The operating system's words.
+        /// The operating system's error.
         error: io::Error,
     },
 }
 
-/// An error of sizes, by the names of their options.
+/// Rewrites an error about sizes with the names of the options.
 fn in_options(error: &ConfigError) -> String {
     const NAMES: [&str; 5] = [
         "block_size",

@@ -1,4 +1,4 @@
-//! Everything that can go wrong before a coordinator serves.
+//! Everything that can fail before a coordinator serves.
 use std::net::{SocketAddr, TcpListener};
 use std::sync::Arc;
 
@@ -12,18 +12,18 @@ use crate::metrics::Hub;
 use crate::scheduler::SchedulerConfig;
 use crate::text::model::TextModel;
 
-/// Steps in flight: one runs, the next is there when it is done.
+/// Steps in flight: one runs, and the next is ready when it is done.
 const STEPS_IN_FLIGHT: u32 = 2;
 
-/// An address that is listened on.
+/// A bound address.
 #[derive(Debug)]
 pub(crate) struct Bound {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
 }
 
-/// A coordinator that could serve at once: its options are checked, its model's text side is
-/// loaded, its addresses are its own.
+/// A coordinator that could serve at once: its options are checked, its tokenizer and templates are
+/// loaded, its addresses are bound.
 #[derive(Debug)]
 pub struct Prepared {
     pub(super) options: CoordinatorOptions,
@@ -37,7 +37,7 @@ pub struct Prepared {
 }
 
 impl Prepared {
-    /// Checks the options, loads the model's text side, binds the addresses.
+    /// Checks the options, loads tokenizer and templates, binds the addresses.
     ///
     /// # Errors
     /// [`StartError`].
@@ -58,13 +58,13 @@ impl Prepared {
             tracing::info!(
                 max_model_len,
                 most,
-                "sequences of the length that the model computes best; --max-model-len allows longer \
-                 ones"
+                "sequences are limited to the length that the model handles best; --max-model-len \
+                 allows longer ones"
             );
         }
         if max_model_len > text.max_positions {
             return Err(StartError::Sizes(format!(
-                "--max-model-len {max_model_len} is over the model's own limit of {}",
+                "--max-model-len {max_model_len} exceeds the model's own limit of {}",
                 text.max_positions
             )));
         }
@@ -73,8 +73,8 @@ impl Prepared {
             tracing::info!(
                 max_model_len,
                 usual,
-                "sequences may be longer than the model's usual length: short ones are computed a \
-                 little worse for that"
+                "sequences may be longer than the model's usual length: this makes short ones \
+                 slightly less accurate"
             );
         }
         let engine = EngineConfig {
@@ -106,25 +106,25 @@ impl Prepared {
         Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
     }
 
-    /// Where everything is counted; nothing is yet.
+    /// The hub that counts everything; nothing is counted yet.
     #[must_use]
     pub fn hub(&self) -> &Arc<Hub> {
         &self.hub
     }
 
-    /// Where HTTP is served.
+    /// The address that serves HTTP.
     #[must_use]
     pub fn http_addr(&self) -> SocketAddr {
         self.http.address
     }
 
-    /// Where workers dial in.
+    /// The address that workers dial.
     #[must_use]
     pub fn cluster_addr(&self) -> SocketAddr {
         self.cluster.address
     }
 
-    /// The scheme of URLs of where HTTP is served.
+    /// The scheme of the URLs that serve HTTP.
     #[must_use]
     pub fn scheme(&self) -> &'static str {
         scheme(self.tls())

@@ -1,4 +1,4 @@
-//! Calls the loggers of stats as often as was asked for.
+//! Calls the stats loggers at the configured interval.
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use shared::log::queue::LineQueue;
 use super::options::{LogStats, StartError};
 use crate::metrics::{Hub, JsonLines, LogLine, StatLogger, StatLoggers, ThroughputGauges, logger};
 
-/// The loggers asked for, and how often they are called.
+/// Makes the configured loggers; returns them with their interval.
 pub(super) fn loggers(
     options: &LogStats,
     hub: &Hub,
@@ -20,7 +20,7 @@ pub(super) fn loggers(
     let mut loggers: Vec<Box<dyn StatLogger>> =
         vec![Box::new(ThroughputGauges::new(now, hub.observer().clone()))];
     if options.interval.is_zero() {
-        // The gauges go on.
+        // The gauges are updated all the same.
         return Ok((loggers, logger::DEFAULT_INTERVAL));
     }
     loggers.push(Box::new(LogLine::new(now, options.fields.clone())));
@@ -32,7 +32,7 @@ pub(super) fn loggers(
     Ok((loggers, options.interval))
 }
 
-/// A way to a file, or to stdout, on which nobody waits: a disk, or whoever reads, may stall.
+/// Opens a queue to a file or to stdout, so that nothing waits for a slow disk or reader.
 fn queue(file: &Path) -> io::Result<LineQueue> {
     if file.as_os_str() == "-" {
         return LineQueue::start("stats", io::stdout());
@@ -41,8 +41,7 @@ fn queue(file: &Path) -> io::Result<LineQueue> {
     LineQueue::start("stats", SaysOnce { out: file, failed: false })
 }
 
-/// Says in the log that something cannot be written, once: a full disk would otherwise fill that
-/// too.
+/// Logs the first write error only: a full disk would otherwise fill the log, too.
 struct SaysOnce<W> {
     out: W,
     failed: bool,
@@ -64,7 +63,7 @@ impl<W: io::Write> io::Write for SaysOnce<W> {
     }
 }
 
-/// Calls them for ever.
+/// Calls the loggers forever.
 pub(super) async fn run(
     hub: Arc<Hub>,
     clock: Arc<dyn Clock>,
@@ -72,7 +71,7 @@ pub(super) async fn run(
     interval: Duration,
 ) {
     let mut loggers = StatLoggers::new(loggers, interval, clock.now());
-    // What a leader before this one left may come late.
+    // An earlier leader's totals may arrive late.
     let mut restorations = None;
     loop {
         let restored = Some(hub.restorations());

@@ -1,5 +1,5 @@
-//! PURE: what a client asked for, with what was accepted of it so far: all that is needed to ask
-//! again where a coordinator is gone, so that no token is missing and none comes twice.
+//! PURE: a client's request with what was accepted so far: everything needed to submit it again
+//! when its coordinator is lost, so that no token is missing or repeated.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,45 +7,45 @@ use shared::protocol::{AcceptedChoice, EngineEvent, SubmitRequest};
 
 use crate::engine::GenerateRequest;
 
-/// Most tokens of a request that is sent again, prompt and output: of 5 bytes each, so that a frame
-/// of 16 MiB holds them and everything else.
+/// Maximum number of tokens, prompt and output, of a request that can be sent again: 5 bytes each,
+/// so that a frame of 16 MiB holds them and everything else.
 const SENT_AGAIN_MAX: usize = 2 << 20;
 
-/// A request, for as long as its client waits for something of it.
+/// A request whose client still waits for part of its answer.
 #[derive(Debug)]
 pub(super) struct Asked {
     submit: Box<SubmitRequest>,
     arrived: Duration,
-    /// How often it was with a coordinator whose link broke.
+    /// How often its coordinator's link broke.
     lost: u32,
-    /// Of each choice.
+    /// Accepted so far, by choice.
     accepted: Vec<AcceptedChoice>,
     /// Tokens of choices that are not over.
     tokens: usize,
-    /// What else is kept of it takes as much memory as so many tokens.
+    /// Memory of the request's other kept parts, in tokens.
     besides: usize,
-    /// Choices that are not over.
+    /// Number of choices that are not over.
     left: usize,
-    /// Something of its answer was delivered.
+    /// Whether some of its answer was delivered.
     has_begun: bool,
-    /// Its tokens are kept, so it can be asked for again.
+    /// Whether its tokens are kept, so that it can be submitted again.
     is_kept: bool,
     prompt: PromptLogprobs,
     is_embedded: bool,
 }
 
-/// How many of a prompt's log-probabilities there are. They come in pieces.
+/// How many of a prompt's log-probabilities have arrived. They come in pieces.
 #[derive(Debug, Default)]
 struct PromptLogprobs {
-    /// There was a piece, perhaps an empty one: a prompt of one token has none.
+    /// Whether there was a piece, perhaps an empty one: a prompt of one token has none.
     has_begun: bool,
     delivered: usize,
-    /// Of the coordinator that has the request now.
+    /// From the coordinator that has the request now.
     received: usize,
 }
 
 impl Asked {
-    /// A client's request; `None` for one without choices, which does not occur.
+    /// Takes a client's request; `None` for one without choices, which does not occur.
     pub(super) fn new(request: GenerateRequest) -> Option<Self> {
         let arrived = request.arrived;
         let submit = Box::new(submit(request)?);
@@ -72,7 +72,7 @@ impl Asked {
         self.submit.id
     }
 
-    /// Its memory, in tokens.
+    /// Memory it takes, in tokens.
     pub(super) fn weight(&self) -> usize {
         self.submit.prompt.len() + self.tokens + self.besides
     }
@@ -82,7 +82,7 @@ impl Asked {
         self.left == 0
     }
 
-    /// Whether something of its answer was delivered.
+    /// Whether some of its answer was delivered.
     pub(super) fn has_begun(&self) -> bool {
         self.has_begun
     }
@@ -113,7 +113,7 @@ impl Asked {
         self.lost
     }
 
-    /// The message that asks a coordinator for what is missing.
+    /// Makes the message that asks a coordinator for what is missing.
     pub(super) fn message(&mut self, now: Duration) -> Box<SubmitRequest> {
         self.prompt.received = 0;
         let mut submit = self.submit.clone();
@@ -128,7 +128,7 @@ impl Asked {
         submit
     }
 
-    /// Notes an event; returns what of it the client does not have yet.
+    /// Notes an event; returns the part that the client does not have yet.
     pub(super) fn take(&mut self, event: EngineEvent) -> Option<EngineEvent> {
         let news = match event {
             EngineEvent::Token { choice, token, .. } => {
@@ -164,7 +164,7 @@ impl Asked {
         Some(news)
     }
 
-    /// Notes a token; `None` for one of no choice that goes on.
+    /// Notes a token; `None` if its choice does not exist or is over.
     fn accept(&mut self, choice: u32, token: u32) -> Option<()> {
         let Some(AcceptedChoice::GoesOn(tokens)) = self.accepted.get_mut(choice as usize) else {
             return None;
@@ -179,7 +179,7 @@ impl Asked {
         Some(())
     }
 
-    /// Notes a choice's end; `None` for one of no choice that goes on.
+    /// Notes a choice's end; `None` if the choice does not exist or is over.
     fn finish(&mut self, choice: u32) -> Option<()> {
         let choice = self.accepted.get_mut(choice as usize)?;
         let AcceptedChoice::GoesOn(accepted) = &*choice else { return None };
@@ -191,8 +191,8 @@ impl Asked {
     }
 }
 
-/// The request in wire form; `None` for one without choices. How long it has waited, and what was
-/// accepted of it, is said when it is sent.
+/// Converts the request to wire form; `None` if it has no choices. How long it has waited, and what
+/// was accepted, is added when it is sent.
 fn submit(request: GenerateRequest) -> Option<SubmitRequest> {
     let n = u32::try_from(request.sampling.len()).ok()?;
     Some(SubmitRequest {
@@ -257,7 +257,7 @@ mod tests {
         for event in [piece(0..2), token(0, 4), token(2, 5), token(2, 6), finished(2)] {
             assert_eq!(asked.take(event.clone()), Some(event));
         }
-        // Behind its end a choice has nothing, and there is no fourth one.
+        // A choice gets nothing after its end, and there is no fourth one.
         for event in [token(2, 7), finished(2), token(3, 1), finished(3)] {
             assert_eq!(asked.take(event), None);
         }
@@ -278,7 +278,7 @@ mod tests {
     fn pieces_of_a_prompt_and_embeddings_come_once() {
         let mut asked = asked(8, 1);
         assert_eq!(asked.take(piece(0..3)), Some(piece(0..3)));
-        // Another coordinator begins with the first of them, in pieces of its own.
+        // Another coordinator starts from the first one, in different pieces.
         assert_eq!(asked.message(Duration::ZERO).sampling.prompt_logprobs, Some(0));
         assert_eq!(asked.take(piece(0..2)), None);
         assert_eq!(asked.take(piece(2..5)), Some(piece(3..5)));

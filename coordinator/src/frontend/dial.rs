@@ -1,4 +1,4 @@
-//! Dialling the coordinator, or whoever leads next, until one welcomes this front end.
+//! Dials the coordinator, or the next leader, until one welcomes this front end.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -12,10 +12,10 @@ use shared::wire::keyring::Keyring;
 
 use super::{FrontendError, FrontendOptions};
 
-/// Where the front end was welcomed, and how.
+/// The destination that welcomed the front end, the connection, and the welcome.
 pub(super) type Joined = (Destination, Connection, FrontendWelcome);
 
-/// Dials without end.
+/// Dials forever.
 #[derive(Debug)]
 pub(super) struct Dialler {
     address: CoordinatorAddress,
@@ -27,14 +27,14 @@ pub(super) struct Dialler {
 }
 
 impl Dialler {
-    /// For a front end with these `options`.
+    /// Makes the dialler of a front end with these `options`.
     pub(super) fn new(options: &FrontendOptions, clock: Arc<dyn Clock>) -> Self {
         let (address, secret) = (options.coordinator.clone(), options.secret.clone());
         Self { address, secret, run: options.run, attempts: 0, clock }
     }
 
-    /// Dials until a coordinator answers: at once for the first time, after a short pause where the
-    /// link to `last` broke; whoever leads instead is dialled without a pause.
+    /// Dials until a coordinator answers: at once the first time, after a short pause if the link
+    /// to `last` broke; another leader is dialled without a pause.
     ///
     /// # Errors
     /// [`FrontendError::Refused`].
@@ -76,7 +76,7 @@ impl Dialler {
         }
     }
 
-    /// Waits before the next attempt; returns whom to dial then.
+    /// Waits before the next attempt; returns the destination to dial then.
     async fn pause(&mut self, wait: &mut Duration, last: Destination) -> Destination {
         self.attempts += 1;
         let pause = jittered(*wait, self.run, self.attempts);

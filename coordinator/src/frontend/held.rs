@@ -1,8 +1,8 @@
 //! PURE: requests that a front end holds while no coordinator can take them.
 //!
-//! What a front end knows of a request is enough to go on with it elsewhere: at the coordinator
-//! that leads next, or at the same one over another link. So clients of a front end see a change of
-//! the leader as a wait.
+//! What a front end knows of a request is enough to continue it elsewhere: at the next leader, or
+//! at the same coordinator over another link. So clients of a front end see a change of leader as a
+//! delay.
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
@@ -12,15 +12,15 @@ use shared::protocol::EngineError;
 use super::asked::Asked;
 use crate::engine::EventSender;
 
-/// How long requests are held for want of a coordinator that serves: more than a lease that ends
-/// and a leader that finishes what runs (`--drain-timeout`) take by default.
+/// How long requests are held while no coordinator serves: by default, longer than it takes for a
+/// lease to end and for a leader to finish its requests (`--drain-timeout`).
 pub(super) const HELD_FOR: Duration = Duration::from_secs(45);
-/// Most requests held.
+/// Maximum number of requests held.
 const REQUESTS_MAX: usize = 16 << 10;
-/// Most tokens of all requests held: 128 MiB.
+/// Maximum number of tokens of all requests held: 128 MiB.
 pub(super) const TOKENS_MAX: usize = 32 << 20;
 
-/// A request, its client, and what the client is told if nobody takes it in time.
+/// A request, its client, and the error the client gets if nobody takes it in time.
 #[derive(Debug)]
 pub(super) struct HeldRequest {
     pub(super) asked: Asked,
@@ -30,19 +30,19 @@ pub(super) struct HeldRequest {
     pub(super) error: EngineError,
 }
 
-/// There has been no link for a while, and how long requests wait for one at most.
+/// A period without a link, and how long requests wait for one at most.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Outage {
-    /// Since when.
+    /// When it began.
     pub(super) since: Duration,
     pub(super) held_for: Duration,
 }
 
-/// The requests held, in the order in which they came here.
+/// The requests held, in order of arrival.
 #[derive(Debug, Default)]
 pub(super) struct Held {
     requests: BTreeMap<u64, HeldRequest>,
-    /// Where each of them is.
+    /// Key of each of them in `requests`.
     places: HashMap<RequestId, u64>,
     next: u64,
     tokens: usize,
@@ -52,7 +52,7 @@ impl Held {
     /// Holds a request.
     ///
     /// # Errors
-    /// The request, when there is no room for it.
+    /// The request, if there is no room for it.
     pub(super) fn push(&mut self, request: HeldRequest) -> Result<(), Box<HeldRequest>> {
         let tokens = self.tokens.saturating_add(request.asked.weight());
         if self.requests.len() >= REQUESTS_MAX || tokens > TOKENS_MAX {
@@ -65,7 +65,7 @@ impl Held {
         Ok(())
     }
 
-    /// The next one to be sent.
+    /// Takes out the next one to send.
     pub(super) fn pop(&mut self) -> Option<HeldRequest> {
         let place = *self.requests.first_key_value()?.0;
         self.take(place)
@@ -82,8 +82,8 @@ impl Held {
         self.requests.is_empty()
     }
 
-    /// Takes out those that have been held for [`HELD_FOR`], or for less in an `outage`, and drops
-    /// those whose clients are gone.
+    /// Takes out requests that have been held for [`HELD_FOR`], or for less in an `outage`, and
+    /// drops those whose clients are gone.
     pub(super) fn expired(&mut self, now: Duration, outage: Option<Outage>) -> Vec<HeldRequest> {
         let ends = |request: &HeldRequest| {
             let waited = |since: Duration| now.saturating_sub(since.max(request.since));
@@ -143,7 +143,7 @@ mod tests {
             let of = Duration::from_secs;
             Some(Outage { since: of(since), held_for: of(held_for) })
         };
-        // One that came at 1 s waits for a link that broke at 4 s, and that alone.
+        // One held since 1 s waits for a link that broke at 4 s; the others came later.
         assert_eq!(ids(held.expired(Duration::from_secs(11), outage(4, 8))), [0; 0]);
         assert_eq!(ids(held.expired(Duration::from_secs(12), outage(4, 8))), [2]);
         held.remove(RequestId(0));

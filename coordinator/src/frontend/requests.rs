@@ -1,8 +1,8 @@
-//! PURE: the requests of a front end, from the time they come in until their clients have
-//! everything: held while no coordinator can take them, live while one has them, held again when it
-//! is lost, and sent again with what was accepted of them.
+//! PURE: the requests of a front end, from arrival until their clients have everything: held while
+//! no coordinator can take them, live while one has them, held again when it is lost, and sent
+//! again with what was accepted so far.
 //!
-//! Events, commands and the time go in, messages come out; no socket, and no clock.
+//! Events, commands and the time go in, messages come out; it has no socket and no clock.
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -15,8 +15,8 @@ use super::held::{HELD_FOR, Held, HeldRequest, Outage, TOKENS_MAX};
 use crate::engine::{EngineCommand, EventSender, Reading};
 use crate::metrics::FrontendStats;
 
-/// How often a request may lose its coordinator before it is not sent again: one that is there
-/// every time may be the cause.
+/// How often a request may lose its coordinator before it is not sent again: a request that is
+/// there every time may be the cause.
 const LOST_MAX: u32 = 2;
 
 /// A request that the coordinator is working on.
@@ -27,7 +27,7 @@ struct Live {
     reading: Reading,
 }
 
-/// Which of the links, one after the other, to the coordinators.
+/// Number of a link; links to coordinators are numbered one after another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct LinkNumber(u64);
 
@@ -36,23 +36,23 @@ pub(super) struct LinkNumber(u64);
 pub(super) struct Requests {
     stats: FrontendStats,
     live: HashMap<RequestId, Live>,
-    /// Tokens of live requests that are kept.
+    /// Tokens of live requests that are kept for sending again.
     live_tokens: usize,
-    /// Most of them.
+    /// Maximum of `live_tokens`.
     live_tokens_max: usize,
     /// Requests whose clients are gone and whose cancellation has not been sent yet.
     gone: Vec<RequestId>,
     /// Requests to be sent.
     held: Held,
-    /// Since when requests are held though there is a link: until a replica serves.
+    /// Since when requests are held although there is a link: until a replica serves.
     unsettled_since: Option<Duration>,
-    /// The coordinator refuses requests, because it is told to end.
+    /// Whether the coordinator refuses requests because it was told to end.
     is_leaving: bool,
     link: LinkNumber,
 }
 
 impl Requests {
-    /// None yet; refusals are counted in `stats`.
+    /// Starts with no requests; refusals are counted in `stats`.
     pub(super) fn new(stats: FrontendStats) -> Self {
         Self {
             stats,
@@ -67,7 +67,7 @@ impl Requests {
         }
     }
 
-    /// There is a link, for the first time or again; events that come over it are of this number.
+    /// There is a link, for the first time or `again`. Returns its number, which its events carry.
     pub(super) fn linked(&mut self, now: Duration, again: bool) -> LinkNumber {
         self.is_leaving = false;
         // A coordinator that has just begun to lead has no replica yet.
@@ -81,12 +81,12 @@ impl Requests {
         self.unsettled_since = None;
     }
 
-    /// Takes what the HTTP side wants.
+    /// Handles a command of the HTTP side.
     pub(super) fn command(&mut self, now: Duration, command: EngineCommand) {
         match command {
             EngineCommand::Submit { request, events } => {
                 let Some(asked) = Asked::new(*request) else { return };
-                let message = "there is no coordinator that takes requests".to_owned();
+                let message = "no coordinator accepts requests".to_owned();
                 let error = EngineError::Unavailable { message };
                 self.hold(HeldRequest { asked, events, since: now, error });
             }
@@ -97,7 +97,7 @@ impl Requests {
         }
     }
 
-    /// The next message to the coordinator, if there is one to be sent now.
+    /// Returns the next message to the coordinator, if one can be sent now.
     pub(super) fn next(&mut self, now: Duration) -> Option<FromFrontend> {
         if let Some(id) = self.gone.pop() {
             return Some(FromFrontend::Cancel(id));
@@ -112,7 +112,7 @@ impl Requests {
                 asked.let_go();
             }
             self.live_tokens += asked.weight();
-            // What an earlier coordinator said may not be read yet.
+            // The client may not have read an earlier coordinator's events yet.
             let reading = Reading::behind(now, events.waiting());
             let live = Live { asked, events, reading };
             self.live.insert(live.asked.id(), live);
@@ -126,7 +126,7 @@ impl Requests {
         !self.held.is_empty()
     }
 
-    /// Whether requests are kept back from the coordinator that is linked.
+    /// Whether requests are withheld from the linked coordinator.
     fn is_holding(&self, now: Duration) -> bool {
         let waits = |since| now.saturating_sub(since) < HELD_FOR;
         self.is_leaving || self.unsettled_since.is_some_and(waits)
@@ -146,7 +146,7 @@ impl Requests {
         // Events of a request that has since been cancelled may still arrive.
         let Some(live) = self.live.get_mut(&id) else { return };
         if event == EngineEvent::Failed(EngineError::ShuttingDown) {
-            // The coordinator that leads next goes on with it.
+            // The next leader continues it.
             self.is_leaving = true;
             if live.asked.is_kept()
                 && let Some(Live { asked, events, .. }) = self.forget(id)
@@ -177,7 +177,8 @@ impl Requests {
         }
     }
 
-    /// Finds requests whose clients are gone while no events arrive, or have long stopped reading.
+    /// Finds requests whose clients are gone without an event noticing, or have long stopped
+    /// reading.
     pub(super) fn find_gone(&mut self, now: Duration) {
         let gone = |(id, live): (&RequestId, &mut Live)| {
             let waiting = live.events.waiting();
@@ -190,15 +191,15 @@ impl Requests {
         }
     }
 
-    /// Tells clients that have waited for too long.
+    /// Fails requests that have been held for too long.
     pub(super) fn give_up(&mut self, now: Duration, outage: Option<Outage>) {
         for request in self.held.expired(now, outage) {
             self.refuse(request);
         }
     }
 
-    /// With the link, the coordinator has dropped its side of every request. They go on at the next
-    /// one.
+    /// The coordinator has dropped its side of every request with the link. They continue at the
+    /// next one.
     pub(super) fn link_lost(&mut self, now: Duration, reason: &str) {
         self.gone.clear();
         self.live_tokens = 0;
@@ -206,7 +207,9 @@ impl Requests {
         lost.sort_unstable_by_key(|(id, _)| *id);
         for (_, Live { mut asked, events, .. }) in lost {
             let why = match asked.lose() {
-                _ if !asked.is_kept() => "; too many tokens are under way to keep those of all",
+                _ if !asked.is_kept() => {
+                    "; the request was not kept, since too many tokens were in progress"
+                }
                 times if times > LOST_MAX => "; so did those before that had this request",
                 _ => "",
             };
@@ -240,7 +243,7 @@ impl Requests {
 
     /// Ends a request that cannot be held or has been for too long.
     fn refuse(&self, HeldRequest { asked, events, error, .. }: HeldRequest) {
-        // One that has begun was taken.
+        // A request that has begun was accepted before.
         if !asked.has_begun() {
             self.stats.rejected(match error {
                 EngineError::ShuttingDown => RejectReason::ShuttingDown,
@@ -256,7 +259,7 @@ impl Requests {
         }
     }
 
-    /// A request is live no more.
+    /// Removes a live request.
     fn forget(&mut self, id: RequestId) -> Option<Live> {
         let live = self.live.remove(&id)?;
         self.live_tokens -= live.asked.weight();

@@ -1,5 +1,5 @@
 //! A front end's link to the coordinator: requests out, events in, stats on a timer. When the link
-//! ends it dials again, without end; requests wait for the next one, and go on there
+//! ends, it dials again, forever; requests wait for the next link and continue there
 //! ([`super::requests`]).
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -31,10 +31,10 @@ use crate::metrics::FrontendStats;
 
 /// Time limit for the last messages, to clients and to the coordinator.
 const LAST_WORDS: Duration = Duration::from_secs(1);
-/// How long requests are held without a link where one coordinator alone may answer: more than its
+/// How long requests are held without a link if there is only one coordinator: longer than its
 /// restart takes. No other takes over, so there is nothing more to wait for.
 const HELD_FOR_THE_ONE: Duration = Duration::from_secs(15);
-/// How often requests are looked at that wait while there is no link.
+/// Interval at which held requests are checked while there is no link.
 const LOOK: Duration = Duration::from_millis(250);
 /// Most frames of events received from the link and not yet delivered to their requests.
 const INCOMING_MAX: usize = 1024;
@@ -52,7 +52,7 @@ pub(super) struct Uplink {
     process: SharedStats,
     gate: Gate,
     requests: Requests,
-    /// A report of stats is due.
+    /// Whether a report of stats is due.
     report_is_due: bool,
     /// The link's number in the actor runtime.
     peer: Option<PeerId>,
@@ -61,15 +61,15 @@ pub(super) struct Uplink {
 
 /// How serving over one link ended.
 enum Served {
-    /// The link ended, for this reason.
+    /// The link ended, with the reason.
     Lost(String),
     /// This process was told to stop.
     Stopped,
 }
 
 impl Uplink {
-    /// The link of a front end with these `options`. The HTTP side sends `commands` and counts in
-    /// `stats`.
+    /// Makes the link of a front end with these `options`. The HTTP side sends `commands` and
+    /// counts in `stats`.
     pub(super) fn new(
         options: FrontendOptions,
         hello: FrontendHello,
@@ -103,13 +103,13 @@ impl Uplink {
         Self { gate, ..self }
     }
 
-    /// A check whether requests can be served now.
+    /// Returns a check whether requests can be served now.
     pub(super) fn readiness(&self) -> ReadinessCheck {
         let readiness = self.readiness.clone();
         Arc::new(move || readiness.lock().unwrap_or_else(PoisonError::into_inner).clone())
     }
 
-    /// Serves until told to stop (`None`), or until it cannot go on (the error).
+    /// Serves until told to stop (`None`), or until it cannot continue (the error).
     pub(super) async fn run(
         mut self,
         mut joined: Joined,
@@ -185,8 +185,8 @@ impl Uplink {
         let mut address = self.options.coordinator.clone();
         let superseded = address.other(Some(&to));
         tokio::pin!(superseded);
-        // The message that the link has no room for yet. Until it is sent, no other is made, but
-        // everything else goes on.
+        // A message that the link has no room for yet. Until it is sent, no other is made;
+        // everything else continues.
         let mut waiting: Option<Encoded> = None;
         loop {
             if waiting.is_none() {
@@ -195,8 +195,8 @@ impl Uplink {
                     Err(error) => return Served::Lost(error.to_string()),
                 };
             }
-            // While the link is behind, commands wait in their own queue, which has a bound that
-            // clients are told of; unless there are older ones here.
+            // While the link is behind, commands wait in their own queue, whose bound clients are
+            // told of, unless older requests are held here.
             let takes = waiting.is_none() || self.requests.has_held();
             tokio::select! {
                 event = events.recv() => {
@@ -232,7 +232,7 @@ impl Uplink {
         }
     }
 
-    /// The next message to the coordinator, if there is one.
+    /// Returns the next message to the coordinator, if there is one.
     fn next_message(&mut self) -> Option<FromFrontend> {
         if std::mem::take(&mut self.report_is_due)
             && let Some(report) = self.report()
@@ -265,7 +265,7 @@ impl Uplink {
         }
     }
 
-    /// What `/ready` says while there is no link.
+    /// The message of `/ready` while there is no link.
     fn waiting(&self, reason: &str) -> String {
         let seconds = self.held_for().as_secs();
         let next = match self.options.coordinator {
@@ -278,7 +278,7 @@ impl Uplink {
         )
     }
 
-    /// Dials until a coordinator answers; holds requests meanwhile.
+    /// Dials until a coordinator answers, holding requests meanwhile.
     async fn dial(&mut self, last: Destination) -> Result<Joined, FrontendError> {
         let outage = Some(Outage { since: self.clock.now(), held_for: self.held_for() });
         let Self { dialler, requests, commands, clock, hello, .. } = self;
@@ -316,7 +316,7 @@ impl Uplink {
             Some(LinkEvent::Suspect | LinkEvent::Alive) => return Ok(()),
             Some(LinkEvent::Closed { reason }) => return Err(reason.to_string()),
             // The channel was too full even for `Closed`: this side was too slow.
-            None => return Err("events came faster than they were taken".to_owned()),
+            None => return Err("events arrived faster than they were processed".to_owned()),
         };
         let message = codec::decode_message::<ToFrontend>(&frame.body);
         match message.map_err(|error| error.to_string())? {

@@ -117,7 +117,7 @@ struct RemoteRequest {
     link: LinkRequests,
     /// Choices whose end has not been sent yet.
     choices_left: AtomicUsize,
-    /// The front end has dropped it.
+    /// Whether the front end has dropped it.
     cancelled: AtomicBool,
     /// Counts the request as running while the engine may send events.
     _visit: Option<Visit>,

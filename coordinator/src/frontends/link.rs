@@ -66,7 +66,10 @@ impl Receiver {
                 match codec::decode_message::<FromFrontend>(&frame.body) {
                     Ok(message) => return self.message(message),
                     Err(error) => {
-                        tracing::error!(frontend = %self.id, %error, "sent what cannot be read");
+                        tracing::error!(
+                            frontend = %self.id, %error,
+                            "sent a message that cannot be read"
+                        );
                     }
                 }
                 false
@@ -129,7 +132,7 @@ impl Receiver {
         let visit = frontends.gate.enter();
         let late = visit.is_none();
         let Some(events) = self.requests.begin(submit.id, submit.choices_left(), visit) else {
-            return self.impossible(&format!("request number {} runs already", submit.id.0));
+            return self.impossible(&format!("request number {} is already running", submit.id.0));
         };
         if late {
             // The front end sends it to the next leader, and counts what it tells its client.

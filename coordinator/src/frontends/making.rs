@@ -1,6 +1,6 @@
-//! Requests that need something made before the engine gets them, off the link's reader task, so
-//! that later requests can overtake them: the grammar of structured output, and, where they are
-//! resumed, what their stop checks and guides know.
+//! Requests that need something made before the engine gets them: the grammar of structured output
+//! and, if they are resumed, the state of their stop checks and guides. This happens off the link's
+//! reader task, so that later requests can overtake them.
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,10 +14,10 @@ use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, soon}
 use crate::guide::{Grammar, GrammarError, Guide};
 use crate::text::stream::StopRules;
 
-/// Most requests of a link that are resumed at a time: after a change of coordinators there are
-/// thousands, and the cores have other things to do.
+/// Maximum number of a link's requests that are resumed at a time: there are thousands after a
+/// change of coordinators, and the cores are needed for other work.
 const RESUMED_MAX: usize = 2;
-/// Before a resumed request asks again for a grammar that could not be made for want of room.
+/// Pause before a resumed request retries a grammar that could not be made for want of room.
 const BUSY_PAUSE: Duration = Duration::from_millis(200);
 
 /// The waiting requests of one link, with the receivers of their events: a cancelled request ends
@@ -56,7 +56,7 @@ impl Making {
             // The client may have left meanwhile, so that the front end has dropped the request.
             let Some(events) = making.take(id).filter(|events| !events.is_closed()) else { return };
             match made {
-                // Its client has part of its answer: it does not fail for a moment's crowd.
+                // Its client has part of the answer: it must not fail because of momentary load.
                 Ok(request) if goes_on => frontends.enter_when_room(request, events).await,
                 Ok(request) => frontends.enter(request, events),
                 Err(error) => frontends.refuse(&EventSender::Remote(events), error),
@@ -93,7 +93,7 @@ impl Making {
     }
 }
 
-/// An error that is not the request's fault becomes one upon which clients retry.
+/// Maps the error; one that is not the request's fault makes clients retry.
 fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
@@ -105,8 +105,8 @@ fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
 }
 
 impl Frontends {
-    /// The request with all that it needs. One that is resumed waits while too many others have
-    /// grammars made, as long as it `is_wanted`.
+    /// Returns the request with everything it needs. A resumed request waits while too many other
+    /// grammars are being made, as long as it `is_wanted`.
     pub(super) async fn made(
         self: &Arc<Self>,
         mut request: Box<GenerateRequest>,
@@ -135,17 +135,17 @@ impl Frontends {
             return Ok(request);
         }
         let max = self.serving.max_model_len;
-        // Text is made of up to a whole context of tokens: other tasks do not wait for it.
+        // Detokenizes up to a whole context; must not block other tasks.
         let resumed = tokio::task::spawn_blocking(move || {
             resume(&mut request, guides, max)?;
             Ok(request)
         });
-        let message = "going on from what was accepted broke off";
+        let message = "resuming from the accepted tokens was interrupted";
         let broke = |_| Err(EngineError::Broke { message: message.to_owned() });
         resumed.await.unwrap_or_else(broke)
     }
 
-    /// A guide for each choice of the request that goes on.
+    /// Makes a guide for each choice that is not over.
     fn guides(
         &self,
         request: &GenerateRequest,
@@ -169,7 +169,7 @@ mod tests {
     fn clients_of_other_processes_get_the_same_status() {
         let status =
             |error| ApiError::from(engine_error(RequestId(1), error)).status_code().as_u16();
-        assert_eq!(status(GrammarError::Refused("is no grammar".to_owned())), 400);
+        assert_eq!(status(GrammarError::Refused("is not a grammar".to_owned())), 400);
         assert_eq!(status(GrammarError::Busy), 503);
         assert_eq!(status(GrammarError::Broke), 500);
     }

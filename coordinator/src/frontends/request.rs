@@ -59,7 +59,7 @@ impl Frontends {
             return Err(format!("adapter {} of {adapters}", submit.adapter));
         }
         if let Some(spec) = &submit.guide {
-            spec.check().map_err(|error| format!("what the output must be {error}"))?;
+            spec.check().map_err(|error| format!("the output's constraint {error}"))?;
         }
         submit.sampling.check(vocab)?;
         let (n, max_tokens) = (submit.n, submit.max_tokens);
@@ -133,7 +133,7 @@ fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Res
         return Ok(());
     }
     if submit.sampling.pooling.is_some() {
-        return Err("an embedding of which tokens were accepted".to_owned());
+        return Err("an embedding with accepted tokens".to_owned());
     }
     if accepted.len() != *n as usize || submit.choices_left() == 0 {
         let (count, left) = (accepted.len(), submit.choices_left());
@@ -158,7 +158,7 @@ fn check_accepted(submit: &SubmitRequest, vocab: u32, max_model_len: u32) -> Res
     Ok(())
 }
 
-/// What was accepted before, where anything was. How choices ended by it is found out later.
+/// Collects what was accepted before, if anything. How it completes choices is found out later.
 fn resumed(accepted: Vec<AcceptedChoice>) -> Option<Box<Resumed>> {
     if accepted.is_empty() {
         return None;

@@ -1,17 +1,17 @@
-//! PURE: what an engine that is gone accepted of a request, told to its stop checks and guides.
+//! PURE: replays what a lost engine accepted of a request to its stop checks and guides.
 //!
-//! Where the last accepted token completes a choice, only the word of its end was lost: the choice
-//! ends at once, for the reason that it had.
+//! If the last accepted token completes a choice, only the report of its end was lost: the choice
+//! ends at once, for its original reason.
 use crate::engine::{EngineError, FinishReason, GenerateRequest, GuideEnd, StopCheck, TokenGuide};
 use crate::guide::Guide;
 use crate::scheduler::end_of;
 
-/// Tells the stop checks and guides of a resumed request what was accepted, and notes which choices
-/// that completes. `guides` has one entry for each choice that goes on, or none; the request has
-/// them then. Changes nothing for a request that is not resumed.
+/// Replays to the stop checks and guides of a resumed request what was accepted, and notes which
+/// choices that completes. `guides` has one entry for each choice that is not over, or none; they
+/// become the request's. Changes nothing for a request that is not resumed.
 ///
 /// # Errors
-/// Why the request cannot go on.
+/// Why the request cannot continue.
 pub(super) fn resume(
     request: &mut GenerateRequest,
     mut guides: Vec<Guide>,
@@ -35,12 +35,12 @@ pub(super) fn resume(
 struct Rules<'a> {
     end_tokens: &'a [u32],
     min_tokens: usize,
-    /// Most tokens.
+    /// Maximum number of tokens.
     most: usize,
 }
 
 impl Rules<'_> {
-    /// How these tokens end their choice, if they do.
+    /// Returns how these tokens end their choice, if they do.
     fn end(
         &self,
         tokens: &[u32],
@@ -57,7 +57,7 @@ impl Rules<'_> {
             match end.map_err(|end: GuideEnd| EngineError::from(end))? {
                 Some(_) if count < tokens.len() => {
                     let more = tokens.len() - count;
-                    let message = format!("{more} tokens were accepted behind a choice's end");
+                    let message = format!("{more} tokens were accepted after a choice's end");
                     return Err(EngineError::Broke { message });
                 }
                 Some(reason) => return Ok(Some(reason)),
@@ -76,7 +76,7 @@ mod tests {
     use super::*;
     use crate::engine::{Resumed, ResumedChoice};
 
-    /// Says that the text stops with the tokens 7, 8.
+    /// Stops at the tokens 7, 8.
     #[derive(Debug, Default)]
     struct SevenEight(Vec<u32>);
 

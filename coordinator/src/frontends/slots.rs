@@ -1,7 +1,7 @@
 //! PURE: which front end has which slot, and which process and link are the slot's current ones.
 //!
 //! As with workers, a second process under the name of a linked one must wait, or the two would
-//! displace each other for ever. A name keeps its slot while there are enough slots; after that,
+//! displace each other forever. A name keeps its slot while there are enough slots; after that,
 //! slots of front ends long gone are reassigned, and their totals are closed.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use shared::protocol::FrontendId;
 use crate::cluster::absence::EXPECTED_FOR;
 use crate::cluster::actor::Refusal;
 
-/// Most front ends, linked or gone, that have a slot.
+/// Maximum number of front ends, linked or gone, that have a slot.
 pub(super) const SLOTS_MAX: usize = 4096;
 
 /// The table of slots; `L` is a link. See the module's documentation.
@@ -104,8 +104,8 @@ impl<L> Slots<L> {
         }
     }
 
-    /// The slot that a front end brings from another coordinator if it is free, otherwise the first
-    /// free one. Slot 0 is the coordinator's own.
+    /// Returns the slot that a front end brings from another coordinator if it is free, otherwise
+    /// the first free one. Slot 0 is the coordinator's own.
     fn vacant(&self, brought: Option<FrontendId>) -> FrontendId {
         let taken: BTreeSet<u32> = self.by_node.values().map(|id| id.0).collect();
         let most = SLOTS_MAX as u32;
@@ -114,7 +114,7 @@ impl<L> Slots<L> {
         FrontendId(slots.find(|slot| !taken.contains(slot)).unwrap_or(most))
     }
 
-    /// Takes the slot of the front end that has been gone longest and is no longer expected back.
+    /// Frees the slot of the front end that has been gone longest and is no longer expected back.
     fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), Refusal> {
         let gone = |(id, slot): (&FrontendId, &Slot<L>)| {
             let long = now.saturating_sub(slot.free_since) >= EXPECTED_FOR;
@@ -122,8 +122,8 @@ impl<L> Slots<L> {
         };
         let Some((_, id)) = self.slots.iter().filter_map(gone).min() else {
             return Err(Refusal::NotYet(format!(
-                "{SLOTS_MAX} front ends are linked or were within the last {} minutes, the most \
-                 there can be",
+                "{SLOTS_MAX} front ends are linked or were within the last {} minutes, which is \
+                 the maximum",
                 EXPECTED_FOR.as_secs() / 60
             )));
         };

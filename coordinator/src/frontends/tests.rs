@@ -125,7 +125,7 @@ fn requests_that_would_harm_a_rank_end_the_link() {
     }
 }
 
-/// A request of two choices of which these were accepted before.
+/// Makes a request of two choices, with the first one's accepted tokens.
 fn with_accepted(submit: &mut SubmitRequest, first: AcceptedChoice) {
     submit.accepted = vec![first, AcceptedChoice::GoesOn(vec![4])];
 }

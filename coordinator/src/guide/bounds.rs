@@ -5,9 +5,9 @@ use std::collections::HashMap;
 
 use serde_json::{Map, Value};
 
-/// Most `patternProperties` entries in a schema, in total.
+/// Maximum number of `patternProperties` entries in a schema, in total.
 const PATTERNS_MAX: usize = 64;
-/// Most properties that merging may produce: alternatives times properties.
+/// Maximum number of properties that merging may produce: alternatives times properties.
 const MERGED_MAX: usize = 200_000;
 /// Longest chain of references followed when counting alternatives.
 const DEPTH_MAX: usize = 64;
@@ -22,7 +22,7 @@ pub(super) fn check(schema: &Value) -> Result<(), String> {
     let Found { patterns, properties, members, merges } = found;
     if patterns > PATTERNS_MAX {
         return Err(format!(
-            "has {patterns} entries of `patternProperties`, the bound is {PATTERNS_MAX}"
+            "has {patterns} entries of `patternProperties`, the limit is {PATTERNS_MAX}"
         ));
     }
     if merges.is_empty() {
@@ -34,8 +34,8 @@ pub(super) fn check(schema: &Value) -> Result<(), String> {
     if most.saturating_mul(properties) > MERGED_MAX {
         return Err(format!(
             "merges {most} alternatives (`anyOf`, `oneOf`) with {properties} `properties`: the \
-             bound of one times the other is {MERGED_MAX} where `allOf` or what stands beside \
-             `anyOf` is merged with them"
+             product of the two is limited to {MERGED_MAX} where `allOf` or keywords beside \
+             `anyOf` are merged with them"
         ));
     }
     Ok(())

@@ -5,9 +5,9 @@ use std::sync::Arc;
 
 use shared::protocol::GuideSpec;
 
-/// Most entries.
+/// Maximum number of entries.
 const ENTRIES_MAX: usize = 128;
-/// Most bytes of all entries together, as far as their size is known.
+/// Maximum bytes of all entries together, as far as their size is known.
 const BYTES_MAX: usize = 256 << 20;
 
 /// The result of compiling a specification.

@@ -1,6 +1,6 @@
 //! PURE: closes schemas: an object that does not say which other properties it allows gets none
-//! beyond those it names. JSON Schema allows any; models held to that write on for ever, and vLLM's
-//! grammars close objects, too.
+//! beyond those it names. JSON Schema allows any; models held to that keep writing forever, and
+//! vLLM's grammars close objects, too.
 //!
 //! Schemas that are merged with others (`allOf`, or keywords beside `anyOf`, `oneOf` and `$ref`)
 //! stay open: if each part were closed by itself, no object would match them all.
@@ -19,8 +19,8 @@ const WITHIN: [&str; 4] = ["items", "prefixItems", "additionalItems", "additiona
 /// Keywords with a list of schemas for the described value itself.
 const IN_PLACE: [&str; 3] = ["allOf", "anyOf", "oneOf"];
 
-/// The formats that grammars know. Others are annotations, as JSON Schema has all of them by
-/// default: clients' libraries write `password`, `path` or `binary` of their own accord.
+/// Formats that grammars know. Others are only annotations, as all formats are in JSON Schema by
+/// default: clients' libraries write `password`, `path` or `binary` on their own.
 const FORMATS: [&str; 10] =
     ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
 
@@ -51,8 +51,8 @@ pub(crate) fn closed(schema: &Value) -> Value {
     copy(schema, &change)
 }
 
-/// Returns the schema without `uniqueItems`, which no grammar can hold a model to: sets of the
-/// clients' types say it.
+/// Returns the schema without `uniqueItems`, which no grammar can enforce; clients' libraries write
+/// it for sets.
 #[must_use]
 pub(crate) fn without_unique_items(schema: &Value) -> Value {
     let seen = Found::of(schema).seen;
@@ -64,7 +64,8 @@ pub(crate) fn without_unique_items(schema: &Value) -> Value {
     copy(schema, &change)
 }
 
-/// Whether it requires a property that it does not name, which must then be an additional one.
+/// Whether the schema requires a property that it does not name, which must then be an additional
+/// one.
 fn requires_unnamed(map: &Map<String, Value>) -> bool {
     let named = map.get("properties").and_then(Value::as_object);
     let required = map.get("required").and_then(Value::as_array);
@@ -222,7 +223,7 @@ mod tests {
         ] {
             assert_eq!(closed(&stays), stays);
         }
-        // Formats that nobody knows say nothing; values and names that look like them stay.
+        // Unknown formats are removed; values and names that look like them stay.
         let said = json!({"$defs": {"d": {"type": "string", "format": "password"}}, "items":
             {"anyOf": [{"format": "path"}, {"format": "uuid"}, {"$ref": "#/$defs/d"},
             {"const": {"format": "binary"}}, {"properties": {"format": {"format": "base64"}},

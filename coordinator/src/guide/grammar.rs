@@ -124,7 +124,7 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
             return Err("must be in Lark's notation (`start: ...`), not in EBNF (`::=`)".into());
         }
         GuideSpec::Lark(grammar) => lark(grammar)?,
-        GuideSpec::Tokens(_) => return Err("is no grammar".to_owned()),
+        GuideSpec::Tokens(_) => return Err("is not a grammar".to_owned()),
     })
 }
 
@@ -179,7 +179,7 @@ pub(crate) fn whole(regex: &str) -> &str {
 fn short(error: &str) -> String {
     // The library's own assertions mean nothing to a client.
     if error.contains("panic: ") || error.contains("panicked at") {
-        return "is more than grammars can be compiled of: make it smaller or simpler".to_owned();
+        return "is too large or too complex to compile: make it smaller or simpler".to_owned();
     }
     let end = ["\n<", "<state>", "<backtrace>"].iter().filter_map(|it| error.find(it)).min();
     let error = &error[..end.unwrap_or(error.len())];
@@ -266,11 +266,11 @@ impl Guide {
         }));
     }
 
-    /// Takes the next token of a sequence that is resumed: it was allowed when it was accepted, so
-    /// no mask is computed for it.
+    /// Takes the next token of a resumed sequence: it was allowed when it was accepted, so no mask
+    /// is computed for it.
     ///
     /// # Errors
-    /// When the guide cannot go on, as where the token was accepted.
+    /// If the guide cannot go on, as when the token was first accepted.
     pub fn follow(&mut self, token: u32) -> Result<Guided, GuideEnd> {
         if matches!(self.place, Place::Beginning(_)) && !self.first.allows(token) {
             return Err(not_allowed(token));
@@ -310,7 +310,7 @@ impl Guide {
         let before = std::mem::replace(&mut self.place, Place::Computed(work.clone()));
         let (Place::Behind(mut matcher), vocab) = (before, *vocab) else { return };
         masks.run(Box::new(move || {
-            // Whoever waits has to hear of a panic as well: a whole batch waits with it.
+            // A panic must reach whoever waits: a whole batch waits with it.
             let allowed = guarded(|| {
                 let allowed = matcher.compute_mask().map_err(|it| short(&it.to_string()));
                 allowed.and_then(|allowed| mask(vocab, &allowed))
@@ -331,19 +331,19 @@ fn not_allowed(token: u32) -> GuideEnd {
 }
 
 fn unknown() -> GuideEnd {
-    GuideEnd::Broke("what may come next is not known".to_owned())
+    GuideEnd::Broke("the tokens allowed next are not known".to_owned())
 }
 
 fn copy_of(matcher: &Mutex<Matcher>) -> Result<Box<Matcher>, GuideEnd> {
     guarded(|| Ok(Box::new(matcher.lock().unwrap_or_else(PoisonError::into_inner).deep_clone())))
 }
 
-/// What the library panics at is an error of this request alone, and none that it made.
+/// Turns a panic of the library into an error of this request alone, but not of its making.
 fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, GuideEnd> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done.map_err(GuideEnd::Refused),
         Err(_) => {
-            let message = "what may come next could not be computed: a defect";
+            let message = "the tokens allowed next could not be computed: a bug in this program";
             Err(GuideEnd::Broke(message.to_owned()))
         }
     }

@@ -14,11 +14,11 @@ use crate::text::model::TextModel;
 
 /// Longest wait for a free thread.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(30);
-/// Most specifications waiting or being compiled.
+/// Maximum number of specifications waiting or being compiled.
 const UNDER_WAY_MAX: usize = 256;
 /// Longest time that a client waits while its grammar is compiled.
 const COMPILE_DEADLINE: Duration = Duration::from_secs(10);
-/// Most threads.
+/// Maximum number of threads.
 const THREADS_MAX: usize = 8;
 
 /// Why there is no grammar.
@@ -36,8 +36,8 @@ impl fmt::Display for GrammarError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Refused(why) => why,
-            Self::Busy => "too many grammars wait to be compiled",
-            Self::Broke => "compiling a grammar broke off",
+            Self::Busy => "too many grammars are waiting to be compiled",
+            Self::Broke => "compiling the grammar was interrupted",
         })
     }
 }
@@ -165,7 +165,7 @@ impl Making {
             Ok(Ok(permit)) => {
                 let mut under_way = self.under_way();
                 if state.receiver_count() == 0 {
-                    // All who wanted it have left.
+                    // All requests that waited for it are gone.
                     under_way.remove(&spec);
                     return;
                 }

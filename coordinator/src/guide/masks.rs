@@ -8,7 +8,8 @@ use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
-/// Most threads: a mask takes little time, and has the cores to itself only between steps.
+/// Maximum number of threads: a mask takes little time, and has the cores to itself only between
+/// steps.
 const THREADS_MAX: usize = 16;
 
 type Job = Box<dyn FnOnce() + Send>;
@@ -64,7 +65,7 @@ impl Masks {
 
 fn run(job: Job) {
     if catch_unwind(AssertUnwindSafe(job)).is_err() {
-        tracing::error!("a mask could not be computed: a defect");
+        tracing::error!("a mask could not be computed: a bug in this program");
     }
 }
 

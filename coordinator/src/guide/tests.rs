@@ -1,9 +1,10 @@
 //! Guides over real vocabularies, followed at random and checked by independent oracles.
 //!
-//! - `forms`: each way to say what the text must be; `schemas`: JSON schemas that combine others
+//! - `forms`: each kind of specification; `schemas`: JSON schemas that combine others
 //! - `tokenizers`: tokens of different tokenizers
-//! - `hostile`: what would cost too much
-//! - `replies`: calls, marks and reasoning around it; `harmony`: the same in that form
+//! - `hostile`: specifications that would cost too much
+//! - `replies`: tool calls, markers and reasoning around the text; `harmony`: the same in that
+//!   format
 use std::path::Path;
 use std::task::Poll;
 
@@ -44,7 +45,7 @@ fn wait(guide: &mut Guide) -> Result<&TokenMask, GuideEnd> {
         match guide.poll(&mut context) {
             Poll::Ready(Ok(())) => return Ok(guide.allowed().unwrap()),
             Poll::Ready(Err(error)) => return Err(error),
-            // Parks for ever if nobody wakes the thread.
+            // Parks forever if nobody wakes the thread.
             Poll::Pending => std::thread::park(),
         }
     }
@@ -70,7 +71,7 @@ fn follow(model: &TextModel, grammar: &Arc<Grammar>, seed: u64, most: usize) -> 
     follow_behind("", model, grammar, seed, most)
 }
 
-/// As [`follow`], for a text that begins with `said`.
+/// Like [`follow`], for a text that begins with `said`.
 fn follow_behind(
     said: &str,
     model: &TextModel,
@@ -81,7 +82,7 @@ fn follow_behind(
     tokens_behind(said, model, grammar, seed, most).map(|tokens| model.decode(&tokens))
 }
 
-/// As [`follow_behind`], but returns the tokens.
+/// Like [`follow_behind`], but returns the tokens.
 fn tokens_behind(
     said: &str,
     model: &TextModel,

@@ -1,6 +1,6 @@
 //! Every request has an id: the client's `X-Request-Id`, or one made here. The answer's header and
-//! the response's `id` say it, and the access log, where that is wanted, with what the answer took
-//! and the trace that it belongs to.
+//! the response's `id` show it. So does the access log, if enabled, with the answer's token counts
+//! and the request's trace.
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -23,12 +23,12 @@ use super::trace::TraceParent;
 
 const HEADER: HeaderName = HeaderName::from_static("x-request-id");
 
-/// A request's id, among its extensions.
+/// A request's id, stored among its extensions.
 #[derive(Clone, Debug)]
 struct RequestName(String);
 
-/// Counts the tokens of a request, for the access log; without one nothing is counted. Clones are
-/// the same.
+/// Counts the tokens of a request for the access log; without the log, counts nothing. Clones share
+/// the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Tally(Option<Arc<Counts>>);
 
@@ -45,21 +45,21 @@ impl Tally {
         Self(Some(Arc::default()))
     }
 
-    /// A prompt of so many tokens runs.
+    /// A prompt of so many tokens starts to run.
     pub fn prompt(&self, tokens: u64) {
         if let Some(counts) = &self.0 {
             counts.prompt.fetch_add(tokens, Ordering::Relaxed);
         }
     }
 
-    /// So many tokens more were generated.
+    /// So many more tokens were generated.
     pub fn output(&self, tokens: u64) {
         if let Some(counts) = &self.0 {
             counts.output.fetch_add(tokens, Ordering::Relaxed);
         }
     }
 
-    /// The request is let in by the API key of this number.
+    /// The API key with this number admitted the request.
     pub fn key(&self, number: u64) {
         if let Some(counts) = &self.0 {
             counts.key.store(number, Ordering::Relaxed);
@@ -71,7 +71,7 @@ impl Tally {
         Some(counts.key.load(Ordering::Relaxed)).filter(|number| *number > 0)
     }
 
-    /// Tokens of the prompts and of what was generated, where prompts ran.
+    /// Returns the tokens of the prompts and of the output, if prompts ran.
     pub(super) fn counted(&self) -> Option<(u64, u64)> {
         let counts = self.0.as_ref()?;
         let counted =
@@ -80,13 +80,13 @@ impl Tally {
     }
 }
 
-/// What counts the request's tokens.
+/// Returns the counter of the request's tokens.
 #[must_use]
 pub fn tally(request: &HttpRequest) -> Tally {
     request.extensions().get::<Tally>().cloned().unwrap_or_default()
 }
 
-/// The request's id.
+/// Returns the request's id.
 #[must_use]
 pub fn request_id(request: &HttpRequest) -> String {
     request.extensions().get::<RequestName>().map(|name| name.0.clone()).unwrap_or_default()
@@ -151,10 +151,10 @@ pub async fn identify<B: MessageBody + 'static>(
     })
 }
 
-/// The trace that the request belongs to, where it says one.
+/// Returns the trace that the request belongs to, if it names one.
 fn trace(headers: &HeaderMap) -> Option<TraceParent> {
     let mut given = headers.get_all("traceparent");
-    // Two of them contradict each other.
+    // Two headers would contradict each other.
     let header = given.next().filter(|_| given.next().is_none())?;
     header.to_str().ok().and_then(TraceParent::parse)
 }
@@ -167,11 +167,11 @@ struct Line {
     id: String,
     method: Method,
     path: String,
-    /// Who is at the other end of the connection: a client, or its proxy.
+    /// The other end of the connection: a client, or its proxy.
     peer: Option<SocketAddr>,
-    /// None where the client left before there was one.
+    /// `None` if the client left before there was one.
     status: Option<u16>,
-    /// To its end.
+    /// Whether the answer was sent to its end.
     sent: bool,
     tally: Tally,
     trace: Option<TraceParent>,

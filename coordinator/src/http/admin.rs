@@ -1,7 +1,7 @@
-//! The operator's side of the API: who is there, how many replicas, who shall leave.
+//! The operator's API: shows the cluster's processes, scales replicas, drains workers.
 //!
-//! With a cluster secret a request shows a token that only its holders can make; without one only
-//! this host is answered, and nobody for whom a proxy or a browser on it speaks.
+//! With a cluster secret, a request carries a token that only holders of the secret can make.
+//! Without one, only this host is answered, but no proxy or browser on it that speaks for others.
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -31,7 +31,7 @@ use crate::frontends::Frontends;
 /// The purpose that an operator's token is made for.
 pub const TOKEN_PURPOSE: &str = "admin";
 
-/// What is behind the operator's API.
+/// What the operator's API works on.
 #[derive(Clone, Debug)]
 pub struct Admin {
     /// The cluster.
@@ -46,18 +46,18 @@ pub struct Admin {
     pub log: SharedLog,
     /// The cluster's named actors.
     pub actors: ActorRuntime,
-    /// The cluster as etcd says, where it is asked.
+    /// The cluster as etcd has it, if there is etcd.
     pub membership: Option<watch::Receiver<View>>,
     /// This process run, as etcd knows it.
     pub run: u64,
 }
 
-/// So many worker processes shall run; the answer says why they cannot.
+/// Sets the number of worker processes; the answer says why it cannot be done.
 #[derive(Debug)]
 pub struct ScaleWorkers {
-    /// How many.
+    /// Number of workers.
     pub workers: u32,
-    /// Told what became of it.
+    /// Receives the outcome.
     pub answer: oneshot::Sender<Result<(), String>>,
 }
 
@@ -65,13 +65,13 @@ pub struct ScaleWorkers {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ScaleRequest {
-    /// At most so many replicas; 0 takes the bound away.
+    /// Maximum number of replicas; 0 removes the bound.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replicas: Option<u32>,
-    /// As many replicas as the coordinator was started with, whatever was said since.
+    /// Restores the number of replicas that the coordinator was started with.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub reset: bool,
-    /// So many local workers, of `tutti up`.
+    /// Number of local workers of `tutti up`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub workers: Option<u32>,
 }
@@ -86,16 +86,16 @@ pub struct DrainRequest {
 
 /// The node name under which `GET /admin/logs` finds the coordinator's own log.
 pub const OWN_NODE: &str = "coordinator";
-/// How long a worker that runs has to tell its newest lines.
+/// How long a running worker has to report its newest lines.
 const FRESH_LOG_DEADLINE: Duration = Duration::from_millis(500);
-/// How long an operator waits until what was said is in etcd.
+/// How long an operator waits until a command is in etcd.
 const STORED_DEADLINE: Duration = Duration::from_secs(4);
-/// Most bytes of what an operator says.
+/// Maximum bytes of an operator's request body.
 const BODY_MAX: usize = 64 << 10;
-/// Most nodes that an error names.
+/// Maximum number of nodes that an error names.
 const NODES_SAID: usize = 8;
 
-/// Most lines of one answer of `GET /admin/logs`.
+/// Maximum number of lines in an answer of `GET /admin/logs`.
 const LOG_LINES_MAX: usize = 1000;
 
 /// The query of `GET /admin/logs`.
@@ -104,10 +104,10 @@ const LOG_LINES_MAX: usize = 1000;
 pub struct LogsQuery {
     /// The worker's node name, or [`OWN_NODE`].
     pub node: String,
-    /// How many lines, at most 1,000; 100 when absent.
+    /// Number of lines, at most 1,000; 100 if absent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lines: Option<usize>,
-    /// The process that ended last, not one that runs.
+    /// Whether to show the process that ended last rather than a running one.
     #[serde(default)]
     pub previous: bool,
     /// The process with this id.
@@ -129,7 +129,7 @@ pub(super) fn routes(config: &mut ServiceConfig) {
         .route("/admin/drain", web::post().to(drain));
 }
 
-/// The operator's side, if there is one here and the request may use it.
+/// Returns the operator's API, if it is served here and the request may use it.
 fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, ApiError> {
     let Some(admin) = &state.admin else {
         return Err(ApiError::not_here("This is a front end: ask the coordinator"));
@@ -144,33 +144,34 @@ fn allowed<'a>(state: &'a AppState, request: &HttpRequest) -> Result<&'a Admin, 
         None => match stranger(request.peer_addr(), request.headers()) {
             None => Ok(admin),
             Some(why) => Err(ApiError::forbidden(format!(
-                "Without a cluster secret only the operator on this host is answered here, and \
+                "Without a cluster secret, only an operator on this host is answered here, and \
                  {why}: start the coordinator with --cluster-secret-file, and use it here too"
             ))),
         },
     }
 }
 
-/// Why a request does not come from an operator of this host, as far as it can be told: a proxy or
-/// a browser of this host speaks for others.
+/// Returns why a request does not come from an operator on this host, as far as can be told: a
+/// proxy or a browser on this host speaks for others.
 fn stranger(peer: Option<SocketAddr>, headers: &HeaderMap) -> Option<String> {
     if !peer.is_some_and(|peer| peer.ip().to_canonical().is_loopback()) {
-        return Some("this comes from elsewhere".to_owned());
+        return Some("this request comes from another host".to_owned());
     }
     let told = |name: &&HeaderName| {
         let name = name.as_str();
         name.starts_with("x-forwarded-") || ["forwarded", "via", "x-real-ip"].contains(&name)
     };
     if let Some(name) = headers.keys().find(told) {
-        return Some(format!("this comes through a proxy (it has the header {name})"));
+        return Some(format!("this request comes through a proxy (it has the header {name})"));
     }
     if headers.contains_key(ORIGIN) {
-        return Some("this comes from a web page (it has the header origin)".to_owned());
+        return Some("this request comes from a web page (it has the header origin)".to_owned());
     }
-    // A name that resolves to this host is how a web page would reach it.
+    // A web page would reach it under a name that resolves to this host.
     let host = headers.get(HOST)?;
     let host = host.to_str().unwrap_or_default();
-    (!is_loopback(host)).then(|| format!("this was sent to `{host}`, no name of loopback"))
+    (!is_loopback(host))
+        .then(|| format!("this request was sent to `{host}`, which is not a loopback name"))
 }
 
 /// Whether a `Host` header names loopback.
@@ -184,7 +185,7 @@ fn is_loopback(host: &str) -> bool {
         || bare.parse::<IpAddr>().is_ok_and(|ip| ip.to_canonical().is_loopback())
 }
 
-/// Reads what an operator says, once it is known to be one: nobody else keeps a connection with it.
+/// Reads an operator's body, after authenticating: nobody else can hold a connection open with it.
 async fn read<T: DeserializeOwned + 'static>(
     request: &HttpRequest,
     body: Payload,
@@ -243,7 +244,7 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
     let ask = GetLogs { node: query.node.clone(), process, lines };
     let mut logs = admin.cluster.send(ask).await.map_err(gone)?;
     if let Some(logs) = logs.as_mut().filter(|logs| logs.alive) {
-        // What it wrote since it sent lines for the last time; else what was sent will do.
+        // Lines written since it last sent some; otherwise those already sent must do.
         let actor = admin.actors.addr::<LogQuery>(&LogActor::name(&query.node));
         let query = LogQuery { lines: u32::try_from(lines).unwrap_or(u32::MAX) };
         match actor.ask(&query, FRESH_LOG_DEADLINE).await {
@@ -254,13 +255,13 @@ async fn logs(state: Data<AppState>, request: HttpRequest) -> Result<HttpRespons
     let Some(logs) = logs else {
         let what = if process == WhichProcess::Newest { "worker" } else { "such process of" };
         let nodes = known_nodes(admin).await?;
-        let message = format!("nothing is known of a {what} `{}`; there are {nodes}", query.node);
+        let message = format!("there is no {what} `{}`; known are {nodes}", query.node);
         return Err(ApiError::field("node", message));
     };
     Ok(HttpResponse::Ok().json(logs))
 }
 
-/// The nodes whose logs can be had, in words.
+/// Lists the nodes with logs, in words.
 async fn known_nodes(admin: &Admin) -> Result<String, ApiError> {
     let status = admin.cluster.send(GetStatus).await.map_err(gone)?;
     let workers = status.nodes.iter().filter(|node| node.role == "worker").map(|it| &it.node);
@@ -275,7 +276,7 @@ async fn known_nodes(admin: &Admin) -> Result<String, ApiError> {
     Ok(names.join(", ") + &more)
 }
 
-/// The coordinators that etcd knows: the one that leads and those that stand by.
+/// Lists the coordinators that etcd knows: the leader and the standbys.
 fn coordinators(view: &View) -> Vec<Node> {
     let leader = view.leader.as_ref().map(|leader| leader.record.incarnation);
     let all = view.records.values().filter(|record| record.role == Role::Coordinator);
@@ -300,18 +301,18 @@ async fn scale(
     Ok(HttpResponse::Ok().json(json!({"scaled": asked})))
 }
 
-/// Most workers of `tutti up`.
+/// Maximum number of workers of `tutti up`.
 pub const LOCAL_WORKERS_MAX: u32 = 256;
 
 async fn scale_to(admin: &Admin, body: &ScaleRequest) -> Result<(), ApiError> {
     if body.reset && body.replicas.is_some() {
-        return Err(ApiError::field("reset", "`reset` and `replicas` exclude each other"));
+        return Err(ApiError::field("reset", "`reset` and `replicas` cannot be combined"));
     }
     if let Some(workers) = body.workers {
         let Some(scaler) = &admin.workers else {
             return Err(ApiError::field(
                 "workers",
-                "`workers` is for `tutti up`; here workers are started on their own hosts",
+                "`workers` is for `tutti up`; here, workers are started on their own hosts",
             ));
         };
         if !(1..=LOCAL_WORKERS_MAX).contains(&workers) {
@@ -345,14 +346,14 @@ async fn drain(
     Ok(HttpResponse::Ok().json(json!({"drained": body.node})))
 }
 
-/// Waits until the next leader would know of this many commands, where there may be one.
+/// Waits until the next leader would know of this many commands, if there can be one.
 async fn stored(admin: &Admin, commands: u64) -> Result<(), ApiError> {
     let Some(mut view) = admin.membership.clone() else { return Ok(()) };
     let is_stored = view.wait_for(|view| is_stored(view, admin.run, commands));
     match tokio::time::timeout(STORED_DEADLINE, is_stored).await {
         Ok(Ok(_)) => Ok(()),
         Ok(Err(_)) | Err(_) => Err(ApiError::overloaded(
-            "it is in force, but not known to be stored: etcd does not answer, or another \
+            "the command is in force, but may not be stored: etcd does not answer, or another \
              coordinator leads. This coordinator stores it when etcd is back; one that takes over \
              before that does not know of it",
         )),

@@ -1,20 +1,20 @@
-//! Asking again where there was no room, for many of a request's parts at once: one asks, the
-//! others wait for what it finds. So a queue that is full is asked as often as it says, however
-//! many parts wait for it, and once it has room again all of them ask at once.
+//! Retries where there was no room, for many parts of one request: one part retries, the others
+//! wait for its result. So a full queue is asked only as often as it suggests, however many parts
+//! wait, and once it has room again, all of them ask at once.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::sync::Mutex;
 use tokio::time::{Instant, sleep_until, timeout_at};
 
-/// What the parts of one request share.
+/// State shared by the parts of one request.
 #[derive(Debug)]
 pub(super) struct Again {
-    /// Held by the part that asks for all.
+    /// Held by the part that retries on behalf of all.
     turn: Mutex<()>,
-    /// How often one that held the turn found room.
+    /// How often the holder of the turn found room.
     found: AtomicU64,
-    /// Nobody asks again after this.
+    /// No part retries after this.
     until: Instant,
 }
 
@@ -23,11 +23,11 @@ impl Again {
         Self { turn: Mutex::new(()), found: AtomicU64::new(0), until }
     }
 
-    /// Attempts something until it succeeds, fails for good, or the time is over. `pause` says
-    /// after how long an attempt that failed so may be made again, if it may.
+    /// Attempts something until it succeeds, fails for good, or time runs out. `pause` returns the
+    /// delay after which a failed attempt may be retried, if it may.
     ///
     /// # Errors
-    /// Those of the last attempt.
+    /// The last attempt's.
     pub(super) async fn ask<T, E>(
         &self,
         attempt: impl AsyncFn() -> Result<T, E>,

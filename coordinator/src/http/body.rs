@@ -1,13 +1,14 @@
-//! Bodies of answers that something lives as long as, and learns whether they were taken whole.
+//! Attaches a value to an answer's body, which is dropped with it and learns whether the body was
+//! sent whole.
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use actix_web::body::{BodySize, BoxBody, MessageBody};
 use actix_web::web::Bytes;
 
-/// Lives as long as a body, and is dropped with it.
+/// Lives as long as a body and is dropped with it.
 pub(super) trait Companion: Unpin + 'static {
-    /// The body was taken to its end; not called when the client leaves before.
+    /// The body was sent to its end; not called if the client leaves earlier.
     fn sent(&mut self) {}
 }
 
@@ -16,13 +17,13 @@ struct Accompanied<C> {
     companion: C,
 }
 
-/// A body with its companion.
+/// Attaches a companion to a body.
 pub(super) fn accompanied<C: Companion>(
     body: impl MessageBody + 'static,
     mut companion: C,
 ) -> BoxBody {
     if body.size().is_eof() {
-        // Nobody asks for pieces of an empty one.
+        // An empty body is never polled.
         companion.sent();
     }
     BoxBody::new(Accompanied { body: body.boxed(), companion })

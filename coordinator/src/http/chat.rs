@@ -20,7 +20,7 @@ use crate::text::reply::{Part, ReplyReader, ReplyRules};
 /// Answers a request.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     refused::check(&fields, Endpoint::Chat)?;
     let Started { common, running, rules, shows_reasoning, told, ids, id } =
@@ -42,20 +42,20 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(chat.respond_whole())
 }
 
-/// One choice, as far as it has come.
+/// The state of one choice.
 #[derive(Clone, Debug, Default)]
 struct Choice {
     message: Message,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
     logprobs: Vec<Value>,
-    /// Where something is looked for in the reply.
+    /// Parses the reply, if anything is looked for in it.
     reader: Option<ReplyReader>,
-    /// Between the messages of the reply.
+    /// What stands between the messages of the reply.
     lines: Lines,
-    /// What it finds of reasoning is shown.
+    /// Whether reasoning that is found is shown.
     shows_reasoning: bool,
-    /// Tools were called.
+    /// Whether tools were called.
     called: bool,
 }
 
@@ -65,7 +65,7 @@ impl Choice {
         Self { reader, shows_reasoning, ..Self::default() }
     }
 
-    /// What a piece says; nothing where nothing is looked for.
+    /// Parses a piece; finds nothing if nothing is looked for.
     fn read(&mut self, piece: &Piece, parts: &mut Vec<Part>) {
         let Some(reader) = &mut self.reader else { return };
         reader.push(&piece.text, parts);
@@ -86,9 +86,9 @@ struct Chat {
     running: RunningPrompt,
     choices: Vec<Choice>,
     ids: CallIds,
-    /// Calls are a choice's reason to finish.
+    /// Whether tool calls are a finish reason.
     told: bool,
-    /// The first event of each choice, which names the role, was sent.
+    /// Whether the first event of each choice, which names the role, was sent.
     greeted: bool,
 }
 
@@ -103,7 +103,7 @@ struct ChunkChoice<'a> {
 }
 
 impl Chat {
-    /// Why a choice is finished: it may have called tools.
+    /// Returns why a choice is finished, which may be that it called tools.
     fn finish_reason(&self, piece: &Piece) -> Option<&'static str> {
         let called = self.choices.get(piece.choice as usize).is_some_and(|choice| choice.called);
         match piece.finish_reason {
@@ -151,7 +151,7 @@ impl Chat {
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    /// An event that comes when so many tokens were said.
+    /// Appends an event sent after so many tokens.
     fn push(
         &self,
         choice: ChunkChoice<'_>,
@@ -168,7 +168,7 @@ impl Chat {
         out.push(&self.envelope.with(&[choice], usage.as_ref()))
     }
 
-    /// The first event of each choice, which names the role.
+    /// Appends the first event of each choice, which names the role.
     fn greet(&mut self, out: &mut Events) -> Result<(), ApiError> {
         if std::mem::replace(&mut self.greeted, true) {
             return Ok(());
@@ -180,7 +180,7 @@ impl Chat {
         })
     }
 
-    /// The event of a piece; none for a piece that only holds text back.
+    /// Appends the event of a piece; none for a piece that only holds text back.
     fn push_piece(&mut self, mut piece: Piece, out: &mut Events) -> Result<(), ApiError> {
         let entry = piece.logprobs.as_ref().map(|token| chat_logprob(&self.state.text, token));
         let logprobs = entry.map(|entry| json!({"content": [entry], "refusal": null}));

@@ -28,7 +28,7 @@ enum Prompt {
 /// Answers a request.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
@@ -39,7 +39,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let special = fields.boolean("add_special_tokens", true)?;
     let logprobs = fields.count("logprobs", 0, limits.logprobs)?;
     let least = u32::from(!echo);
-    // More than the model's length is told by its own code, which clients act on.
+    // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", least, u32::MAX)?;
     common.max_tokens = Some(max_tokens.unwrap_or(16));
     common.check_least()?;
@@ -49,7 +49,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let choices = prompts.len() * common.n as usize;
     if choices > limits.choices {
         let message = format!(
-            "`n`: {} prompts of {} choices are {choices}, the bound is {}",
+            "`n`: {} prompts with {} choices each are {choices} choices, the limit is {}",
             prompts.len(),
             common.n,
             limits.choices
@@ -63,7 +63,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         let _share = share;
         encode(text, prompts, echo, special, fit)
     };
-    // It may be much larger than what is kept of it.
+    // The fields may be much larger than what is kept of them.
     drop(fields);
     let deadline = common.deadline;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
@@ -88,7 +88,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         }
         running.push((tokens, max_tokens));
     }
-    // Nothing runs before everything is known to be valid.
+    // Nothing runs before everything is validated.
     let running = running
         .into_iter()
         .map(|(tokens, max)| RunningPrompt::start(state, &common, tokens, max, arrived, &id))
@@ -105,8 +105,8 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(completion.respond_whole())
 }
 
-/// Checks what is kept for all choices: tokens of prompts, what is echoed of them, and their
-/// log-probabilities with so many alternatives, where they are asked for.
+/// Checks the memory kept for all choices: prompt tokens, what is echoed of prompts, and the
+/// log-probabilities of those, with so many alternatives, if requested.
 fn check_sizes(
     limits: &Limits,
     prompt_tokens: usize,
@@ -116,14 +116,14 @@ fn check_sizes(
     limits.check_prompts(prompt_tokens)?;
     if echoed > limits.echoed_bytes {
         let max = limits.echoed_bytes;
-        let message = format!("`echo`: {echoed} bytes of all choices, the bound is {max}");
+        let message = format!("`echo`: {echoed} bytes over all choices, the limit is {max}");
         return Err(ApiError::field("echo", message));
     }
     let entries = alternatives.map_or(0, |each| prompt_tokens * (each as usize + 1));
     if entries > limits.prompt_alternatives {
         let max = limits.prompt_alternatives;
         let message = format!(
-            "`logprobs` of echoed prompts: {entries} log-probabilities of all choices, the bound \
+            "`logprobs` of echoed prompts: {entries} log-probabilities over all choices, the limit \
              is {max}"
         );
         return Err(ApiError::field("logprobs", message));
@@ -168,14 +168,14 @@ fn prompts(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Pro
             })
             .collect(),
         Some(Value::Array(list)) if list.len() > max => {
-            let message = format!("`prompt` has {} prompts, the bound is {max}", list.len());
+            let message = format!("`prompt` has {} prompts, the limit is {max}", list.len());
             Err(ApiError::field("prompt", message))
         }
         Some(_) => Err(wrong()),
     }
 }
 
-/// Prompts to tokens, and to the text to echo.
+/// Prompts as tokens, each with the text to echo.
 type Encoded = Vec<(Option<String>, Vec<u32>)>;
 
 fn encode(
@@ -196,16 +196,16 @@ fn encode(
     prompts.into_iter().map(encode).collect()
 }
 
-/// One choice of one prompt, as far as it has come.
+/// The state of one choice of one prompt.
 #[derive(Debug)]
 struct Choice {
     text: String,
     finish_reason: Option<&'static str>,
     stop_reason: Option<StopReason>,
     logprobs: Option<CompletionLogprobs>,
-    /// The prompt's first token, when it is echoed with log-probabilities.
+    /// The prompt's first token, if the prompt is echoed with log-probabilities.
     first: Option<u32>,
-    /// Characters of the text to echo, until the first token behind it.
+    /// Characters of the echoed text, until the first token after it.
     echoed: Option<usize>,
     /// The text to echo, until it is in the stream.
     echo: Option<String>,
@@ -231,14 +231,14 @@ struct Completion {
     common: Common,
     envelope: Envelope,
     running: Vec<RunningPrompt>,
-    /// The prompt that is looked at first.
+    /// The prompt polled first.
     turn: usize,
     choices: Vec<Choice>,
 }
 
 impl Completion {
-    /// Takes the next event of any prompt; `None` after the last of all. Returns the choice's index
-    /// and what is new.
+    /// Takes the next event of any prompt; `None` after the last one. Returns the choice's index
+    /// and the new piece.
     async fn advance(&mut self) -> Option<Result<Option<(usize, Piece)>, ApiError>> {
         loop {
             let (prompt, next) = poll_fn(|context| self.poll_prompts(context)).await?;
@@ -251,7 +251,7 @@ impl Completion {
         }
     }
 
-    /// The next event of any prompt. They take turns, so that none waits for the others' ends.
+    /// Polls the prompts in turn, so that none waits for the others to end.
     fn poll_prompts(
         &mut self,
         context: &mut Context<'_>,
@@ -301,7 +301,7 @@ impl Completion {
         if let Some(gathered) = &mut choice.logprobs
             && let Some(token) = &piece.logprobs
         {
-            // A prompt of one token is echoed without log-probabilities of its own.
+            // A prompt of one token is echoed without log-probabilities.
             if let Some(first) = choice.first.take() {
                 gathered.push_first(&self.state.text, first);
             }
@@ -336,7 +336,7 @@ impl Completion {
         HttpResponse::Ok().json(self.envelope.with(&choices, Some(&self.usage())))
     }
 
-    /// The event of a piece; none for a piece that only holds text back.
+    /// Appends the event of a piece; none for a piece that only holds text back.
     fn push(&mut self, index: usize, piece: &Piece, out: &mut Events) -> Result<(), ApiError> {
         let usage = match self.common.usage {
             StreamUsage::Never => None,

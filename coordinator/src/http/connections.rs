@@ -39,7 +39,7 @@ impl Default for Connections {
 struct Counted(#[expect(dead_code, reason = "what counts is when it is dropped")] Place);
 
 impl Connections {
-    /// None yet.
+    /// Starts without connections.
     #[must_use]
     pub fn new(bound: ConnectionBound) -> Self {
         Self { addresses: Addresses::default(), bound, kept: KEPT + HEAD_DEADLINE }
@@ -51,7 +51,7 @@ impl Connections {
         Self { kept, ..self }
     }
 
-    /// How many connections this address may have, if they are counted.
+    /// Returns how many connections this address may have, if they are counted.
     fn most(&self, address: IpAddr) -> Option<usize> {
         let max = match self.bound {
             ConnectionBound::OfInternet if is_private(address) => return None,
@@ -62,7 +62,7 @@ impl Connections {
         usize::try_from(max).ok()
     }
 
-    /// Takes a connection that was accepted, or ends it at once.
+    /// Counts a connection that was accepted, or ends it at once.
     pub(super) fn take(&self, stream: &dyn Any, data: &mut Extensions, stats: &FrontendStats) {
         let Some(stream) = tcp(stream) else { return };
         Kept::watch(stream, data, self.kept);
@@ -81,7 +81,7 @@ impl Connections {
     }
 }
 
-/// The socket under a connection, with TLS or without.
+/// Returns the socket under a connection, with or without TLS.
 fn tcp(stream: &dyn Any) -> Option<&TcpStream> {
     let tls = stream.downcast_ref::<TlsStream<TcpStream>>();
     tls.map(|tls| tls.get_ref().0).or_else(|| stream.downcast_ref())

@@ -9,10 +9,10 @@ use crate::text::reply::harmony::Opening;
 use crate::text::reply::{CallFormat, Reasoning};
 use crate::text::template::{ChatTemplate, Conversation, RESERVED, RenderError, harmony};
 
-/// A variable that has a field of its own. Clients send it to whatever model they are set to, and a
-/// template that does not read it has nothing to heed, so it is no error there.
+/// A variable that has its own field. Clients send it to whatever model they are set to, and a
+/// template that does not read it ignores it, so it is no error there.
 const EFFORT: &str = "reasoning_effort";
-/// What it may be in harmony: the words that gpt-oss was trained with.
+/// Its values in harmony: the words that gpt-oss was trained with.
 const EFFORTS: [&str; 3] = ["low", "medium", "high"];
 
 /// Reads a conversation.
@@ -65,22 +65,23 @@ pub fn read(
     })
 }
 
-/// A conversation as the model is given it.
+/// A conversation as given to the model.
 #[derive(Clone, Debug)]
 pub struct Rendered {
     /// Its tokens.
     pub tokens: Vec<u32>,
-    /// The reply begins within the model's reasoning.
+    /// Whether the reply begins within the model's reasoning.
     pub begins_reasoning: bool,
-    /// Where in a message it begins, if it is in harmony.
+    /// Where in a message it begins, if it is in harmony format.
     pub opening: Option<Opening>,
 }
 
-/// Renders a conversation and turns it into tokens: a prompt that has to fit `max_tokens` of them,
-/// if a number is given. In harmony, a reply that is to be the answer alone begins within it.
+/// Renders and tokenizes a conversation, whose prompt must fit `max_tokens` tokens, if given. In
+/// harmony, a reply that must be only the answer begins within the answer's message.
 ///
 /// # Errors
-/// 400 for what the template objects to and for what cannot fit, 500 for the template's own faults.
+/// 400 for what the template rejects and for prompts that cannot fit, 500 for faults of the
+/// template.
 pub fn encode(
     text: &TextModel,
     conversation: &Conversation,
@@ -92,13 +93,13 @@ pub fn encode(
     let template = text.template.as_ref().ok_or_else(no_template)?;
     let mut rendered = template.render(conversation).map_err(|error| match error {
         RenderError::Conversation(message) => ApiError::field("messages", message),
-        // What a variable may be only the template knows.
+        // Only the template knows which values a variable may have.
         RenderError::Template(message) if !conversation.variables.is_empty() => {
             ApiError::field("chat_template_kwargs", message)
         }
         RenderError::Template(message) => {
-            tracing::warn!(%message, "the model's chat template fails");
-            ApiError::internal(format!("The model's chat template fails: {message}"))
+            tracing::warn!(%message, "the model's chat template failed");
+            ApiError::internal(format!("The model's chat template failed: {message}"))
         }
     })?;
     let mut opening = (reasoning == Reasoning::Harmony).then(|| Opening::after(&rendered));
@@ -118,7 +119,7 @@ pub fn encode(
     Ok(Rendered { tokens, begins_reasoning, opening })
 }
 
-/// Refuses a text that cannot fit so many tokens, without making tokens of it.
+/// Rejects a text that cannot fit so many tokens without tokenizing it.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -140,13 +141,13 @@ pub fn check_fits(
     Err(ApiError::context_length(field, message))
 }
 
-/// The refusal of a model that has no chat template.
+/// The error of a model without a chat template.
 #[must_use]
 pub fn no_template() -> ApiError {
     ApiError::field(
         "model",
-        "this model has no chat template; use /v1/completions, or give the server one \
-         (--chat-template)",
+        "this model has no chat template; use /v1/completions, or start the server with \
+         --chat-template",
     )
 }
 
@@ -166,7 +167,7 @@ fn variables(fields: &Fields) -> Result<Map<String, Value>, ApiError> {
     }
 }
 
-/// A list of at most `max` objects; `None` when it is absent or empty.
+/// Reads a list of at most `max` objects; `None` if it is absent or empty.
 pub(super) fn objects(fields: &Fields, name: &str, max: usize) -> Result<Option<Value>, ApiError> {
     match fields.get(name) {
         None => Ok(None),
@@ -193,7 +194,7 @@ fn messages(fields: &Fields, limits: &Limits) -> Result<Vec<Value>, ApiError> {
     list.iter().enumerate().map(|(index, value)| message(index, value)).collect()
 }
 
-/// One message, whole: templates read more of it than role and content.
+/// Reads one message, with all its fields: templates read more than role and content.
 fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     let wrong = |part: &str, expected: &str| {
         let message = format!("`messages[{index}]{part}` must be {expected}");
@@ -228,18 +229,18 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
         }
     }
     let mut message = fields.clone();
-    // What is null is as good as absent; to templates the two are not the same.
+    // Null counts as absent here, but templates distinguish the two.
     message.retain(|_, value| !value.is_null());
     let role = if role == "developer" { "system" } else { role };
     message.insert("role".to_owned(), role.into());
     message.insert("content".to_owned(), content.into());
-    // It has several names, of which each template knows one: as transformers gives them.
+    // It has several names, of which each template knows one; transformers uses this one.
     let names = ["reasoning_content", "thinking", "reasoning"];
     if let Some(said) = names.iter().find_map(|name| message.get(*name)).cloned() {
         message.entry("thinking").or_insert_with(|| said.clone());
         message.insert("reasoning_content".to_owned(), said);
     }
-    // To templates, calls that are there are some.
+    // Templates take an empty list for calls.
     if message.get("tool_calls").and_then(Value::as_array).is_some_and(Vec::is_empty) {
         message.remove("tool_calls");
     }
@@ -256,9 +257,9 @@ fn message(index: usize, value: &Value) -> Result<Value, ApiError> {
     Ok(Value::Object(message))
 }
 
-/// Makes a call's arguments, JSON in a string, the object that templates expect. What models wrote
-/// and no JSON object is, is none of them: refusing it would end a conversation that its client
-/// cannot mend.
+/// Parses a call's arguments, JSON in a string, into the object that templates expect. Text of a
+/// model that is not a JSON object becomes an empty one: an error would end a conversation that the
+/// client cannot repair.
 fn parse_arguments(call: &mut Value) -> Result<(), (&'static str, &'static str)> {
     let function = call.get_mut("function").and_then(Value::as_object_mut);
     let function = function.ok_or((".function", "an object"))?;

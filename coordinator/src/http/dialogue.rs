@@ -12,13 +12,13 @@ use super::tools::{Begins, Tools, Wanted};
 use crate::text::model::TextModel;
 use crate::text::reply::{Harmony, Reasoning, ReplyRules};
 
-/// Which API the fields are answered in; they have the names of chat's.
+/// The API that answers; the fields have chat's names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Form {
     /// `/v1/chat/completions`.
     Chat,
-    /// `/v1/responses`: the bound of the output is one, not a wish, so it may be beyond what the
-    /// model's length leaves.
+    /// `/v1/responses`: its output limit is only an upper bound, so it may exceed what the model's
+    /// length leaves.
     Responses,
     /// `/v1/messages`: so it is there.
     Messages,
@@ -35,18 +35,18 @@ impl Form {
     }
 }
 
-/// A request that runs.
+/// A running request.
 #[derive(Debug)]
 pub struct Started {
-    /// What it has in common with all others.
+    /// Its common parameters.
     pub common: Common,
-    /// Its text as it comes.
+    /// Its text as it arrives.
     pub running: RunningPrompt,
     /// What is looked for in the text.
     pub rules: ReplyRules,
-    /// What is found of reasoning is shown.
+    /// Whether reasoning that is found is shown.
     pub shows_reasoning: bool,
-    /// Calls are a choice's reason to finish.
+    /// Whether tool calls are a finish reason.
     pub told: bool,
     /// The ids of its calls.
     pub ids: CallIds,
@@ -57,7 +57,7 @@ pub struct Started {
 /// Validates a request and hands it to the engine.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Started, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
@@ -68,7 +68,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
         return Err(ApiError::field("top_logprobs", "`top_logprobs` needs `logprobs`: true"));
     }
     common.sampling.logprobs = logprobs.then_some(top.unwrap_or(0));
-    // More than the model's length is told by its own code, which clients act on.
+    // Exceeding the model's length has an error code of its own, which clients act on.
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
     common.max_tokens = fields.count("max_completion_tokens", 1, u32::MAX)?.or(max_tokens);
     common.check_least()?;
@@ -85,7 +85,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     let special = fields.boolean("add_special_tokens", false)?;
     let id: Arc<str> = fields.response_id(form.prefix(), limits)?.into();
     let (bytes, share, fit) = (fields.bytes(), fields.share(), common.fit(limits));
-    // It may be much larger than what is kept of it.
+    // The fields may be much larger than what is kept of them.
     drop(fields);
     let lets_reason = wanted.as_ref().is_none_or(Wanted::lets_reason);
     let is_harmony = state.reasoning == Reasoning::Harmony;
@@ -116,7 +116,7 @@ pub async fn start(state: &AppState, fields: Fields, form: Form) -> Result<Start
     }
     common.asked = asked;
     state.in_time(deadline, state.make_guide(&mut common)).await?;
-    // A mark that is left out would be missed.
+    // A mark that is a special token must not be left out of the text.
     common.keep_special |= marks(&rules);
     let mut tokens = rendered.tokens;
     if tokens.is_empty() {

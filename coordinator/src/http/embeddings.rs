@@ -1,5 +1,5 @@
-//! `POST /v1/embeddings`: a vector for each text, of length 1. It is computed as a prompt is whose
-//! output is wanted of no token.
+//! `POST /v1/embeddings`: a vector of length 1 for each text. It is computed like a prompt without
+//! output tokens.
 use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,8 +25,8 @@ use super::refused::{self, Endpoint};
 use super::state::AppState;
 use crate::text::model::TextModel;
 
-/// Inputs of one request that the engine has at a time: the others wait here, so that a long list
-/// does not fill the queue that all clients share.
+/// Maximum number of inputs of one request in the engine at a time: the others wait here, so that a
+/// long list does not fill the queue that all clients share.
 const AT_A_TIME: usize = 64;
 
 /// How long after its arrival a request's later inputs wait for room in the queue.
@@ -44,14 +44,14 @@ enum Input {
 enum Format {
     /// A list of numbers.
     Float,
-    /// Its bytes, f32 of little endian, in base64: what OpenAI's clients ask for by themselves.
+    /// Its bytes, little-endian f32, in base64: the default of OpenAI's clients.
     Base64,
 }
 
 /// Answers a request.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let arrived = state.clock.now();
     let limits = &state.limits;
@@ -61,7 +61,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let pooling = pooling.map_err(|why| {
         ApiError::field("model", format!("this model's embeddings are not supported: {why}"))
     })?;
-    // Nothing is sampled: what says how is of no effect.
+    // Nothing is sampled, so sampling parameters have no effect.
     (common.n, common.sampling.pooling) = (1, Some(pooling));
     common.stops.clear();
     let format = format(&fields)?;
@@ -75,20 +75,20 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
         Truncation::Fit => limits.max_model_len as usize,
     });
     let (bytes, share) = (fields.bytes(), fields.share());
-    // It may be much larger than what is kept of it.
+    // The fields may be much larger than what is kept of them.
     drop(fields);
     let max = limits.max_model_len;
     let encode = move |text: &_| {
         let _share = share;
         encode(text, inputs, special, keep, max)
     };
-    // It is watched for all inputs together, and so counts once.
+    // The deadline is watched for all inputs together, and so counts once.
     let deadline = common.deadline.take();
     let encoded = state.in_time(deadline, state.with_text(bytes, encode)).await?;
     let tokens: usize = encoded.iter().map(Vec::len).sum();
     if tokens > limits.prompt_tokens {
         let max = limits.prompt_tokens;
-        let message = format!("`input` has {tokens} tokens together, the bound is {max}");
+        let message = format!("`input` has {tokens} tokens in total, the limit is {max}");
         return Err(ApiError::field("input", message));
     }
     let again = Again::new(Instant::now() + QUEUE_PATIENCE);
@@ -100,7 +100,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     let vectors = state
         .in_time(deadline, vectors)
         .await
-        // It counts once, however often it was asked and for however many inputs.
+        // Counted once, however often it was retried and for however many inputs.
         .map_err(|error| match error.is_queue_full() {
             true => error.counted_as(RejectReason::QueueFull),
             false => error,
@@ -114,7 +114,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(HttpResponse::Ok().content_type(ContentType::json()).streaming(stream::iter(pieces)))
 }
 
-/// What all inputs of a request have in common.
+/// What all inputs of a request share.
 struct Shared<'a> {
     state: &'a AppState,
     common: &'a Common,
@@ -125,20 +125,20 @@ struct Shared<'a> {
 }
 
 impl Shared<'_> {
-    /// The vector of one input. Once the first are under way, one that finds the queue full tries
-    /// again: what was computed for the others would be lost.
+    /// Returns the vector of one input. Once the first inputs are under way, one that finds the
+    /// queue full retries: the work done for the others would be lost.
     async fn vector(&self, index: usize, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
         self.common.tally.prompt(tokens.len() as u64);
         let pause = |error: &ApiError| {
             let pause = error.full_for().filter(|_| index >= AT_A_TIME)?;
-            // Up to a quarter more: requests that were refused together come again apart.
+            // Up to a quarter more, so that requests refused together do not retry together.
             let draw = self.state.draw_seed(self.state.next_request()) % 1024;
             Some(pause + pause * draw as u32 / 4096)
         };
         self.again.ask(async || self.attempt(tokens.clone()).await, pause).await
     }
 
-    /// Whichever attempt it is, its client has waited since the call arrived.
+    /// Makes one attempt. For each, the client has waited since the request arrived.
     async fn attempt(&self, tokens: Vec<u32>) -> Result<Vec<f32>, ApiError> {
         let arrived = self.arrived;
         let running = RunningPrompt::start(self.state, self.common, tokens, 0, arrived, self.id)?;
@@ -146,7 +146,7 @@ impl Shared<'_> {
     }
 }
 
-/// The answer's text, a vector at a time, in the order in which OpenAI's API has its fields.
+/// Writes the answer one vector at a time, with the fields in the order of OpenAI's API.
 fn pieces(
     id: &str,
     tail: &str,
@@ -154,7 +154,7 @@ fn pieces(
     format: Format,
 ) -> impl Iterator<Item = serde_json::Result<Bytes>> + use<> {
     let head = format!("{{\"id\":{id},\"object\":\"list\",\"data\":[");
-    // A map without its opening brace follows.
+    // The rest of an object, without its opening brace.
     let tail = format!("],{}", tail.strip_prefix('{').unwrap_or(tail));
     let entries = vectors.into_iter().enumerate().map(move |(index, values)| {
         let mut text = if index > 0 { b",".to_vec() } else { Vec::new() };
@@ -166,7 +166,7 @@ fn pieces(
     one(head).chain(entries).chain(one(tail))
 }
 
-/// What the model makes of one input.
+/// Waits for the embedding of one input.
 async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
     let mut found = None;
     while let Some(next) = running.next().await {
@@ -177,7 +177,7 @@ async fn embedding(mut running: RunningPrompt) -> Result<Vec<f32>, ApiError> {
     found.ok_or_else(|| ApiError::internal("the engine gave no embedding"))
 }
 
-/// The beginning of a vector, of length 1.
+/// Cuts a vector to its first `dimensions` numbers and scales it to length 1.
 fn unit(mut vector: Vec<f32>, dimensions: Option<u32>) -> Vec<f32> {
     vector.truncate(dimensions.map_or(usize::MAX, |dimensions| dimensions as usize));
     let length = vector.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>().sqrt();
@@ -197,12 +197,13 @@ fn format(fields: &Fields) -> Result<Format, ApiError> {
 }
 
 fn dimensions(fields: &Fields, text: &TextModel) -> Result<Option<u32>, ApiError> {
-    // Without the model's own number nothing is known to be too large: all that there is comes.
+    // If the model's size is unknown, nothing is known to be too large: the whole vector is
+    // returned.
     let max = if text.hidden_size == 0 { u32::MAX } else { text.hidden_size };
     fields.count("dimensions", 1, max)
 }
 
-/// Whether an answer of so many vectors is not too large.
+/// Checks that an answer of so many vectors is not too large.
 fn check_answer(inputs: usize, width: u32, limits: &Limits) -> Result<(), ApiError> {
     let (max, width) = (limits.embedding_numbers, width.max(1) as usize);
     if inputs.saturating_mul(width) <= max {
@@ -210,8 +211,8 @@ fn check_answer(inputs: usize, width: u32, limits: &Limits) -> Result<(), ApiErr
     }
     let fit = max / width;
     let message = format!(
-        "`input` has {inputs} entries, which are vectors of {width} numbers: an answer has room for \
-         {max} numbers, which are {fit} of them"
+        "`input` has {inputs} entries, each a vector of {width} numbers: a response has room for \
+         {max} numbers, or {fit} entries"
     );
     Err(ApiError::field("input", message))
 }
@@ -245,7 +246,8 @@ fn inputs(fields: &Fields, limits: &Limits, text: &TextModel) -> Result<Vec<Inpu
     }
 }
 
-/// Inputs to tokens: at most `keep` of each, where that is said, else at most `max` or a refusal.
+/// Tokenizes inputs: keeps at most `keep` tokens of each if given, otherwise rejects inputs of more
+/// than `max`.
 fn encode(
     model: &TextModel,
     inputs: Vec<Input>,
@@ -275,7 +277,7 @@ fn encode(
         if tokens.len() > max as usize {
             let message = format!(
                 "This model's maximum context length is {max} tokens. However, `{name}[{index}]` \
-                 has {} tokens. Please reduce it, or say `truncate_prompt_tokens`.",
+                 has {} tokens. Please reduce it, or set `truncate_prompt_tokens`.",
                 tokens.len()
             );
             return Err(ApiError::context_length(name, message));
@@ -285,7 +287,7 @@ fn encode(
     inputs.into_iter().enumerate().map(encode).collect()
 }
 
-/// What follows the vectors.
+/// The rest of the answer, after the vectors.
 #[derive(Serialize)]
 struct Tail<'a> {
     model: &'a str,
@@ -333,7 +335,7 @@ mod tests {
     async fn the_tokens_of_an_input_that_is_asked_for_again_are_counted_once() {
         let (engine, mut commands) = EngineHandle::channel();
         let (state, _hub) = state_of(engine);
-        // Of what comes behind the first inputs, every second request finds the queue full.
+        // After the first inputs, every second request finds the queue full.
         let asked = actix_rt::spawn(async move {
             let mut asked = 0;
             while let Some(command) = commands.recv().await {

@@ -1,7 +1,7 @@
-//! What all events and the answer of one request have in common.
+//! Fields common to all events and to the answer of one request.
 //!
-//! An event is written straight into the bytes that travel: at many tokens a second a tree of JSON
-//! values for each costs more than everything else that is done for a token.
+//! Events are written straight to the bytes that are sent: at many tokens a second, building a tree
+//! of JSON values for each would cost more than all other work per token.
 use std::sync::Arc;
 
 use serde::Serialize;
@@ -10,17 +10,17 @@ use shared::clock::since_1970;
 
 use super::state::AppState;
 
-/// The fields that do not change while a request is answered.
+/// The fields that stay the same while a request is answered.
 #[derive(Clone, Debug)]
 pub struct Envelope {
     id: Arc<str>,
     object: &'static str,
-    /// When the request was taken: equal in all events, as in OpenAI's API.
+    /// When the request arrived; equal in all events, as in OpenAI's API.
     created: u64,
     model: Arc<str>,
 }
 
-/// An event or an answer, in the order in which OpenAI's API has its fields.
+/// An event or an answer, with the fields in the order of OpenAI's API.
 #[derive(Debug, Serialize)]
 pub struct Answer<'a, C> {
     id: &'a str,
@@ -35,14 +35,14 @@ pub struct Answer<'a, C> {
 }
 
 impl Envelope {
-    /// Of the request whose answer has this id, for the model or one of its adapters.
+    /// Makes the envelope of the answer with this id, for the model or one of its adapters.
     #[must_use]
     pub fn new(state: &AppState, adapter: u32, id: Arc<str>, object: &'static str) -> Self {
         let model = state.models.name(adapter);
         Self { id, object, created: since_1970().as_secs(), model }
     }
 
-    /// With choices; `usage` is left out where there is none, which is not the same as null.
+    /// Adds choices; without `usage` the field is left out, which differs from null.
     pub fn with<'a, C: Serialize>(
         &'a self,
         choices: &'a [C],

@@ -13,7 +13,7 @@ use shared::metrics::labels::RejectReason;
 
 use crate::engine::{self, EngineError};
 
-/// When to come again, in seconds, where nothing tells: not all at the same time.
+/// Returns the seconds after which to retry when nothing else tells: not the same for all clients.
 fn soon() -> u32 {
     static REFUSED: AtomicU64 = AtomicU64::new(0);
     engine::soon(RequestId(REFUSED.fetch_add(1, Ordering::Relaxed)))
@@ -24,14 +24,14 @@ fn soon() -> u32 {
 pub struct ApiError {
     status: StatusCode,
     message: String,
-    /// The request's field at fault.
+    /// The request field at fault.
     param: Option<String>,
     code: Option<&'static str>,
     retry_after_s: Option<u32>,
     allow: Option<&'static str>,
-    /// As what it counts that a request is refused with it, unless somebody has counted it already.
+    /// The reason that a rejected request is counted under, unless it has been counted already.
     reason: Option<RejectReason>,
-    /// Says how to prove who one is.
+    /// Whether the reply tells how to authenticate.
     challenge: bool,
     /// The id of the request, where the error is told as Anthropic's API tells errors.
     anthropic: Option<Arc<str>>,
@@ -92,7 +92,7 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, format!("Unknown request URL: {method} {path}"))
     }
 
-    /// No API key, or none that is known: 401.
+    /// No API key, or an unknown one: 401.
     #[must_use]
     pub fn unknown_key() -> Self {
         let message = "This needs a known API key: `Authorization: Bearer KEY`, or \
@@ -104,11 +104,11 @@ impl ApiError {
         }
     }
 
-    /// Only for those who know the cluster's secret: 401.
+    /// Only for holders of the cluster secret: 401.
     #[must_use]
     pub fn no_token() -> Self {
-        let message = "This needs a token made of the cluster's secret: say --cluster-secret-file \
-                       FILE, with the coordinator's file";
+        let message = "A token made from the cluster's secret is required: use \
+                       --cluster-secret-file FILE with the coordinator's file";
         Self { challenge: true, ..Self::new(StatusCode::UNAUTHORIZED, message) }
     }
 
@@ -124,24 +124,25 @@ impl ApiError {
         Self::new(StatusCode::NOT_FOUND, message)
     }
 
-    /// The body is compressed in a way that is not read: 415.
+    /// The body has an unsupported compression: 415.
     #[must_use]
     pub fn content_encoding(found: &str) -> Self {
-        let message = format!("Content-Encoding is `{found}`, bodies are not decompressed here");
+        let message =
+            format!("Content-Encoding is `{found}`, but compressed bodies are not supported");
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
-    /// Not with this method: 405.
+    /// Wrong method: 405.
     #[must_use]
     pub fn method(method: &str, allow: &'static str) -> Self {
-        let message = format!("Not allowed to {method} here; use {allow}");
+        let message = format!("{method} is not allowed here; use {allow}");
         Self { allow: Some(allow), ..Self::new(StatusCode::METHOD_NOT_ALLOWED, message) }
     }
 
-    /// The body is not JSON by its header: 415.
+    /// The body's header does not say JSON: 415.
     #[must_use]
     pub fn content_type(found: &str) -> Self {
-        let message = format!("Content-Type is `{found}`, it must be `application/json`");
+        let message = format!("Content-Type is `{found}`, but must be `application/json`");
         Self::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, message)
     }
 
@@ -150,12 +151,12 @@ impl ApiError {
     pub fn too_large(max: usize) -> Self {
         Self::new(
             StatusCode::PAYLOAD_TOO_LARGE,
-            format!("The body is over the bound of {max} bytes (--max-body-bytes)"),
+            format!("The body exceeds the limit of {max} bytes (--max-body-bytes)"),
         )
         .counted_as(RejectReason::TooLarge)
     }
 
-    /// The body did not come in time: 408.
+    /// The body did not arrive in time: 408.
     #[must_use]
     pub fn too_slow(seconds: u64) -> Self {
         Self::new(
@@ -164,7 +165,7 @@ impl ApiError {
         )
     }
 
-    /// The owner of an API key has what it may have: 429, to be tried again after so long.
+    /// The owner of an API key has reached a limit: 429, to be retried after `wait`.
     #[must_use]
     pub fn key_limit(message: impl Into<String>, wait: Duration) -> Self {
         let seconds = wait.as_secs_f64().ceil().max(1.0) as u32;
@@ -175,10 +176,10 @@ impl ApiError {
         }
     }
 
-    /// The time that the client gave its request is over: 504.
+    /// The time that the client gave its request has expired: 504.
     #[must_use]
     pub fn expired() -> Self {
-        let message = "The time that X-Request-Timeout gives this request is over";
+        let message = "The time that X-Request-Timeout allows for this request is over";
         Self { code: Some("request_timeout"), ..Self::new(StatusCode::GATEWAY_TIMEOUT, message) }
     }
 
@@ -195,20 +196,20 @@ impl ApiError {
             .counted_as(RejectReason::Overloaded)
     }
 
-    /// As what it counts that a request is refused with it; `None` where that is counted already
-    /// (the engine counts what it refuses), and for what is the server's own fault.
+    /// Returns the reason that a rejected request is counted under; `None` if it is counted already
+    /// (the engine counts its own refusals) or is the server's own fault.
     #[must_use]
     pub fn reason(&self) -> Option<RejectReason> {
         self.reason
     }
 
-    /// The same, counted for another reason.
+    /// Counts it under another reason.
     #[must_use]
     pub fn counted_as(self, reason: RejectReason) -> Self {
         Self { reason: Some(reason), ..self }
     }
 
-    /// Says to which request an error of the server belongs, for whoever looks for it in its log.
+    /// Names the request in an error of the server, for whoever searches its log.
     #[must_use]
     pub fn of_request(self, id: &str) -> Self {
         if !self.status.is_server_error() {
@@ -217,7 +218,7 @@ impl ApiError {
         Self { message: format!("{} (request {id})", self.message), ..self }
     }
 
-    /// The same of a request that says a field by another name; `names` are pairs of the name here
+    /// Renames fields for an API that names them differently; `names` are pairs of the name here
     /// and the client's.
     #[must_use]
     pub fn renamed(self, names: &[(&str, &str)]) -> Self {
@@ -280,20 +281,20 @@ impl ApiError {
         json!({"code": code, "message": self.message})
     }
 
-    /// Whether the engine's queue was full: what was asked for may be asked for again.
+    /// Whether the engine's queue was full: the request may be retried.
     #[must_use]
     pub fn is_queue_full(&self) -> bool {
         self.code == Some("queue_full")
     }
 
-    /// After how long a request that found the engine's queue full may come again.
+    /// Returns the time after which a request that found the engine's queue full may retry.
     #[must_use]
     pub fn full_for(&self) -> Option<Duration> {
         let seconds = self.retry_after_s.filter(|_| self.is_queue_full())?;
         Some(Duration::from_secs(u64::from(seconds)))
     }
 
-    /// The body, also sent as the last event of a stream that fails.
+    /// Returns the body, which is also the last event of a stream that fails.
     #[must_use]
     pub fn json(&self) -> Value {
         if let Some(request_id) = &self.anthropic {

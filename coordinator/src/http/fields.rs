@@ -1,7 +1,7 @@
-//! A request body's fields, read one by one, so that an error names the field and its bound.
+//! Reads the fields of a request body one by one, so that errors name the field and its bound.
 //!
-//! `null` is the same as absent. As vLLM, a number may be written as a string, and an integer with
-//! a fraction of zero.
+//! `null` counts as absent. Like in vLLM, a number may be written as a string, and an integer with
+//! a zero fraction.
 use std::fmt::{self, Write as _};
 
 use serde_json::{Map, Value};
@@ -12,11 +12,11 @@ use super::params::Limits;
 use super::room::Share;
 use super::terms::Terms;
 
-/// Characters of a wrong value that an error shows.
+/// Maximum number of characters of a wrong value that an error shows.
 const SHOWN_MAX: usize = 60;
 
-/// The first characters of what is written to it; an error ends the writing of more: values may be
-/// as large as a body.
+/// Keeps the first characters written to it, then fails, which ends the writing: values may be as
+/// large as a body.
 #[derive(Debug, Default)]
 struct Beginning {
     text: String,
@@ -40,15 +40,15 @@ impl fmt::Write for Beginning {
 #[derive(Clone, Debug)]
 pub struct Fields {
     map: Map<String, Value>,
-    /// The request's id, when its body has none.
+    /// The request's id, if its body has none.
     request_id: String,
-    /// Bytes of the body.
+    /// Size of the body in bytes.
     bytes: usize,
-    /// What counts the request's tokens.
+    /// Counts the request's tokens.
     tally: Tally,
-    /// What holds of it besides.
+    /// What applies to it besides the body.
     terms: Terms,
-    /// What they take of the room that bodies have.
+    /// Its share of the room for bodies.
     share: Share,
 }
 
@@ -56,13 +56,13 @@ impl Fields {
     /// Parses a body.
     ///
     /// # Errors
-    /// 400 when it is no JSON object within the bounds.
+    /// 400 if it is not a JSON object within the bounds.
     pub fn parse(body: &[u8], limits: &Limits) -> Result<Self, ApiError> {
         let (depth, values) = extent(body);
         if values > limits.json_values {
             let max = limits.json_values;
             return Err(ApiError::body(format!(
-                "The JSON has {values} values, the bound is {max}"
+                "The JSON has {values} values, the limit is {max}"
             )));
         }
         if depth > limits.json_depth {
@@ -83,7 +83,7 @@ impl Fields {
         }
     }
 
-    /// With the id that the request has unless its body says another.
+    /// Sets the id that the request has unless its body gives another.
     #[must_use]
     pub fn of_request(self, request_id: &str) -> Self {
         Self { request_id: request_id.to_owned(), ..self }
@@ -101,19 +101,19 @@ impl Fields {
         Self { share, ..self }
     }
 
-    /// What they take of that room: kept by whoever keeps what they say.
+    /// Returns the body's share of the memory for bodies. Keep it as long as any of the fields.
     #[must_use]
     pub fn share(&self) -> Share {
         self.share.clone()
     }
 
-    /// With what counts the request's tokens.
+    /// Sets the counter of the request's tokens.
     #[must_use]
     pub fn counted_in(self, tally: Tally) -> Self {
         Self { tally, ..self }
     }
 
-    /// The same request, said in other fields.
+    /// The same request in other fields.
     #[must_use]
     pub fn said_as(&self, map: Map<String, Value>) -> Self {
         let Self { map: _, request_id, bytes, tally, terms, share } = self;
@@ -121,28 +121,28 @@ impl Fields {
         Self { map, request_id, bytes: *bytes, tally, terms: terms.clone(), share }
     }
 
-    /// What counts the request's tokens.
+    /// Counter of the request's tokens.
     #[must_use]
     pub fn tally(&self) -> &Tally {
         &self.tally
     }
 
-    /// With what holds of the request besides.
+    /// Sets what applies to the request besides the body.
     #[must_use]
     pub fn on_terms(self, terms: Terms) -> Self {
         Self { terms, ..self }
     }
 
-    /// What holds of the request besides what these say.
+    /// What applies to the request besides the body.
     #[must_use]
     pub fn terms(&self) -> &Terms {
         &self.terms
     }
 
-    /// The id of the response: the request's, behind a prefix that says what kind of object it is.
+    /// Returns the response's id: the request's, after a prefix that tells the kind of object.
     ///
     /// # Errors
-    /// 400 when the body's `request_id` is none.
+    /// 400 if the body's `request_id` is not valid.
     pub fn response_id(&self, prefix: &str, limits: &Limits) -> Result<String, ApiError> {
         let name = "request_id";
         let id = match self.get(name) {
@@ -157,13 +157,13 @@ impl Fields {
         Ok(format!("{prefix}{id}"))
     }
 
-    /// Bytes of the body.
+    /// Size of the body in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Refuses a field that is there.
+    /// Rejects a field that is present.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -174,7 +174,7 @@ impl Fields {
         }
     }
 
-    /// A field that is there and not null.
+    /// Returns a field that is present and not null.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&Value> {
         self.map.get(name).filter(|value| !value.is_null())
@@ -182,7 +182,7 @@ impl Fields {
 
     pub(super) fn wrong(name: &str, value: &Value, expected: &str) -> ApiError {
         let mut found = Beginning::default();
-        // It ends early where there is more than is shown.
+        // Fails early if there is more than is shown.
         if write!(found, "{value}").is_err() {
             found.text.push_str("...");
         }
@@ -190,7 +190,7 @@ impl Fields {
         ApiError::field(name, format!("`{name}` must be {expected}, not {found}"))
     }
 
-    /// A boolean.
+    /// Reads a boolean.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -202,7 +202,7 @@ impl Fields {
         }
     }
 
-    /// An integer in `min..=max`.
+    /// Reads an integer in `min..=max`.
     ///
     /// # Errors
     /// 400 naming the field and the bounds.
@@ -214,16 +214,16 @@ impl Fields {
         }
     }
 
-    /// As [`Fields::integer`], for what is counted.
+    /// Like [`Fields::integer`], for counts.
     ///
     /// # Errors
-    /// As there.
+    /// Like [`Fields::integer`].
     pub fn count(&self, name: &str, min: u32, max: u32) -> Result<Option<u32>, ApiError> {
         let number = self.integer(name, i64::from(min), i64::from(max))?;
         Ok(number.and_then(|number| u32::try_from(number).ok()))
     }
 
-    /// A finite number in `min..=max`.
+    /// Reads a finite number in `min..=max`.
     ///
     /// # Errors
     /// 400 naming the field and the bounds.
@@ -239,7 +239,7 @@ impl Fields {
         }
     }
 
-    /// A string of at most `max` bytes.
+    /// Reads a string of at most `max` bytes.
     ///
     /// # Errors
     /// 400 naming the field and the bound.
@@ -261,12 +261,12 @@ pub fn is_request_id(id: &str, limits: &Limits) -> bool {
     (1..=limits.request_id_bytes).contains(&id.len()) && id.bytes().all(plain)
 }
 
-/// An integer, also written as a string or with a fraction of zero.
+/// Reads an integer, which may also be written as a string or with a zero fraction.
 fn whole(value: &Value) -> Option<i64> {
     match value {
         Value::String(text) => text.trim().parse().ok(),
         Value::Number(number) => number.as_i64().or_else(|| {
-            // Integers beyond 2^53 are not told apart in this form.
+            // Integers beyond 2^53 are ambiguous in this form.
             let exact = |it: &f64| it.fract() == 0.0 && it.abs() <= (1u64 << 53) as f64;
             number.as_f64().filter(exact).map(|it| it as i64)
         }),
@@ -274,8 +274,8 @@ fn whole(value: &Value) -> Option<i64> {
     }
 }
 
-/// Greatest nesting of arrays and objects, and how many values there are, or some more. Each takes
-/// many times the two bytes that it may be written in.
+/// Returns the greatest nesting of arrays and objects, and at least the number of values. Each
+/// value takes many times the two bytes in which it may be written.
 fn extent(json: &[u8]) -> (usize, usize) {
     let (mut depth, mut deepest, mut values) = (0usize, 0usize, 1);
     let (mut in_string, mut escaped) = (false, false);
@@ -305,7 +305,7 @@ mod tests {
     fn an_error_shows_the_beginning_of_a_value_and_reads_no_more_of_it() {
         let shown = |value: &Value| Fields::wrong("f", value, "small").to_string();
         assert_eq!(shown(&Value::from("é")), "`f` must be small, not \"é\"");
-        // With its quotes it has as many characters as are shown.
+        // With its quotes it has exactly as many characters as are shown.
         let long = "é".repeat(SHOWN_MAX - 2);
         assert_eq!(shown(&Value::from(&*long)), format!("`f` must be small, not \"{long}\""));
         let (longer, cut) = (format!("{long}é"), format!("{long}é..."));

@@ -1,5 +1,5 @@
-//! The gate of a server that may be told to end: once closed it lets no new request in, and tells
-//! when the last one that is inside has left.
+//! The gate of a server that may be told to end: once closed, it lets no new request in, and tells
+//! when the last one inside has left.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::body::{Companion, accompanied};
 use super::error::ApiError;
 use crate::engine::EngineError;
 
-/// See the module's documentation. Clones are the same gate.
+/// See the module's documentation. Clones share the gate.
 #[derive(Clone, Debug)]
 pub struct Gate {
     inner: Arc<Inner>,
@@ -23,7 +23,7 @@ struct Inner {
     inside: watch::Sender<usize>,
 }
 
-/// A request that is inside, until this is dropped.
+/// A request inside the gate, until this is dropped.
 #[derive(Debug)]
 pub struct Visit {
     inner: Arc<Inner>,
@@ -40,30 +40,31 @@ impl Gate {
     /// Lets a request in; `None` once the gate is closed.
     #[must_use]
     pub fn enter(&self) -> Option<Visit> {
-        // Counted first: whoever closes the gate meanwhile waits for it, or it turns back.
+        // Counted first: if the gate is closed meanwhile, the closer waits for this request, or it
+        // turns back.
         self.inner.inside.send_modify(|inside| *inside += 1);
         let visit = Visit { inner: self.inner.clone() };
         (!self.is_closed()).then_some(visit)
     }
 
-    /// Lets nobody in any more.
+    /// Closes the gate.
     pub fn close(&self) {
         self.inner.closed.store(true, Ordering::SeqCst);
     }
 
-    /// Whether nobody is let in any more.
+    /// Whether the gate is closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         self.inner.closed.load(Ordering::SeqCst)
     }
 
-    /// How many are inside.
+    /// Number of requests inside.
     #[must_use]
     pub fn inside(&self) -> usize {
         *self.inner.inside.borrow()
     }
 
-    /// Waits until nobody is inside, at most so long; returns whether that came about.
+    /// Waits up to `patience` until no request is inside; returns whether that happened.
     pub async fn empty_within(&self, patience: Duration) -> bool {
         let mut inside = self.inner.inside.subscribe();
         let empty = inside.wait_for(|inside| *inside == 0);
@@ -78,14 +79,14 @@ impl Drop for Visit {
 }
 
 impl Visit {
-    /// A response whose request is inside until its body has been handed over whole, or dropped.
+    /// Keeps the request inside until the response's body has been sent whole or dropped.
     #[must_use]
     pub fn until_sent(self, response: HttpResponse) -> HttpResponse {
         response.map_body(|_, body| accompanied(body, self))
     }
 }
 
-/// The answer to a request that comes too late.
+/// The error of a request that comes too late.
 #[must_use]
 pub fn closed() -> ApiError {
     EngineError::ShuttingDown.into()

@@ -19,24 +19,25 @@ use crate::engine::{
 use crate::metrics::FrontendStats;
 use crate::text::stream::{StopRules, TextStream};
 
-/// What one event gave one choice.
+/// What one event adds to one choice.
 #[derive(Clone, Debug, Default)]
 pub struct Piece {
-    /// The choice within its prompt.
+    /// Index of the choice within its prompt.
     pub choice: u32,
     /// Text that is certain now; may be empty.
     pub text: String,
-    /// It is of a token, and not of a choice's end alone.
+    /// Whether it comes from a token rather than only a choice's end.
     pub is_token: bool,
-    /// The token's log-probabilities, when asked for.
+    /// The token's log-probabilities, if requested.
     pub logprobs: Option<TokenLogprobs>,
     /// Set with the choice's last piece.
     pub finish_reason: Option<&'static str>,
-    /// What the request named and ended the choice; with its last piece alone.
+    /// What ended the choice, if the request named it; only with the last piece.
     pub stop_reason: Option<StopReason>,
 }
 
-/// What a request named and ended a choice, as vLLM says it: null for the model's own end tokens.
+/// What ended a choice, of what the request named, in vLLM's format: null for the model's own end
+/// tokens.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
 pub enum StopReason {
@@ -61,12 +62,12 @@ pub enum Next {
 #[derive(Debug)]
 pub struct RunningPrompt {
     generation: Generation,
-    /// Where it is counted that the queue was full.
+    /// Counts that the queue was full.
     counts: Option<FrontendStats>,
-    /// When its client does not want it any more.
+    /// When its client no longer wants it.
     deadline: Option<Pin<Box<Sleep>>>,
     stats: FrontendStats,
-    /// What came with a token and was no end of its choice.
+    /// An event received while looking for the end of a token's choice.
     next: Option<EngineEvent>,
     choices: Vec<TextStream>,
     tally: Tally,
@@ -84,7 +85,7 @@ impl RunningPrompt {
     /// Hands a prompt to the engine.
     ///
     /// # Errors
-    /// What the engine says at once; later failures come from [`RunningPrompt::next`].
+    /// The engine's immediate refusal; later failures come from [`RunningPrompt::next`].
     pub fn start(
         state: &AppState,
         common: &Common,
@@ -141,7 +142,7 @@ impl RunningPrompt {
             response_id: response_id.clone(),
             resumed: None,
         };
-        // An embedding's caller may ask again, and counts prompts and what its client is told.
+        // An embedding's caller may retry, and counts prompts and errors itself.
         let is_asked_once = common.sampling.pooling.is_none();
         let counts = is_asked_once.then(|| state.stats.clone());
         let generation = state.engine.submit(request).inspect_err(|error| match error {
@@ -167,18 +168,18 @@ impl RunningPrompt {
         })
     }
 
-    /// The next piece; `None` after the last.
+    /// Returns the next piece; `None` after the last.
     ///
     /// # Errors
-    /// When the request failed; nothing comes after that.
+    /// If the request failed; nothing comes after that.
     pub async fn next(&mut self) -> Option<Result<Next, ApiError>> {
         poll_fn(|context| self.poll_next(context)).await
     }
 
-    /// As [`RunningPrompt::next`], for callers that wait for several at once.
+    /// Like [`RunningPrompt::next`], for callers that wait for several at once.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Next, ApiError>>> {
         if self.is_over(context) {
-            // Whatever waits of it: nothing more is computed.
+            // Whatever is still to come: nothing more is computed.
             self.generation.cancel();
             self.next = None;
             self.stats.expired(ExpiryReason::Deadline);
@@ -198,14 +199,14 @@ impl RunningPrompt {
         Poll::Ready(Some(next))
     }
 
-    /// Whether its time is over before it is.
+    /// Whether its time has expired before it is complete.
     fn is_over(&mut self, context: &mut Context<'_>) -> bool {
         let Some(deadline) = &mut self.deadline else { return false };
         self.generation.is_running() && deadline.as_mut().poll(context).is_ready()
     }
 
-    /// A choice's end is said with its last token, if it is there already: an event of its own
-    /// would look like one more token to clients that measure the time between them.
+    /// Reports a choice's end with its last token, if it has arrived already: a separate event
+    /// would look like another token to clients that measure the time between tokens.
     fn end_with(&mut self, piece: &mut Piece, context: &mut Context<'_>) {
         match self.generation.poll_next(context) {
             Poll::Ready(Some(EngineEvent::Finished { choice, reason, cached }))
@@ -251,9 +252,9 @@ impl RunningPrompt {
 }
 
 impl RunningPrompt {
-    /// A choice's last piece.
+    /// Makes a choice's last piece.
     fn finished(&mut self, choice: u32, reason: FinishReason, cached: u32) -> Piece {
-        // The other choices find what the first one computes.
+        // The other choices find what the first one computed.
         if choice == 0 {
             self.cached_tokens = u64::from(cached);
         }
@@ -284,14 +285,14 @@ impl RunningPrompt {
     }
 }
 
-/// Counts that the engine's queue was full; all else that the engine refuses it counts itself.
+/// Counts that the engine's queue was full; the engine counts its other refusals itself.
 fn count_full(stats: Option<&FrontendStats>, error: &EngineError) {
     if let (Some(stats), EngineError::QueueFull { .. }) = (stats, error) {
         stats.rejected(RejectReason::QueueFull);
     }
 }
 
-/// What a request used, as OpenAI's API says it.
+/// What a request used, in the format of OpenAI's API.
 pub(super) fn usage(prompt: u64, cached: u64, completion: u64) -> serde_json::Value {
     serde_json::json!({
         "prompt_tokens": prompt, "completion_tokens": completion,

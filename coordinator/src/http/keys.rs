@@ -1,7 +1,7 @@
-//! API keys: who may use `/v1`, where that is restricted, and how much of it at a time.
+//! API keys: who may use `/v1`, if that is restricted, and how much of it at a time.
 //!
-//! - `file`: the file of keys, read again when it changes
-//! - `account`: what the owner of a key has under way, and may begin
+//! - `file`: the file of keys, reread when it changes
+//! - `account`: what the owner of a key has under way, and may start
 mod account;
 mod file;
 
@@ -37,25 +37,25 @@ pub struct ApiKeys(Arc<Keys>);
 #[derive(Default)]
 struct Keys {
     accounts: RwLock<Vec<Arc<Account>>>,
-    /// Where it is counted that the file is read again.
+    /// Counts reloads of the file.
     stats: OnceLock<FrontendStats>,
 }
 
-/// A key, and what its owner may take.
+/// A key and its owner's limits.
 #[derive(Clone, Copy)]
 pub struct ApiKey {
     hash: [u8; 32],
     limits: KeyLimits,
 }
 
-/// A key cannot be used.
+/// A key that cannot be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApiKeyError {
     /// It has no characters.
     #[error("an API key is empty")]
     Empty,
     /// No client can send it.
-    #[error("an API key has a character that is not printable ASCII, or a space")]
+    #[error("an API key contains a space or a character that is not printable ASCII")]
     Unprintable,
 }
 
@@ -72,7 +72,7 @@ impl fmt::Debug for ApiKeys {
 }
 
 impl ApiKey {
-    /// A key whose owner may take so much.
+    /// Makes a key whose owner has these limits.
     ///
     /// # Errors
     /// [`ApiKeyError`], which does not show the key.
@@ -88,7 +88,7 @@ impl ApiKey {
 }
 
 impl ApiKeys {
-    /// Takes these keys, whose owners may take what they like.
+    /// Makes a set of keys without limits.
     ///
     /// # Errors
     /// [`ApiKeyError`], which does not show the key.
@@ -97,7 +97,7 @@ impl ApiKeys {
         keys.collect::<Result<Vec<_>, _>>().map(Self::of)
     }
 
-    /// Takes these keys; of one that is given twice the last limits hold.
+    /// Makes a set of keys; if one is given twice, the last limits hold.
     #[must_use]
     pub fn of(keys: impl IntoIterator<Item = ApiKey>) -> Self {
         let found = Self::default();
@@ -105,14 +105,14 @@ impl ApiKeys {
         found
     }
 
-    /// Takes these keys instead. Who has requests under way and keeps the key has them still.
+    /// Replaces the keys. An owner who keeps the key keeps the requests under way.
     fn replace(&self, keys: impl IntoIterator<Item = ApiKey>) {
         let before = self.accounts();
         let mut accounts: Vec<Arc<Account>> = Vec::new();
         for ApiKey { hash, limits } in keys {
             let known = before.iter().find(|it| it.hash == hash);
             let account = Account::like(hash, limits, known.map(AsRef::as_ref));
-            // One that is given twice keeps its number.
+            // A key given twice keeps its number.
             match accounts.iter_mut().find(|it| it.hash == hash) {
                 Some(given) => *given = Arc::new(account),
                 None => accounts.push(Arc::new(account)),
@@ -125,19 +125,19 @@ impl ApiKeys {
         self.0.accounts.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Has it counted there that the file of keys is read again.
+    /// Sets where reloads of the file of keys are counted.
     pub(super) fn count_in(&self, stats: &FrontendStats) {
         let _ = self.0.stats.set(stats.clone());
     }
 
-    /// Whether nobody is kept out.
+    /// Whether everybody is admitted.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.0.accounts.read().unwrap_or_else(PoisonError::into_inner).is_empty()
     }
 
-    /// Whose key this is, and its number, from 1 in the order given. The time it takes tells
-    /// nothing of the keys: hashes are compared, whole, with all of them.
+    /// Returns the key's account and number, from 1 in the order given. Takes constant time with
+    /// regard to the keys: whole hashes are compared, with all of them.
     fn owner(&self, key: &str) -> Option<(u64, Arc<Account>)> {
         let given: [u8; 32] = Sha256::digest(key.as_bytes()).into();
         let accounts = self.0.accounts.read().unwrap_or_else(PoisonError::into_inner);
@@ -149,10 +149,10 @@ impl ApiKeys {
         accounts.get(place).map(|account| (place as u64 + 1, account.clone()))
     }
 
-    /// Whose a request with these headers is, where keys are asked for.
+    /// Returns the owner of a request with these headers, if keys are required.
     ///
     /// # Errors
-    /// [`Unknown`] when it has no key that is known.
+    /// [`Unknown`] if it has no known key.
     fn admit(&self, headers: &HeaderMap) -> Result<Option<(u64, Arc<Account>)>, Unknown> {
         if self.is_empty() {
             return Ok(None);
@@ -167,24 +167,23 @@ impl ApiKeys {
     }
 }
 
-/// A request without a key that is known.
+/// A request without a known key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Unknown;
 
-/// What everybody may ask: probes and `/metrics`, as at vLLM.
+/// Paths open to everybody: probes and `/metrics`, as in vLLM.
 const OPEN: [&str; 8] =
     ["/", "/health", "/live", "/load", "/metrics", "/ping", "/ready", "/version"];
 
-/// Whether a path, as it is in the request, is for those with a key: all that is not known to be
-/// for everybody. `/admin` has its own secret. Routes are found by the path with its
-/// percent-encoding undone, so what names no open path here letter by letter needs a key, however
-/// it is spelt.
+/// Whether a path, as written in the request, needs a key: every path that is not known to be open.
+/// `/admin` has its own secret. Routes are matched after percent-decoding, so a path that does not
+/// name an open one letter by letter needs a key, however it is spelt.
 fn is_guarded(path: &str) -> bool {
     !OPEN.contains(&path) && !path.starts_with("/admin/")
 }
 
-/// Refuses requests without a key where one is needed, and notes whose the others are. Browsers ask
-/// by OPTIONS, without one, whether they may.
+/// Rejects requests without a key where one is needed, and notes the owner of the others. Browsers
+/// send OPTIONS without a key to ask what they may do.
 ///
 /// # Errors
 /// The handler's own.
@@ -210,19 +209,19 @@ pub async fn authenticate<B: MessageBody + 'static>(
     Ok(next.call(request).await?.map_into_left_body())
 }
 
-/// Whose a request is, among its extensions.
+/// The owner of a request, stored among its extensions.
 struct Owner(Arc<Account>);
 
-/// What tells the requests of one key from others': its hash.
+/// Distinguishes the requests of one key from others': its hash.
 #[must_use]
 pub(super) fn owner(request: &HttpRequest) -> Option<[u8; 32]> {
     request.extensions().get::<Owner>().map(|owner| owner.0.hash)
 }
 
-/// Lets the owner of a request's key begin one more, where there are keys.
+/// Lets the owner of a request's key start another request, if there are keys.
 ///
 /// # Errors
-/// 429 with the time to come again, which is counted.
+/// 429 with the time to retry, which is counted.
 pub(super) fn enter(state: &AppState, request: &HttpRequest) -> Result<Option<Turn>, ApiError> {
     let account = request.extensions().get::<Owner>().map(|owner| owner.0.clone());
     let Some(account) = account else { return Ok(None) };

@@ -7,9 +7,9 @@ use super::options::{ApiOptions, MAX_LOGPROBS};
 pub struct Limits {
     /// Bytes of a body.
     pub body_bytes: usize,
-    /// Nesting of its JSON.
+    /// Nesting depth of its JSON.
     pub json_depth: usize,
-    /// Values of the request's JSON: what it is parsed to takes some 72 bytes for each.
+    /// Number of values in the request's JSON: each takes about 72 bytes when parsed.
     pub json_values: usize,
     /// Prompts of one completions request.
     pub prompts: usize,
@@ -17,12 +17,11 @@ pub struct Limits {
     pub inputs: usize,
     /// Numbers in one embeddings answer.
     pub embedding_numbers: usize,
-    /// Choices of one request, of all its prompts together: each may have a whole sequence's
-    /// tokens.
+    /// Choices of one request, over all its prompts: each may have a whole sequence's tokens.
     pub choices: usize,
-    /// Messages of one conversation, and documents beside it.
+    /// Messages of one conversation, and documents with it.
     pub messages: usize,
-    /// Tools that a model is told of.
+    /// Tools offered to the model.
     pub tools: usize,
     /// Bytes of a request's id.
     pub request_id_bytes: usize,
@@ -44,28 +43,28 @@ pub struct Limits {
     pub user_bytes: usize,
     /// Tokens of prompt and output.
     pub max_model_len: u32,
-    /// Tokens of the prompts of all choices.
+    /// Prompt tokens, over all choices.
     pub prompt_tokens: usize,
-    /// Bytes of prompts that are echoed, of all choices.
+    /// Bytes of echoed prompts, over all choices.
     pub echoed_bytes: usize,
-    /// Log-probabilities of prompts that are echoed, alternatives included, of all choices.
+    /// Log-probabilities of echoed prompts, alternatives included, over all choices.
     pub prompt_alternatives: usize,
     /// Whether requests may have a priority other than 0.
     pub priorities: bool,
-    /// Replies are in harmony: its marks end them, too.
+    /// Whether replies are in harmony format: its marks end them, too.
     pub harmony: bool,
 }
 
-/// Bodies of so many bytes are taken whatever the model: many prompts of a short model, or a
-/// conversation whose messages carry much that the template leaves out. All of them together have a
-/// bound of their own, see [`super::room`].
+/// Bodies of this size are accepted whatever the model: many prompts of a short model, or a
+/// conversation whose messages contain much that the template leaves out. All bodies together have
+/// another bound, see [`super::room`].
 const BODY_BYTES_MIN: usize = 16 << 20;
-/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), mostly less than
+/// A token id takes 8 bytes with its comma; a token's text, escaped (`\u0000`), usually less than
 /// 16.
 const BODY_BYTES_PER_TOKEN: usize = 16;
 
 impl Limits {
-    /// With what the operator chose.
+    /// Applies the operator's options.
     #[must_use]
     pub fn chosen(self, options: &ApiOptions) -> Self {
         let body_bytes = options.max_body_bytes.and_then(|bytes| usize::try_from(bytes).ok());
@@ -77,30 +76,30 @@ impl Limits {
         }
     }
 
-    /// With requests that may have a priority other than 0, or may not.
+    /// Sets whether requests may have a priority other than 0.
     #[must_use]
     pub fn with_priorities(self, priorities: bool) -> Self {
         Self { priorities, ..self }
     }
 
-    /// The default bounds, for sequences of `max_model_len` tokens.
+    /// Returns the default bounds for sequences of `max_model_len` tokens.
     #[must_use]
     pub fn new(max_model_len: u32) -> Self {
         Self {
             body_bytes: BODY_BYTES_MIN.max(max_model_len as usize * BODY_BYTES_PER_TOKEN),
             // Schemas of tools nest deeper than anything else.
             json_depth: 64,
-            // Token ids, and as many others.
+            // Token ids, and as many other values.
             json_values: (16 * max_model_len as usize).max(2 << 20),
             prompts: 512,
             // OpenAI's.
             inputs: 2048,
-            // 2,048 vectors of 4,096: 32 MiB while they are made, 100 MB as JSON numbers.
+            // 2,048 vectors of 4,096: 32 MiB while computed, 100 MB as JSON numbers.
             embedding_numbers: 8 << 20,
             choices: 512,
             messages: 1024,
             tools: 128,
-            // OpenMetrics allows an exemplar 128 characters, with its label's name.
+            // OpenMetrics allows an exemplar 128 characters, including its label's name.
             request_id_bytes: 100,
             n: 128,
             stops: 16,
@@ -119,15 +118,15 @@ impl Limits {
         }
     }
 
-    /// Tokens that are kept for the output of a prompt that is cut to what fits, where the request
-    /// does not say how many it wants.
+    /// Tokens reserved for the output when a prompt is truncated to fit and the request does not
+    /// say how many it wants.
     #[must_use]
     pub fn reserved_output(&self) -> u32 {
         (self.max_model_len / 4).clamp(1, 1024)
     }
 
-    /// Checks what a request's prompts take, which every choice has a copy of: `tokens` of all
-    /// choices' prompts together.
+    /// Checks the size of a request's prompts, which is copied for every choice: `tokens` counts
+    /// them over all choices.
     ///
     /// # Errors
     /// Names `n`.
@@ -137,7 +136,7 @@ impl Limits {
         }
         let max = self.prompt_tokens;
         let message = format!(
-            "`n`: the prompts of all choices have {tokens} tokens together, the bound is {max}"
+            "`n`: the prompts of all choices have {tokens} tokens in total, the limit is {max}"
         );
         Err(ApiError::field("n", message))
     }

@@ -1,10 +1,10 @@
-//! Log-probabilities in OpenAI's two shapes.
+//! Log-probabilities in OpenAI's two formats.
 use serde_json::{Map, Value, json};
 use shared::protocol::TokenLogprobs;
 
 use crate::text::model::TextModel;
 
-/// JSON has no infinity: what is impossible gets vLLM's stand-in.
+/// JSON has no infinity: impossible tokens get vLLM's stand-in.
 const IMPOSSIBLE: f32 = -9999.0;
 
 fn finite(logprob: f32) -> f32 {
@@ -15,27 +15,28 @@ fn text_of(model: &TextModel, token: u32) -> String {
     String::from_utf8_lossy(&model.token_bytes(token)).into_owned()
 }
 
-/// The shape of completions, gathered token by token.
+/// The format of completions, gathered token by token.
 #[derive(Clone, Debug, Default)]
 pub struct CompletionLogprobs {
     tokens: Vec<String>,
     token_logprobs: Vec<Value>,
     top_logprobs: Vec<Value>,
     text_offset: Vec<usize>,
-    /// Characters of text so far.
+    /// Number of characters of text so far.
     offset: usize,
-    /// Special tokens are part of the text.
+    /// Whether special tokens are part of the text.
     keep_special: bool,
 }
 
 impl CompletionLogprobs {
-    /// Of a text whose special tokens are part of it, or are not.
+    /// Starts with nothing gathered; `keep_special` tells whether special tokens are part of the
+    /// text.
     #[must_use]
     pub fn new(keep_special: bool) -> Self {
         Self { keep_special, ..Self::default() }
     }
 
-    /// What was gathered; what comes goes on behind it.
+    /// Takes what was gathered; what follows continues after it.
     #[must_use]
     pub fn take(&mut self) -> Self {
         let rest = Self { offset: self.offset, ..Self::new(self.keep_special) };
@@ -54,7 +55,7 @@ impl CompletionLogprobs {
         let text = text_of(model, token.token);
         let mut top = Map::new();
         for (id, logprob) in &token.top {
-            // The best come first, and tokens of the same text are told apart by nothing.
+            // The best come first; tokens with the same text cannot be distinguished here.
             top.entry(text_of(model, *id)).or_insert_with(|| json!(finite(*logprob)));
         }
         // The chosen token is always among the alternatives.
@@ -67,19 +68,20 @@ impl CompletionLogprobs {
     fn push_text(&mut self, model: &TextModel, token: u32, text: String) {
         self.text_offset.push(self.offset);
         let is_text = self.keep_special || model.special_token(&text) != Some(token);
-        // A character that tokens share begins with the first of them.
+        // A character that several tokens share begins with the first of them.
         let begins = |byte: &&u8| **byte & 0xc0 != 0x80;
         let bytes = if is_text { model.token_bytes(token) } else { Vec::new() };
         self.offset += bytes.iter().filter(begins).count();
         self.tokens.push(text);
     }
 
-    /// Goes on behind so many characters: the text of a prompt is not always its tokens' together.
+    /// Continues after so many characters: a prompt's text is not always that of its tokens
+    /// together.
     pub fn go_on_behind(&mut self, characters: usize) {
         self.offset = characters;
     }
 
-    /// The JSON.
+    /// Returns the JSON.
     #[must_use]
     pub fn json(&self) -> Value {
         json!({
@@ -89,7 +91,7 @@ impl CompletionLogprobs {
     }
 }
 
-/// One token in the shape of chat.
+/// Returns one token in the format of chat.
 #[must_use]
 pub fn chat_logprob(model: &TextModel, token: &TokenLogprobs) -> Value {
     let entry = |id: u32, logprob: f32| {
@@ -119,7 +121,7 @@ mod tests {
         gathered.push(&model, &token);
         let expected = json!({"\u{fffd}": -0.5, "a": -1.0});
         assert_eq!(gathered.json()["top_logprobs"], json!([expected]));
-        // Chat tells them apart by their bytes.
+        // Chat distinguishes them by their bytes.
         let told = chat_logprob(&model, &token);
         assert_eq!(
             (&told["bytes"], &told["top_logprobs"][0]["bytes"]),

@@ -1,11 +1,11 @@
-//! A choice's message, whole or as it comes: reasoning, content, calls of tools.
+//! A choice's message, whole or in parts: reasoning, content, tool calls.
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use crate::text::reply::Part;
 
-/// Replies of several messages where there is one reasoning and one answer: a line's end stands
-/// between two of a kind, as vLLM has it.
+/// Joins replies of several messages into one reasoning and one answer: two of the same kind are
+/// separated by a line break, as in vLLM.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Lines {
     reasoning: Line,
@@ -35,7 +35,7 @@ impl Line {
 }
 
 impl Lines {
-    /// Puts what stands between messages before what the reply said next.
+    /// Puts the separator between messages before the next part of the reply.
     pub fn join(&mut self, part: &mut Part) {
         match part {
             Part::Reasoning(text) => self.reasoning.go_on(text),
@@ -49,7 +49,7 @@ impl Lines {
     }
 }
 
-/// As far as it has come.
+/// The message so far.
 #[derive(Clone, Debug, Default)]
 pub struct Message {
     content: String,
@@ -64,7 +64,7 @@ struct Call {
 }
 
 impl Message {
-    /// Takes what the reply said next.
+    /// Takes the next part of the reply.
     pub fn take(&mut self, part: Part) {
         match part {
             Part::Content(text) => self.push(&text),
@@ -79,12 +79,12 @@ impl Message {
         }
     }
 
-    /// Takes text of a reply that nothing is looked for in.
+    /// Takes text of a reply in which nothing is looked for.
     pub fn push(&mut self, text: &str) {
         self.content.push_str(text);
     }
 
-    /// As OpenAI's API says it; `ids` are those of the calls.
+    /// Returns it in the format of OpenAI's API; `ids` are those of the calls.
     #[must_use]
     pub fn json(&self, ids: &CallIds, choice: u32) -> Value {
         let mut message = Map::new();
@@ -94,7 +94,7 @@ impl Message {
         message.insert("content".to_owned(), json!(content));
         message.insert("refusal".to_owned(), Value::Null);
         if !self.reasoning.is_empty() {
-            // vLLM's name and DeepSeek's: clients know the one or the other.
+            // vLLM's name and DeepSeek's: clients know one or the other.
             message.insert("reasoning".to_owned(), self.reasoning.as_str().into());
             message.insert("reasoning_content".to_owned(), self.reasoning.as_str().into());
         }
@@ -150,7 +150,7 @@ impl Delta {
         Self { role: Some("assistant"), content: Some(String::new()), ..Self::default() }
     }
 
-    /// More text of the answer.
+    /// Makes a delta of more text of the answer.
     #[must_use]
     pub fn of(text: String) -> Self {
         Self { content: Some(text).filter(|text| !text.is_empty()), ..Self::default() }
@@ -162,7 +162,7 @@ impl Delta {
         self.content.is_none() && self.reasoning.is_none() && self.tool_calls.is_empty()
     }
 
-    /// Adds what the reply said next.
+    /// Adds the next part of the reply.
     pub fn take(&mut self, part: Part, ids: &CallIds, choice: u32) {
         match part {
             Part::Content(text) => self.content.get_or_insert_default().push_str(&text),
@@ -192,19 +192,19 @@ impl Delta {
     }
 }
 
-/// The ids of one answer's calls, unlike those of any other's.
+/// The ids of one answer's calls, different from any other's.
 #[derive(Clone, Copy, Debug)]
 pub struct CallIds {
-    /// Drawn for the answer.
+    /// Random number drawn for the answer.
     pub drawn: u64,
 }
 
 impl CallIds {
-    /// Nine letters and digits: what the templates of Mistral's models insist on.
+    /// Returns nine letters and digits, which the templates of Mistral's models require.
     #[must_use]
     pub fn id(self, choice: u32, index: u32) -> String {
         let call = u64::from(choice) << 32 | u64::from(index);
-        // Two calls differ in few bits; what is shown are a few digits.
+        // Two calls differ in few bits, and only a few digits are shown.
         let mut number = self.drawn.wrapping_add((call + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         number = (number ^ (number >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         number ^= number >> 27;

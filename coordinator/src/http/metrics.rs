@@ -1,5 +1,5 @@
-//! `GET /metrics`: at the coordinator the whole cluster, at a front end of its own process what
-//! that one counts itself; in the format asked for.
+//! `GET /metrics`: the whole cluster at the coordinator, a front end's own counts at a front end in
+//! its own process; in the requested format.
 use std::net::TcpListener;
 use std::sync::Arc;
 
@@ -24,15 +24,15 @@ use crate::metrics::exposition::{Format, Page, PageOptions};
 use crate::metrics::hub::process_registry;
 use crate::metrics::{FrontendStats, Hub, membership};
 
-/// What a scrape is made of.
+/// The sources of a page.
 #[derive(Debug)]
 pub struct MetricsPage {
     of: Of,
     clock: Arc<dyn Clock>,
     options: PageOptions,
-    /// What to show, where it is not simply the present.
+    /// What to show, if not simply the present.
     publication: Option<Arc<Publication>>,
-    /// Who leads, where that can change.
+    /// The leader, if that can change.
     view: Option<(watch::Receiver<View>, Incarnation)>,
 }
 
@@ -41,18 +41,18 @@ pub struct MetricsPage {
 enum Of {
     /// The cluster's.
     Cluster(Arc<Hub>),
-    /// Those of one front end, and its process's.
+    /// Those of one front end and its process.
     Frontend(FrontendStats, prometheus::Registry),
 }
 
 impl MetricsPage {
-    /// A page of everything in `hub`.
+    /// Makes a page of everything in `hub`.
     #[must_use]
     pub fn new(hub: Arc<Hub>, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
         Self { of: Of::Cluster(hub), clock, options, publication: None, view: None }
     }
 
-    /// A page of what a front end of its own process counts in `stats`.
+    /// Makes a page of what a front end in its own process counts in `stats`.
     #[must_use]
     pub fn frontend(stats: FrontendStats, clock: Arc<dyn Clock>, options: PageOptions) -> Self {
         let options = PageOptions { frontend: true, ..options };
@@ -60,8 +60,8 @@ impl MetricsPage {
         Self { of, clock, options, publication: None, view: None }
     }
 
-    /// A leader's page: of moments that `publication` chooses, and of the membership alone once
-    /// another process than `incarnation` leads, whose page the cluster's series are on then.
+    /// Makes a leader's page: it shows moments that `publication` chooses, and only the membership
+    /// once another process than `incarnation` leads, whose page then has the cluster's series.
     #[must_use]
     pub fn of_leader(
         self,
@@ -72,7 +72,7 @@ impl MetricsPage {
         Self { publication, view: Some((view, incarnation)), ..self }
     }
 
-    /// Merges and renders; takes milliseconds with thousands of series.
+    /// Merges and renders, which takes milliseconds with thousands of series.
     #[must_use]
     pub fn render(&self, format: Format) -> String {
         let began = self.clock.now();
@@ -117,11 +117,11 @@ impl MetricsPage {
     }
 }
 
-/// Serves the page and the probes, on a listener of its own: for scrapers that may not reach the
-/// API, and so that who asks whether this process lives finds a place whatever clients do.
+/// Serves the page and the probes on a separate listener: for scrapers that may not reach the API,
+/// and so that probes always get through, whatever clients do.
 ///
 /// # Errors
-/// When the listener cannot be used.
+/// If the listener cannot be used.
 pub fn start(
     listener: TcpListener,
     page: Arc<MetricsPage>,
@@ -139,7 +139,7 @@ pub fn start(
     })
 }
 
-/// Answers a scrape beside the API.
+/// Answers a scrape on the API's listener.
 pub(super) async fn respond(
     state: Data<AppState>,
     request: HttpRequest,

@@ -1,5 +1,5 @@
-//! `GET /v1/models` and `GET /v1/models/{id}`: the model and its adapters, and which of them
-//! requests name.
+//! `GET /v1/models` and `GET /v1/models/{id}`: the model and its adapters, and which of them a
+//! request names.
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use super::state::AppState;
 /// The names that requests may give as `model`.
 #[derive(Clone, Debug, Default)]
 pub struct Models {
-    /// The model's own. The first is what answers say.
+    /// The model's own names. Answers use the first.
     names: Arc<[Arc<str>]>,
     /// Its folder.
     folder: Arc<str>,
@@ -19,7 +19,7 @@ pub struct Models {
 }
 
 impl Models {
-    /// What is served.
+    /// Collects the names of what is served.
     #[must_use]
     pub fn of(serving: &Serving) -> Self {
         let names = [&serving.served_model_name].into_iter().chain(&serving.model_aliases);
@@ -31,7 +31,7 @@ impl Models {
         }
     }
 
-    /// Which adapter is named, 0 for the model alone; none when nothing has that name.
+    /// Returns the adapter with this name, 0 for the model alone; `None` if nothing has that name.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<u32> {
         if self.names.iter().any(|known| **known == *name) {
@@ -41,7 +41,7 @@ impl Models {
         u32::try_from(place + 1).ok()
     }
 
-    /// The name of an adapter, or of the model where it is 0.
+    /// Returns the name of an adapter, or of the model if it is 0.
     #[must_use]
     pub fn name(&self, adapter: u32) -> Arc<str> {
         let place = adapter.checked_sub(1).map(|place| place as usize);
@@ -49,8 +49,8 @@ impl Models {
         found.map(|(name, _)| name).or(self.names.first()).cloned().unwrap_or_default()
     }
 
-    /// Everything that has a name, as vLLM shows it: the model's root is its folder, as an
-    /// adapter's is, whose parent is the model.
+    /// Lists everything that has a name, as vLLM does: the root is the model's or the adapter's
+    /// folder, and an adapter's parent is the model.
     fn cards(&self, state: &AppState) -> Vec<Value> {
         let card = |id: &str, root: &str, parent: Option<&str>| {
             json!({
@@ -66,16 +66,16 @@ impl Models {
     }
 }
 
-/// The list.
+/// Returns the list.
 #[must_use]
 pub fn list(state: &AppState) -> Value {
     json!({"object": "list", "data": state.models.cards(state)})
 }
 
-/// One model.
+/// Returns one model.
 ///
 /// # Errors
-/// 404 for one that is not served.
+/// 404 if it is not served.
 pub fn get(state: &AppState, id: &str) -> Result<Value, ApiError> {
     let card = state.models.cards(state).into_iter().find(|card| card["id"] == id);
     card.ok_or_else(|| ApiError::unknown_model(id))

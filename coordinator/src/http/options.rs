@@ -1,4 +1,4 @@
-//! What an operator may choose of the HTTP API, at the coordinator and at front ends alike.
+//! The operator's options of the HTTP API, the same at the coordinator and at front ends.
 use std::path::PathBuf;
 
 use super::keys::ApiKeys;
@@ -8,25 +8,25 @@ use crate::text::reply::{CallFormat, Reasoning};
 /// See the module's documentation.
 #[derive(Clone, Debug)]
 pub struct ApiOptions {
-    /// Who is let in.
+    /// Keys that are admitted.
     pub keys: ApiKeys,
     /// The chat template, instead of the model's own.
     pub chat_template: Option<PathBuf>,
-    /// Most bytes of a request's body; enough for one full prompt when absent.
+    /// Maximum bytes of a request body; absent: enough for one full prompt.
     pub max_body_bytes: Option<u64>,
-    /// Most alternatives that a request may ask for.
+    /// Maximum number of alternatives that a request may ask for.
     pub max_logprobs: u32,
-    /// Web pages whose scripts may use the API; `*` is all.
+    /// Web origins whose scripts may use the API; `*` for all.
     pub allowed_origins: Vec<String>,
     /// Whether each request is logged.
     pub access_log: bool,
-    /// How the model writes calls of tools, where its chat template does not say it.
+    /// Format of the model's tool calls, if its chat template does not tell.
     pub tool_calls: Option<CallFormat>,
-    /// How the model's reasoning is told from its answer, where that is not as its calls tell.
+    /// How reasoning is told apart from the answer, if the call format does not imply it.
     pub reasoning: Option<Reasoning>,
-    /// How HTTPS is served, where it is instead of HTTP.
+    /// TLS, if HTTPS is served instead of HTTP.
     pub tls: Option<Tls>,
-    /// Whether what is cached of prompts is shared among API keys.
+    /// Whether API keys share cached prompts.
     pub share_prefix_cache: bool,
     /// How many connections one address may have.
     pub connections: ConnectionBound,
@@ -35,18 +35,18 @@ pub struct ApiOptions {
 /// How many connections one address may have at a time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ConnectionBound {
-    /// [`CONNECTIONS_PER_ADDRESS`] of an address of the internet; of one of a private network,
-    /// which may be a proxy that stands for many clients, any number.
+    /// [`CONNECTIONS_PER_ADDRESS`] for an internet address; any number for a private one, which may
+    /// be a proxy for many clients.
     #[default]
     OfInternet,
-    /// So many of each, private or not; 0 for any number.
+    /// This number for each address, private or not; 0 for any number.
     Of(u32),
 }
 
-/// Connections of one address of the internet: what many people behind one router have open.
+/// Connections per internet address; enough for all users behind one router.
 pub const CONNECTIONS_PER_ADDRESS: u32 = 256;
 
-/// As at vLLM.
+/// As in vLLM.
 pub const MAX_LOGPROBS: u32 = 20;
 
 impl Default for ApiOptions {
@@ -67,8 +67,8 @@ impl Default for ApiOptions {
     }
 }
 
-/// How calls are written and how reasoning is told from the answer, by what the operator chose and
-/// what the chat template tells of calls. In harmony the one is the other.
+/// Returns the format of tool calls and of reasoning, from the operator's choice and what the chat
+/// template reveals about calls. In harmony, one implies the other.
 #[must_use]
 pub fn forms(options: &ApiOptions, told: Option<CallFormat>) -> (Option<CallFormat>, Reasoning) {
     let harmony = Some(CallFormat::Harmony);
@@ -76,7 +76,7 @@ pub fn forms(options: &ApiOptions, told: Option<CallFormat>) -> (Option<CallForm
     match options.reasoning {
         Some(Reasoning::Harmony) => (harmony, Reasoning::Harmony),
         None if calls == harmony => (calls, Reasoning::Harmony),
-        // The operator knows of another form, whatever the template looks like.
+        // The operator knows of another format, whatever the template looks like.
         reasoning => (calls.filter(|it| Some(*it) != harmony), reasoning.unwrap_or_default()),
     }
 }

@@ -1,4 +1,4 @@
-//! Request bodies to validated requests: what completions and chat have in common.
+//! Validated parameters of requests, common to completions and chat.
 //!
 //! Fields that OpenAI or vLLM know and this server does not are refused ([`super::refused`]);
 //! fields that nobody knows are ignored, as OpenAI's own servers and vLLM do.
@@ -19,83 +19,83 @@ use crate::engine::TokenGuide;
 use crate::guide::Grammar;
 use crate::text::model::TextModel;
 
-/// What completions and chat have in common.
+/// Parameters common to completions and chat.
 #[derive(Clone, Debug)]
 pub struct Common {
     /// Choices per prompt.
     pub n: u32,
-    /// Tokens per choice; what the context leaves, when absent.
+    /// Tokens per choice; absent: what the context leaves.
     pub max_tokens: Option<u32>,
-    /// `max_tokens` is a bound and no wish: see [`Common::cap_output`].
+    /// Whether `max_tokens` is only an upper bound: see [`Common::cap_output`].
     is_capped: bool,
-    /// How tokens are chosen; `choice` is set per choice, `seed` when the client names one.
+    /// Sampling parameters; `choice` is set per choice, `seed` if the client names one.
     pub sampling: SamplingParams,
-    /// The client named a seed.
+    /// Whether the client named a seed.
     pub seeded: bool,
     /// Stop strings.
     pub stops: Vec<String>,
     /// Lower is earlier.
     pub priority: i32,
-    /// Requests of another salt share no cached prompts with it.
+    /// Requests with another salt share no cached prompts with it.
     pub cache_salt: u64,
-    /// The adapter that it is computed with; 0 for none.
+    /// The adapter it is computed with; 0 for none.
     pub adapter: u32,
     /// End tokens.
     pub end_tokens: Vec<u32>,
-    /// Those of them that are the model's own.
+    /// End tokens of the model itself.
     pub model_end_tokens: Vec<u32>,
-    /// Answer in Server-Sent Events.
+    /// Whether to answer with Server-Sent Events.
     pub stream: bool,
-    /// Which events of the stream say what was used.
+    /// Which events of the stream report usage.
     pub usage: StreamUsage,
-    /// The stop string that ends a choice is part of its text.
+    /// Whether the stop string that ends a choice is part of its text.
     pub include_stop: bool,
-    /// Special tokens are part of the text.
+    /// Whether special tokens are part of the text.
     pub keep_special: bool,
-    /// They can be told from text that spells them: see
+    /// Whether special tokens are told apart from text that spells them: see
     /// [`StopRules::fenced`](crate::text::stream::StopRules::fenced).
     pub fences: bool,
     /// What is kept of a prompt that is too long.
     pub truncation: Option<Truncation>,
-    /// What the output must be.
+    /// Constraint on the output.
     pub asked: Option<Asked>,
-    /// What was made of it.
+    /// The compiled constraint.
     pub guide: Option<Guidance>,
-    /// The text goes on from the prompt's, as that of completions does.
+    /// Whether the text continues the prompt's, as that of completions does.
     pub goes_on: bool,
-    /// What counts the request's tokens.
+    /// Counts the request's tokens.
     pub tally: Tally,
-    /// When its time is over.
+    /// Its deadline.
     pub deadline: Option<Instant>,
 }
 
-/// What the output must be, ready to be followed.
+/// A compiled constraint on the output.
 #[derive(Clone, Debug)]
 pub struct Guidance {
-    /// The field that asked for it.
+    /// The field that set it.
     pub field: &'static str,
-    /// What was asked for.
+    /// Its specification.
     pub spec: Arc<GuideSpec>,
-    /// What was made of it.
+    /// Its grammar.
     pub grammar: Arc<Grammar>,
 }
 
-/// Which events of a stream say what was used.
+/// Which events of a stream report usage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StreamUsage {
     /// None.
     #[default]
     Never,
-    /// One of its own, the last.
+    /// A separate last one.
     Last,
-    /// That, and every other says what was used so far.
+    /// That one, and every other reports the usage so far.
     Every,
 }
 
-/// The adapter that a request's `model` names; 0 for the model alone, also where it names none.
+/// Returns the adapter that a request's `model` names; 0 for the model itself, or if it names none.
 ///
 /// # Errors
-/// 404 for what is not served.
+/// 404 if it is not served.
 pub fn adapter(fields: &Fields, models: &Models) -> Result<u32, ApiError> {
     match fields.string("model", 4096)? {
         Some(model) => models.find(model).ok_or_else(|| ApiError::unknown_model(model)),
@@ -103,7 +103,7 @@ pub fn adapter(fields: &Fields, models: &Models) -> Result<u32, ApiError> {
     }
 }
 
-/// How much of a prompt is kept: its end.
+/// How much of a prompt's end is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Truncation {
     /// So many tokens.
@@ -201,11 +201,11 @@ impl Common {
         })
     }
 
-    /// A guide for each choice, where the output must be something; text comes before it or does
-    /// not.
+    /// Makes a guide for each choice, if the output is constrained; `behind_text` tells whether
+    /// text precedes it.
     ///
     /// # Errors
-    /// 400 naming the field, where it cannot begin so.
+    /// 400 naming the field, if the output cannot begin there.
     pub fn guides(&self, behind_text: bool) -> Result<Vec<Box<dyn TokenGuide>>, ApiError> {
         let Some(Guidance { field, grammar, .. }) = &self.guide else { return Ok(Vec::new()) };
         let guide = |_| match grammar.guide(behind_text) {
@@ -215,22 +215,22 @@ impl Common {
         (0..self.n).map(guide).collect()
     }
 
-    /// End tokens that are part of the text: those that the request names, where what ends its text
-    /// is to be in it.
+    /// Returns the end tokens that are part of the text: those that the request names, if what ends
+    /// the text is included in it.
     #[must_use]
     pub fn shown_end_tokens(&self) -> Vec<u32> {
         let named = self.end_tokens.iter().filter(|it| !self.model_end_tokens.contains(it));
         named.copied().filter(|_| self.include_stop).collect()
     }
 
-    /// Most tokens of a prompt that is not truncated.
+    /// Maximum number of tokens of a prompt that is not truncated.
     #[must_use]
     pub fn fit(&self, limits: &Limits) -> Option<u32> {
         self.truncation.is_none().then_some(limits.max_model_len)
     }
 
-    /// Takes away the beginning of a prompt that is longer than the client wants it; returns
-    /// whether anything was.
+    /// Cuts the beginning of a prompt that is longer than the client wants; returns whether
+    /// anything was cut.
     pub fn truncate(&self, tokens: &mut Vec<u32>, limits: &Limits) -> bool {
         let max = match self.truncation {
             None => return false,
@@ -245,7 +245,7 @@ impl Common {
         over > 0
     }
 
-    /// Bounds the tokens per choice by what the model's length leaves behind a prompt of `prompt`
+    /// Bounds the tokens per choice by what the model's length leaves after a prompt of `prompt`
     /// tokens.
     pub fn cap_output(&mut self, prompt: usize, limits: &Limits) {
         self.is_capped = true;
@@ -254,7 +254,7 @@ impl Common {
         self.max_tokens = self.max_tokens.map(|asked| asked.min(left));
     }
 
-    /// Checks the least number of tokens against the greatest, which is known by now.
+    /// Checks the minimum number of tokens against the maximum, which is known by now.
     ///
     /// # Errors
     /// 400 naming both.
@@ -269,16 +269,16 @@ impl Common {
         Err(ApiError::field("min_tokens", message))
     }
 
-    /// Whether fewer tokens will do where the KV cache has no room for all.
+    /// Whether fewer tokens will do if the KV cache has no room for all.
     #[must_use]
     pub fn is_open_ended(&self) -> bool {
         self.is_capped || self.max_tokens.is_none()
     }
 
-    /// Tokens per choice for a prompt of `prompt` tokens, which came in this field.
+    /// Returns the tokens per choice for a prompt of `prompt` tokens, which came in this field.
     ///
     /// # Errors
-    /// 400 naming both when prompt and output do not fit.
+    /// 400 naming both if prompt and output do not fit.
     pub fn output_tokens(
         &self,
         field: &str,
@@ -318,7 +318,7 @@ fn stream_usage(fields: &Fields, stream: bool) -> Result<StreamUsage, ApiError> 
         Some(Value::Bool(flag)) => Ok(*flag),
         Some(other) => Err(Fields::wrong(&format!("{name}.{option}"), other, "true or false")),
     };
-    // As at vLLM: every event's is of use to those alone who want the last one's.
+    // As in vLLM: usage in every event requires usage in the last one.
     Ok(match (flag("include_usage")?, flag("continuous_usage_stats")?) {
         (false, _) => StreamUsage::Never,
         (true, false) => StreamUsage::Last,
@@ -356,9 +356,9 @@ fn stops(fields: &Fields, limits: &Limits) -> Result<Vec<String>, ApiError> {
     }
 }
 
-/// vLLM's `cache_salt`: who gives one shares no cached prompt with those who give another, or none,
-/// and so cannot learn from the time of an answer what they ask. So it is with those of another API
-/// key. 0 is neither.
+/// vLLM's `cache_salt`: a request shares no cached prompt with requests that have another salt, or
+/// none, so nobody else can infer its prompt from response times. The same holds between API keys.
+/// 0 means neither.
 fn cache_salt(fields: &Fields, limits: &Limits) -> Result<u64, ApiError> {
     let name = "cache_salt";
     let Some(value) = fields.get(name) else { return Ok(fields.terms().salts.number(None)) };
@@ -387,7 +387,7 @@ fn token_ids(
     })
 }
 
-/// A token id of the vocabulary.
+/// Reads a token id of the vocabulary.
 pub(super) fn token_id(value: &Value, text: &TextModel) -> Option<u32> {
     let id = value.as_u64().and_then(|id| u32::try_from(id).ok())?;
     (id < text.vocab_size).then_some(id)
@@ -397,7 +397,7 @@ fn priority(fields: &Fields, limits: &Limits) -> Result<i32, ApiError> {
     let name = "priority";
     let priority = fields.integer(name, i32::MIN.into(), i32::MAX.into())?.unwrap_or(0);
     if priority != 0 && !limits.priorities {
-        let message = "`priority` is not supported here: the server would have to be started with \
+        let message = "`priority` is not supported here: the server must be started with \
                        --scheduling-policy priority";
         return Err(ApiError::field(name, message));
     }

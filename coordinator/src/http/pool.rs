@@ -1,8 +1,8 @@
-//! Work on text off the threads that serve connections: about as much at a time as there are cores,
-//! and a bounded queue before it.
+//! Runs work on text off the threads that serve connections: about as many pieces at a time as
+//! there are cores, after a bounded queue.
 //!
-//! Work that has begun is let finish, however long it takes: its size is bounded. Large texts leave
-//! a core to small ones.
+//! Work that has started runs to its end, however long that takes: its size is bounded. Large texts
+//! leave a core to small ones.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -13,13 +13,13 @@ use super::error::ApiError;
 
 /// Longest wait for a core.
 const QUEUE_DEADLINE: Duration = Duration::from_secs(30);
-/// Most pieces of work that wait: as many as requests may wait for a replica where nothing else is
-/// said. What they take is bounded by [`super::room`].
+/// Maximum number of pieces of work that wait: the default number of requests that may wait for a
+/// replica. Their memory is bounded by [`super::room`].
 const QUEUE_MAX: usize = 16 << 10;
-/// Texts of more bytes are large.
+/// Texts of more bytes count as large.
 pub const LARGE: usize = 64 << 10;
 
-/// See the module's documentation. Clones are the same pool.
+/// See the module's documentation. Clones share the pool.
 #[derive(Clone, Debug)]
 pub struct TextPool {
     all: Arc<Semaphore>,
@@ -35,7 +35,7 @@ impl Default for TextPool {
     }
 }
 
-/// Counts one that waits.
+/// Counts a piece of work that waits.
 struct Waiting(Arc<AtomicUsize>);
 
 impl Drop for Waiting {
@@ -55,7 +55,7 @@ impl TextPool {
     }
 
     async fn enter(&self, bytes: usize) -> Result<[Option<OwnedSemaphorePermit>; 2], ApiError> {
-        let busy = || ApiError::overloaded("too many texts wait to be turned into tokens");
+        let busy = || ApiError::overloaded("too many texts wait to be tokenized");
         let waiting = self.waiting.fetch_add(1, Ordering::Relaxed);
         let _waiting = Waiting(self.waiting.clone());
         if waiting >= QUEUE_MAX {
@@ -73,10 +73,10 @@ impl TextPool {
         Ok([large.and_then(Result::ok), one.ok()])
     }
 
-    /// Does work on a text of so many bytes.
+    /// Runs work on a text of so many bytes.
     ///
     /// # Errors
-    /// The work's own, and 503 when too much of it waits, or too long.
+    /// The work's own, and 503 if too much work waits, or for too long.
     pub async fn run<R: Send + 'static>(
         &self,
         bytes: usize,
@@ -84,11 +84,11 @@ impl TextPool {
     ) -> Result<R, ApiError> {
         let permits = self.enter(bytes).await?;
         let work = actix_web::web::block(move || {
-            // Kept while the work goes on, also when the client has left.
+            // Held until the work ends, even if the client has left.
             let _permits = permits;
             work()
         });
-        work.await.map_err(|_| ApiError::internal("work on this text broke off"))?
+        work.await.map_err(|_| ApiError::internal("processing this text was interrupted"))?
     }
 }
 

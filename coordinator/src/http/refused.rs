@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::error::ApiError;
 use super::fields::Fields;
 
-/// Which values of a field ask for nothing, besides `null`.
+/// Values of a field that ask for nothing, besides `null`.
 #[derive(Clone, Copy, Debug)]
 enum Neutral {
     /// No other.
@@ -27,12 +27,12 @@ enum Neutral {
 
 use Neutral::{Empty, False, Null, One, Only, True, Words};
 
-/// OpenAI's words for how soon and at what price an answer comes; here all come alike.
+/// OpenAI's words for the speed and price of an answer; here all are equal.
 const SERVICE_TIERS: [&str; 5] = ["auto", "default", "flex", "priority", "scale"];
-/// OpenAI's words for how much a model says: a hint, which models here are not told of.
+/// OpenAI's words for how much a model says: a hint that models here are not given.
 pub(super) const VERBOSITIES: [&str; 3] = ["low", "medium", "high"];
 
-/// Of all endpoints.
+/// Fields of all endpoints.
 const COMMON: &[(&str, Neutral)] = &[
     ("bad_words", Empty),
     ("detokenize", True),
@@ -51,10 +51,10 @@ const COMMON: &[(&str, Neutral)] = &[
     ("vllm_xargs", Empty),
 ];
 
-/// Of `/v1/completions` alone.
+/// Fields of `/v1/completions` only.
 const COMPLETIONS: &[(&str, Neutral)] = &[("prompt_embeds", Null), ("suffix", Empty)];
 
-/// Of `/v1/chat/completions` alone.
+/// Fields of `/v1/chat/completions` only.
 const CHAT: &[(&str, Neutral)] = &[
     ("audio", Null),
     ("chat_template", Null),
@@ -69,7 +69,7 @@ const CHAT: &[(&str, Neutral)] = &[
     ("web_search_options", Null),
 ];
 
-/// Of `/v1/responses` alone.
+/// Fields of `/v1/responses` only.
 const RESPONSES: &[(&str, Neutral)] = &[
     ("access_programs", Empty),
     ("add_generation_prompt", True),
@@ -158,7 +158,7 @@ impl Endpoint {
     }
 }
 
-/// Refuses what is not supported.
+/// Rejects unsupported fields.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -171,18 +171,18 @@ pub fn check(fields: &Fields, endpoint: Endpoint) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// What a client does instead, where that is not plain.
+/// What a client can do instead, if that is not obvious.
 fn why(name: &str) -> &'static str {
     match name {
         "conversation" | "previous_response_id" | "previous_response" => {
-            ": no response is kept; send what was said before in `input`"
+            ": responses are not stored; send the earlier messages in `input`"
         }
-        "background" => ": no response is kept, so none can be asked for later",
+        "background" => ": responses are not stored, so they cannot be retrieved later",
         _ => "",
     }
 }
 
-/// Every refused field of an endpoint: for the documentation's test.
+/// Returns every rejected field of an endpoint: for the documentation's test.
 #[must_use]
 pub fn names(endpoint: Endpoint) -> Vec<&'static str> {
     COMMON.iter().chain(endpoint.own()).map(|(name, _)| *name).collect()

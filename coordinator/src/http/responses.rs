@@ -1,9 +1,9 @@
-//! `POST /v1/responses`: OpenAI's Responses API, on the way that chat goes. Nothing is kept of a
-//! response: what was said before comes in its input.
+//! `POST /v1/responses`: OpenAI's Responses API, implemented through chat. No response is stored:
+//! earlier turns come in the input.
 //!
-//! - `input`: items of the input as the messages of a conversation
-//! - `request`: a request in chat's fields
-//! - `output`: what was said as items, and the events that tell of them
+//! - `input`: converts input items to the messages of a conversation
+//! - `request`: converts a request to chat's fields
+//! - `output`: the output as items, and the events that report them
 mod input;
 mod output;
 mod request;
@@ -29,10 +29,10 @@ use crate::text::reply::Part;
 /// Answers a request.
 ///
 /// # Errors
-/// Everything a client can do wrong, and what the engine refuses.
+/// Everything a client can do wrong, and the engine's refusals.
 pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, ApiError> {
     let request = request::read(state, &fields)?;
-    // It may be much larger than what is kept of it.
+    // The fields may be much larger than what is kept of them.
     drop(fields);
     let started = dialogue::start(state, request.fields, Form::Responses).await;
     let started = started.map_err(|error| error.renamed(request::NAMES))?;
@@ -50,7 +50,7 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
     Ok(HttpResponse::Ok().json(answering.response(None)))
 }
 
-/// A response that is being given.
+/// A response in progress.
 #[derive(Debug)]
 struct Answering {
     state: AppState,
@@ -64,11 +64,11 @@ struct Answering {
     is_cut: bool,
     status: Status,
     completed_at: Option<u64>,
-    /// The first events were sent.
+    /// Whether the first events were sent.
     begun: bool,
 }
 
-/// What does not change while the response comes.
+/// Fields that do not change while the response is in progress.
 #[derive(Clone, Debug, Serialize)]
 struct Head {
     id: Arc<str>,
@@ -78,7 +78,7 @@ struct Head {
     background: bool,
     previous_response_id: (),
     service_tier: &'static str,
-    /// Whatever was asked for: nothing is kept.
+    /// Always false, whatever was requested: nothing is stored.
     store: bool,
     temperature: f32,
     top_p: f32,
@@ -86,7 +86,7 @@ struct Head {
     echo: Map<String, Value>,
 }
 
-/// The response, as far as it has come.
+/// The response so far.
 #[derive(Debug, Serialize)]
 struct Response<'a> {
     #[serde(flatten)]
@@ -129,7 +129,7 @@ impl Answering {
         }
     }
 
-    /// The response now; its usage is known at the end.
+    /// Returns the response at present; its usage is known at the end.
     fn response(&self, error: Option<&ApiError>) -> Response<'_> {
         let is_over = matches!(self.status, Status::Completed | Status::Incomplete);
         let is_cut = self.status == Status::Incomplete;
@@ -148,7 +148,7 @@ impl Answering {
         let (prompt, completion) = (self.running.prompt_tokens, self.running.completion_tokens);
         json!({
             "input_tokens": prompt,
-            // What is kept of a prompt is not told apart from what was kept before.
+            // Newly cached tokens cannot be told apart from those cached before.
             "input_tokens_details": {
                 "cached_tokens": self.running.cached_tokens, "cache_write_tokens": 0,
             },
@@ -158,7 +158,7 @@ impl Answering {
         })
     }
 
-    /// The first events, once.
+    /// Sends the first events, once.
     fn begin(&mut self, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         if std::mem::replace(&mut self.begun, true) {
             return Ok(());
@@ -184,7 +184,7 @@ impl Answering {
         self.pending.extend(entry);
         let answers = parts.iter().any(|part| matches!(part, Part::Content(_)));
         if !answers && (reasons || !parts.is_empty()) {
-            // They are of no text of the answer.
+            // They do not belong to text of the answer.
             self.pending.clear();
         }
         for part in parts {
@@ -222,14 +222,14 @@ impl EventSource for Answering {
         Some(pushed)
     }
 
-    /// Nothing: the last event says by itself that it is the last.
+    /// Appends nothing: the last event itself says that it is the last.
     fn end(&self, _: &mut Events) {}
 
     fn fail(&mut self, error: &ApiError, out: &mut Events) {
         let sink = &mut Some(out);
         let begun = self.begin(sink);
         self.status = Status::Failed;
-        // They are JSON, or the stream ends without a last event, which says that it failed.
+        // They are JSON; if not, the stream ends without a last event, which shows that it failed.
         let _ = begun.and_then(|()| self.tell("response.failed", Some(error), sink));
     }
 }

@@ -1,5 +1,5 @@
-//! How much memory the bodies of requests may take together. One large body is fine, and so are
-//! many small ones; a bound on each alone would let a few hundred clients fill a host's memory.
+//! How much memory request bodies may take together. One large body is fine, and so are many small
+//! ones; with a bound per body only, a few hundred clients could fill a host's memory.
 use std::sync::Arc;
 
 use actix_web::web::BytesMut;
@@ -7,58 +7,58 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::error::ApiError;
 
-/// Bytes of all bodies that are being read or looked at, but for the first [`FREE`] of each. What
-/// is made of a body may take some times as many.
+/// Bytes of all bodies being read or processed, except the first [`FREE`] of each. What is made
+/// from a body may take several times as much.
 const ALL_BODIES: usize = 256 << 20;
-/// And no fewer than so many of the largest.
+/// Minimum room, in bodies of the largest size.
 const LARGEST: usize = 4;
-/// Bytes of each body that are not counted: connections have a bound of their own.
+/// Bytes of each body that are not counted: connections have their own bound.
 const FREE: usize = 64 << 10;
 
-/// See the module's documentation. Clones are the same room.
+/// See the module's documentation. Clones share the room.
 #[derive(Clone, Debug)]
 pub struct Room {
     left: Arc<Semaphore>,
     body_max: usize,
 }
 
-/// What one body has of the room, until the last clone of it is dropped.
+/// One body's share of the room, until its last clone is dropped.
 #[derive(Clone, Debug, Default)]
 pub struct Share {
     _permit: Option<Arc<OwnedSemaphorePermit>>,
 }
 
 impl Room {
-    /// For bodies of at most so many bytes.
+    /// Makes the room for bodies of at most so many bytes.
     #[must_use]
     pub fn new(body_max: usize) -> Self {
         let all = ALL_BODIES.max(body_max.saturating_mul(LARGEST)).min(Semaphore::MAX_PERMITS);
         Self { left: Arc::new(Semaphore::new(all)), body_max }
     }
 
-    /// A body of which nothing is there yet.
+    /// Starts an empty body.
     #[must_use]
     pub fn body(&self) -> Body<'_> {
         Body { room: self, bytes: BytesMut::new(), counted: 0, permit: None }
     }
 }
 
-/// A body as it comes.
+/// A body being received.
 #[derive(Debug)]
 pub struct Body<'a> {
     room: &'a Room,
     bytes: BytesMut,
-    /// Bytes that it has a permit for.
+    /// Number of bytes it has a permit for.
     counted: usize,
     permit: Option<OwnedSemaphorePermit>,
 }
 
 impl Body<'_> {
-    /// Takes the next piece. Nobody waits for room with a part of a body: two that did would wait
-    /// for each other.
+    /// Appends the next piece. Never waits for room while holding part of a body: two such bodies
+    /// would wait for each other.
     ///
     /// # Errors
-    /// 413 when the body is too large, 503 when there is no room for it now.
+    /// 413 if the body is too large, 503 if there is no room for it now.
     pub fn push(&mut self, piece: &[u8]) -> Result<(), ApiError> {
         let length = self.bytes.len() + piece.len();
         if length > self.room.body_max {
@@ -66,7 +66,7 @@ impl Body<'_> {
         }
         let more = length.saturating_sub(FREE).saturating_sub(self.counted);
         if more > 0 {
-            let busy = || ApiError::overloaded("too many large bodies are being read at a time");
+            let busy = || ApiError::overloaded("too many large bodies are being read at once");
             let count = u32::try_from(more).map_err(|_| busy())?;
             let taken = self.room.left.clone().try_acquire_many_owned(count);
             let taken = taken.map_err(|_| busy())?;
@@ -80,7 +80,7 @@ impl Body<'_> {
         Ok(())
     }
 
-    /// The whole of it, with its share of the room.
+    /// Returns the whole body, with its share of the room.
     #[must_use]
     pub fn whole(self) -> (BytesMut, Share) {
         (self.bytes, Share { _permit: self.permit.map(Arc::new) })
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(error.reason(), Some(RejectReason::Overloaded));
         let (bytes, _share) = body(&[&small[1..], &small[..1]]).unwrap();
         assert_eq!(bytes.len(), FREE, "a small one needs none of it");
-        // Its room is free with the last that has a part in it.
+        // Its room is freed with the last clone of its share.
         let also = shares[0].clone();
         shares.remove(0);
         assert!(body(&[&large]).is_err());

@@ -33,16 +33,16 @@ use super::{
 #[cfg(target_os = "linux")]
 use crate::engine::TAKEN_WITHIN;
 
-/// Connections at a time of a server that serves no API.
+/// Maximum number of connections of a server without the API.
 const SMALL_CONNECTIONS_MAX: usize = 1024;
 /// How long its body may take.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
-/// which is cancelled when that lasts ([`TAKEN_WITHIN`]): a socket's own megabytes would hide for
-/// minutes that a slow client reads.
+/// which is cancelled if that persists ([`TAKEN_WITHIN`]); a socket's own megabytes would hide a
+/// slow client for minutes.
 #[cfg(target_os = "linux")]
 const UNSENT_MAX: u32 = 128 << 10;
-/// Connections at a time, of all threads together.
+/// Maximum number of connections, over all threads.
 const CONNECTIONS_MAX: usize = 20_000;
 
 /// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
@@ -67,21 +67,21 @@ const ROUTES: [(&str, &str); 18] = [
     ("/", "GET, HEAD"),
 ];
 
-/// Starts the server; it runs until its handle stops it.
+/// Starts the server, which runs until its handle stops it.
 ///
 /// # Errors
-/// When the listener cannot be used.
+/// If the listener cannot be used.
 pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io::Result<Server> {
     let tls = state.tls.clone();
     let (counted, stats) = (state.connections.clone(), state.stats.clone());
     let connections = CONNECTIONS_MAX.div_ceil(threads.max(1));
-    // Connections inherit it from their listener.
+    // Connections inherit this from their listener.
     #[cfg(target_os = "linux")]
     {
         let socket = socket2::SockRef::from(&listener);
         socket.set_tcp_notsent_lowat(UNSENT_MAX)?;
-        // Nobody asks for the next piece of an answer whose last piece is stuck: that its client is
-        // gone for good only the connection's own timer finds.
+        // Nobody asks for the next piece of an answer whose last piece is stuck, so only the
+        // connection's own timer notices that its client is gone for good.
         socket.set_tcp_user_timeout(Some(TAKEN_WITHIN))?;
     }
     let server = HttpServer::new(move || {
@@ -96,7 +96,7 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
     let server = server
         .workers(threads)
         .max_connections(connections)
-        // Nor do handshakes that do not end keep others out: each is a connection, for so long.
+        // Unfinished handshakes must not keep others out: each is a connection, with a deadline.
         .max_connection_rate(connections)
         .tls_handshake_timeout(tls::HANDSHAKE_DEADLINE)
         .on_connect(move |stream, data| counted.take(stream, data, &stats))
@@ -113,10 +113,10 @@ pub fn start(listener: TcpListener, state: AppState, threads: usize) -> std::io:
     .run())
 }
 
-/// Starts a server of one thread for what is beside the API: probes and scrapes.
+/// Starts a single-threaded server without the API: for probes and scrapes.
 ///
 /// # Errors
-/// When the listener is dead.
+/// If the listener cannot be used.
 pub fn small_server(
     listener: TcpListener,
     tls: Option<&Tls>,
@@ -137,7 +137,7 @@ pub fn small_server(
     .run())
 }
 
-/// Declares the routes; tests use it too.
+/// Declares the routes; also used by tests.
 pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     config.app_data(Data::new(state.clone()));
     for (path, allow) in ROUTES {
@@ -167,7 +167,7 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
         };
         let resource = web::resource(pattern(path)).route(route).default_service(web::to(refuse));
         if path == "/metrics" {
-            // Alone: compressing a stream would hold its events back.
+            // Only this one: compressing a stream would delay its events.
             config.service(resource.wrap(Compress::default()));
         } else {
             config.service(resource);
@@ -180,17 +180,17 @@ pub fn routes(config: &mut ServiceConfig, state: &AppState) {
     }));
 }
 
-/// Takes any of these methods.
+/// Accepts any of these methods.
 fn any<const N: usize>(methods: [http::Method; N]) -> Route {
     web::route().guard(guard::fn_guard(move |it| methods.contains(&it.head().method)))
 }
 
-/// Takes GET, and HEAD, by which gateways ask.
+/// Accepts GET, and HEAD, which gateways use for probes.
 pub(crate) fn get() -> Route {
     any([http::Method::GET, http::Method::HEAD])
 }
 
-/// Lets scripts of these web pages use the API; with none, browsers keep all of them out.
+/// Lets scripts of these web origins use the API; without any, browsers block all of them.
 fn cors(origins: &[String]) -> Condition<Cors> {
     let cors = if origins.iter().any(|origin| origin == "*") {
         Cors::default().allow_any_origin().send_wildcard()
@@ -205,7 +205,7 @@ fn cors(origins: &[String]) -> Condition<Cors> {
     Condition::new(!origins.is_empty(), cors)
 }
 
-/// The pattern of a path: a model's name may have slashes (`organisation/model`).
+/// Returns the pattern of a path: a model's name may contain slashes (`organisation/model`).
 fn pattern(path: &str) -> &str {
     if path == "/v1/models/{id}" { "/v1/models/{id:.+}" } else { path }
 }
@@ -284,7 +284,7 @@ async fn admit(
     answer.map_err(|error| error.of_request(&access::request_id(request)))
 }
 
-/// What holds of a request by its headers and its key.
+/// Reads what applies to a request from its headers and its key.
 fn terms(state: &AppState, request: &HttpRequest) -> Result<Terms, ApiError> {
     let timeout = terms::timeout(request.headers())?;
     let owner = keys::owner(request).filter(|_| !state.share_prefix_cache);
@@ -331,12 +331,12 @@ async fn post_detokenize(
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 
-/// How many requests are being answered, as vLLM says it.
+/// Reports how many requests are being answered, in vLLM's format.
 async fn get_load(state: Data<AppState>) -> HttpResponse {
     HttpResponse::Ok().json(json!({"server_load": state.gate.inside()}))
 }
 
-/// Lets a request in, unless the server is told to end.
+/// Lets a request in, unless the server was told to end.
 fn enter(state: &AppState) -> Result<Visit, ApiError> {
     state.gate.enter().ok_or_else(|| {
         state.stats.rejected(RejectReason::ShuttingDown);
@@ -344,7 +344,7 @@ fn enter(state: &AppState) -> Result<Visit, ApiError> {
     })
 }
 
-/// Counts a request that is refused, unless whoever refused it has counted it.
+/// Counts a rejected request, unless that has been done already.
 fn count(state: &AppState, error: &ApiError) {
     if let Some(reason) = error.reason() {
         state.stats.rejected(reason);
@@ -383,7 +383,7 @@ async fn collect(mut body: Payload, room: &Room) -> Result<(BytesMut, Share), Ap
     let mut whole = room.body();
     while let Some(chunk) = body.next().await {
         let chunk =
-            chunk.map_err(|error| ApiError::body(format!("The body broke off: {error}")))?;
+            chunk.map_err(|error| ApiError::body(format!("The body ended early: {error}")))?;
         whole.push(&chunk)?;
     }
     Ok(whole.whole())
@@ -406,7 +406,7 @@ async fn get_ready(state: Data<AppState>) -> HttpResponse {
     ready(readiness)
 }
 
-/// The answer of `/ready`.
+/// Makes the answer of `/ready`.
 pub(super) fn ready(readiness: Readiness) -> HttpResponse {
     let body = json!({"ready": readiness.ready, "message": readiness.message});
     if readiness.ready {
@@ -429,7 +429,7 @@ async fn observe(
     let state = request.app_data::<Data<AppState>>().cloned();
     let turn = request.conn_data::<Kept>().map(Kept::turn);
     let counted = state.map(|state| {
-        // As routes are found: with percent-encoding undone.
+        // As routes are matched: after percent-decoding.
         let path = request.match_info().unprocessed();
         let matched = request.resource_map().match_pattern(path);
         let known = ROUTES.iter().find(|(path, _)| matched.as_deref() == Some(pattern(path)));
@@ -448,7 +448,7 @@ async fn observe(
         Ok(mut response) => {
             let is_closed = counted.as_ref().is_some_and(|counted| counted.state.gate.is_closed());
             if is_closed {
-                // Its next request shall find another server.
+                // The client's next request is to go to another server.
                 response.response_mut().head_mut().set_connection_type(ConnectionType::Close);
             }
             let status = response.status().as_u16();
@@ -468,10 +468,10 @@ async fn observe(
     }
 }
 
-/// What is counted for a request whose client left before the end of its answer.
+/// Status counted for a request whose client left before the end of its answer.
 const CLIENT_LEFT: u16 = 499;
 
-/// Counts the request when it is dropped.
+/// Counts the request when dropped.
 struct Counted {
     state: Data<AppState>,
     method: Method,
@@ -487,7 +487,7 @@ impl Drop for Counted {
     }
 }
 
-/// A request that has an answer: with its status once the client has all of it.
+/// A request with an answer: counted with its status once the client has all of it.
 struct Answered {
     counted: Counted,
     status: u16,

@@ -1,4 +1,4 @@
-//! Server-Sent Events, written as they travel, with pings in silence.
+//! Server-Sent Events, written in wire form, with pings during silence.
 use std::convert::Infallible;
 use std::future::Future;
 use std::pin::Pin;
@@ -13,14 +13,14 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use super::error::ApiError;
 
-/// Something is sent after this much silence, so that proxies keep the connection.
+/// Silence after which something is sent, so that proxies keep the connection.
 const PING_INTERVAL: Duration = Duration::from_secs(5);
 /// What is sent then. Of all that means nothing an empty line is taken best: clients that strip
 /// what they read, as vLLM's benchmark, lose the end of a comment and take the next event for more
 /// of it. An API that has an event for it says so ([`EventSource::ping`]).
 const PING: &[u8] = b"\n";
 
-/// Events in the form in which they travel.
+/// Events in wire form.
 #[derive(Debug, Default)]
 pub struct Events {
     bytes: Vec<u8>,
@@ -30,7 +30,7 @@ impl Events {
     /// Appends an event.
     ///
     /// # Errors
-    /// When it is no JSON, which is a fault of this program; it is left out then.
+    /// If it cannot be written as JSON, which is a bug; it is left out then.
     pub fn push(&mut self, event: &impl Serialize) -> Result<(), ApiError> {
         let before = self.bytes.len();
         self.bytes.extend_from_slice(b"data: ");
@@ -42,10 +42,10 @@ impl Events {
         Ok(())
     }
 
-    /// Appends an event that has a name.
+    /// Appends an event with a name.
     ///
     /// # Errors
-    /// As [`Events::push`].
+    /// Like [`Events::push`].
     pub fn push_named(&mut self, name: &str, event: &impl Serialize) -> Result<(), ApiError> {
         let before = self.bytes.len();
         self.bytes.extend_from_slice(b"event: ");
@@ -54,18 +54,18 @@ impl Events {
         self.push(event).inspect_err(|_| self.bytes.truncate(before))
     }
 
-    /// Appends the last event: says what [`EventSource::next`] says then.
+    /// Appends the last event; returns what [`EventSource::next`] is to return then.
     pub fn push_last(&mut self, event: &impl Serialize) -> Option<Result<(), ApiError>> {
         self.push(event).err().map(Err)
     }
 
-    /// Whether there is none.
+    /// Whether there are no events.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.bytes.is_empty()
     }
 
-    /// Takes all, with `more` behind them; the memory is kept for the next ones.
+    /// Takes all events, followed by `more`; keeps the memory for later ones.
     fn take(&mut self, more: &[u8]) -> Bytes {
         self.bytes.extend_from_slice(more);
         let bytes = Bytes::copy_from_slice(&self.bytes);
@@ -74,10 +74,10 @@ impl Events {
     }
 }
 
-/// Where a stream's events come from.
+/// The source of a stream's events.
 pub trait EventSource {
-    /// Appends the next events, if what came makes any; `None` with the last, which may be none. A
-    /// failure is the last. Dropped while it waits, it has taken nothing.
+    /// Appends the next events, if there are any; returns `None` with the last, which may be empty.
+    /// A failure is also the last. Cancel safe: if dropped while waiting, it has taken nothing.
     fn next(&mut self, out: &mut Events) -> impl Future<Output = Option<Result<(), ApiError>>>;
 
     /// What is sent after a silence.
@@ -90,15 +90,15 @@ pub trait EventSource {
         out.bytes.extend_from_slice(b"data: [DONE]\n\n");
     }
 
-    /// Appends the event that ends a stream that failed: no `[DONE]`, since the client must see
-    /// that this is no regular end.
+    /// Appends the event that ends a failed stream, without `[DONE]`, so that the client sees that
+    /// this is no regular end.
     fn fail(&mut self, error: &ApiError, out: &mut Events) {
         // It is JSON already.
         let _ = out.push(&error.json());
     }
 }
 
-/// What waiting for events gave.
+/// The result of waiting for events.
 enum Outcome {
     Events,
     Failed(ApiError),
@@ -106,12 +106,12 @@ enum Outcome {
     Silence,
 }
 
-/// A stream as far as it has come.
+/// A stream in progress.
 struct Body<S> {
     source: S,
     events: Events,
-    /// Fires at the end of a silence or earlier. It is set anew only when it fires: an event costs
-    /// no timer.
+    /// Fires at the end of a silence or earlier. It is reset only when it fires, so an event costs
+    /// no timer operation.
     timer: Pin<Box<Sleep>>,
     heard: Instant,
 }
@@ -154,22 +154,22 @@ impl<S: EventSource> Body<S> {
     }
 }
 
-/// What the next piece of the body is made of.
+/// What the next piece of the body is made from.
 enum Phase<S> {
-    /// What was waited for before the response began.
+    /// The first outcome, which was awaited before the response began.
     Begun(Outcome, Body<S>),
     Events(Body<S>),
     Over,
 }
 
-/// Streams the source's events; ends as the source says, which is with `[DONE]`, or with the error
-/// alone, unless it says otherwise.
+/// Streams the source's events and ends as the source says: by default with `[DONE]`, or with the
+/// error alone.
 ///
-/// The response begins with the first event, or after the first silence: a request that is refused
-/// or fails before is answered with a plain error.
+/// The response begins with the first event, or after the first silence: a request that is rejected
+/// or fails before that gets a plain error.
 ///
 /// # Errors
-/// The failure that came first.
+/// A failure that comes first.
 pub async fn respond<S: EventSource + 'static>(source: S) -> Result<HttpResponse, ApiError> {
     let mut body = Body::new(source);
     let first = match body.next().await {

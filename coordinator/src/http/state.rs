@@ -35,22 +35,23 @@ use crate::text::template::ChatTemplate;
 /// Whether requests can be served now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Readiness {
-    /// They can.
+    /// Whether they can.
     pub ready: bool,
-    /// What is being waited for, when not.
+    /// What is being waited for, if not.
     pub message: String,
 }
 
 impl Readiness {
-    /// Of a server that has been told to end.
+    /// The readiness of a server that was told to end.
     #[must_use]
     pub fn ending() -> Self {
-        let message = "the server is ending: it finishes what runs and takes nothing new";
+        let message = "the server is shutting down: it finishes running requests and accepts no \
+                       new ones";
         Self { ready: false, message: message.to_owned() }
     }
 }
 
-/// Answers whether requests can be served now.
+/// Tells whether requests can be served now.
 pub type ReadinessCheck = Arc<dyn Fn() -> Readiness + Send + Sync>;
 
 /// What handlers share.
@@ -58,17 +59,17 @@ pub type ReadinessCheck = Arc<dyn Fn() -> Readiness + Send + Sync>;
 pub struct AppState {
     /// The names of the model and its adapters in the API.
     pub models: Models,
-    /// Its text side.
+    /// The tokenizer and templates.
     pub text: Arc<TextModel>,
-    /// The way to the engine.
+    /// The handle to the engine.
     pub engine: EngineHandle,
     /// The bounds of requests.
     pub limits: Arc<Limits>,
     /// The process's clock.
     pub clock: Arc<dyn Clock>,
-    /// Where this front end counts.
+    /// Counts of this front end.
     pub stats: FrontendStats,
-    /// The operator's side, at the coordinator.
+    /// The operator's API; at the coordinator.
     pub admin: Option<Admin>,
     /// The cluster's metrics, at the coordinator.
     pub metrics: Option<Arc<MetricsPage>>,
@@ -79,30 +80,30 @@ pub struct AppState {
     /// When the server started, in seconds since 1970.
     pub created: u64,
     next_request: Arc<AtomicU64>,
-    /// Tells this process's response ids from others'.
+    /// Distinguishes this process's response ids from others'.
     run: u64,
     seeds: u64,
     /// Who may use the API.
     pub keys: ApiKeys,
-    /// Web pages whose scripts may use it.
+    /// Web origins whose scripts may use it.
     pub allowed_origins: Arc<[String]>,
     /// Whether each request is logged.
     pub access_log: bool,
-    /// How the model writes calls of tools, as far as that is known.
+    /// Format of the model's tool calls, if known.
     pub tool_calls: Option<CallFormat>,
-    /// How what models think is told from their answers.
+    /// How reasoning is told apart from answers.
     pub reasoning: Reasoning,
-    /// How HTTPS is served, where it is.
+    /// TLS, if HTTPS is served.
     pub tls: Option<Tls>,
-    /// Keeps what is cached of prompts apart.
+    /// Keeps cached prompts of different owners apart.
     pub salts: Salts,
-    /// Whether what is cached of prompts is shared among API keys.
+    /// Whether API keys share cached prompts.
     pub share_prefix_cache: bool,
     /// How many connections one address may have.
     pub connections: Connections,
-    /// How much the bodies of requests may take together.
+    /// How much memory request bodies may take together.
     pub room: Room,
-    /// Where work on text is done.
+    /// Runs work on text.
     texts: TextPool,
 }
 
@@ -113,7 +114,7 @@ impl std::fmt::Debug for AppState {
 }
 
 impl AppState {
-    /// Puts the state together. `run` is drawn at random for this process.
+    /// Makes the state. `run` is drawn at random for this process.
     #[must_use]
     pub fn new(
         text: Arc<TextModel>,
@@ -153,7 +154,7 @@ impl AppState {
         }
     }
 
-    /// With what the operator chose.
+    /// Applies the operator's options.
     #[must_use]
     pub fn with_api(self, options: &ApiOptions) -> Self {
         let mut limits = (*self.limits).clone().chosen(options);
@@ -179,13 +180,13 @@ impl AppState {
         }
     }
 
-    /// With the names that requests give.
+    /// Sets the names that requests give.
     #[must_use]
     pub fn with_models(self, models: Models) -> Self {
         Self { models, ..self }
     }
 
-    /// Refuses requests for a model that is not served.
+    /// Rejects requests for a model that is not served.
     ///
     /// # Errors
     /// 404 for another model.
@@ -193,13 +194,13 @@ impl AppState {
         adapter(fields, &self.models).map(drop)
     }
 
-    /// With a gate that others close or watch.
+    /// Sets a gate that others close or watch.
     #[must_use]
     pub fn with_gate(self, gate: Gate) -> Self {
         Self { gate, ..self }
     }
 
-    /// With the operator's side at `/admin`.
+    /// Adds the operator's API at `/admin`.
     #[must_use]
     pub fn with_admin(self, admin: Admin) -> Self {
         Self { admin: Some(admin), ..self }
@@ -211,35 +212,35 @@ impl AppState {
         Self { salts: Salts::new(secrets), ..self }
     }
 
-    /// With the cluster's metrics at `/metrics`.
+    /// Adds the cluster's metrics at `/metrics`.
     #[must_use]
     pub fn with_metrics(self, page: Arc<MetricsPage>) -> Self {
         Self { metrics: Some(page), ..self }
     }
 
-    /// A new request's number.
+    /// Returns a new request's number.
     #[must_use]
     pub fn next_request(&self) -> RequestId {
         RequestId(self.next_request.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// An id for a request whose client gives none, such as `18c3f0a2b4d5e6f7-12`.
+    /// Returns an id for a request whose client gives none, such as `18c3f0a2b4d5e6f7-12`.
     #[must_use]
     pub fn request_id(&self) -> String {
         format!("{:016x}-{}", self.run, self.next_request().0)
     }
 
-    /// A random number, for requests that name no seed.
+    /// Returns a random number, for requests that name no seed.
     #[must_use]
     pub fn draw_seed(&self, request: RequestId) -> u64 {
-        // Of a random start, which no client is told: different for every request.
+        // From a random start, which no client is told; different for every request.
         split_mix(self.seeds, request.0)
     }
 
-    /// Makes a grammar of what a request's output must be.
+    /// Compiles the constraint on a request's output.
     ///
     /// # Errors
-    /// 400 naming the field, also when it takes too long; 503 when too many others wait.
+    /// 400 naming the field, also if it takes too long; 503 if too many others wait.
     pub async fn make_guide(&self, common: &mut Common) -> Result<(), ApiError> {
         let Some(Asked { field, spec }) = common.asked.take() else { return Ok(()) };
         let made = self.text.grammars.make(&self.text, &spec).await;
@@ -252,7 +253,7 @@ impl AppState {
         Ok(())
     }
 
-    /// Does what comes before a request runs, or gives it up when its client's time is over.
+    /// Does work before a request runs, or gives up when its client's deadline passes.
     ///
     /// # Errors
     /// The work's own, and 504.
@@ -268,11 +269,11 @@ impl AppState {
         })
     }
 
-    /// Runs work on a text of so many bytes off the threads that serve connections, in bounded
-    /// number.
+    /// Runs work on a text of so many bytes off the threads that serve connections, a bounded
+    /// number at a time.
     ///
     /// # Errors
-    /// The work's own, and 503 when there is too much of it.
+    /// The work's own error, and 503 if too much work is queued.
     pub async fn with_text<R: Send + 'static>(
         &self,
         bytes: usize,
@@ -299,7 +300,7 @@ pub(super) mod tests {
     use super::*;
     use crate::metrics::Hub;
 
-    /// The demo model's, with this engine.
+    /// The demo model's state, with this engine.
     pub(in super::super) fn state_of(engine: EngineHandle) -> (AppState, Hub) {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../models/demo");
         let text = Arc::new(TextModel::load(&folder).unwrap());

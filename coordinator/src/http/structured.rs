@@ -1,5 +1,5 @@
-//! What a request's output must be: OpenAI's `response_format`, vLLM's `structured_outputs`, its
-//! older `guided_*` fields and `allowed_token_ids`. One of them at a time.
+//! Constraints on a request's output: OpenAI's `response_format`, vLLM's `structured_outputs`, its
+//! older `guided_*` fields and `allowed_token_ids`. Only one of them at a time.
 use serde_json::{Map, Value};
 use shared::protocol::{GuideSpec, Whitespace};
 
@@ -8,21 +8,21 @@ use super::fields::Fields;
 use crate::guide;
 use crate::text::reply::grammar;
 
-/// Characters of a schema's name.
+/// Maximum length of a schema's name, in characters.
 const NAME_MAX: usize = 64;
-/// What a JSON object without a schema is.
+/// The schema of a JSON object for which none is given.
 const ANY_OBJECT: &str = r#"{"type":"object"}"#;
 
-/// What was asked for, and the field that did.
+/// A constraint, and the field that set it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Asked {
     /// The field.
     pub field: &'static str,
-    /// What it asks for.
+    /// Its specification.
     pub spec: GuideSpec,
 }
 
-/// Reads the fields; none ask for text of any kind. `end_tokens` end the request's text.
+/// Reads the fields; `None` if the text is unconstrained. `end_tokens` end the request's text.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -44,7 +44,7 @@ pub fn read(
     for one in found.into_iter().flatten() {
         if let Some(before) = &asked {
             let message = format!(
-                "`{}` and `{}` both say what the output must be: one at a time",
+                "`{}` and `{}` both constrain the output: use one at a time",
                 one.field, before.field
             );
             return Err(ApiError::field(one.field, message));
@@ -56,7 +56,7 @@ pub fn read(
     if fields.get(whitespace).is_some()
         && asked.as_ref().is_none_or(|asked| asked.field != "guided_json")
     {
-        return Err(wrong(whitespace, "is of use with `guided_json` alone"));
+        return Err(wrong(whitespace, "can only be used with `guided_json`"));
     }
     match &asked {
         Some(Asked { field, spec: GuideSpec::Tokens(tokens) }) => {
@@ -69,14 +69,14 @@ pub fn read(
 }
 
 impl Asked {
-    /// It is of the whole output, whatever else that may be: a client's own grammar, or a list of
+    /// Whether it concerns the whole output in any case: a client's own grammar, or a list of
     /// tokens.
     #[must_use]
     pub fn is_whole(&self) -> bool {
         matches!(self.spec, GuideSpec::Lark(_) | GuideSpec::Made(_) | GuideSpec::Tokens(_))
     }
 
-    /// The same as a grammar's rule of the name `head`; none of what is of the whole output.
+    /// Returns it as a grammar rule named `head`; `None` if it concerns the whole output.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -94,12 +94,13 @@ impl Asked {
     }
 }
 
-/// Refuses what else than `field` says where the text ends.
+/// Rejects other fields that say where the text ends.
 ///
 /// # Errors
 /// 400 naming the field.
 pub(super) fn check_end(fields: &Fields, field: &str) -> Result<(), ApiError> {
-    let message = format!("and `{field}` exclude each other: it says where the text ends");
+    let message =
+        format!("and `{field}` cannot be combined: the latter decides where the text ends");
     if least(fields)? > 0 {
         return Err(wrong("min_tokens", &message));
     }
@@ -109,7 +110,7 @@ pub(super) fn check_end(fields: &Fields, field: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Refuses a list of nothing but end tokens where the text may not end yet: nothing could come.
+/// Rejects a list of only end tokens if the text may not end yet: no token could come.
 fn check_goes_on(
     fields: &Fields,
     field: &str,
@@ -117,7 +118,7 @@ fn check_goes_on(
     end_tokens: &[u32],
 ) -> Result<(), ApiError> {
     if least(fields)? > 0 && tokens.iter().all(|token| end_tokens.contains(token)) {
-        let message = format!("and `{field}` exclude each other: it lists end tokens alone");
+        let message = format!("and `{field}` cannot be combined: the latter lists only end tokens");
         return Err(wrong("min_tokens", &message));
     }
     Ok(())
@@ -127,7 +128,7 @@ fn least(fields: &Fields) -> Result<u32, ApiError> {
     Ok(fields.count("min_tokens", 0, u32::MAX)?.unwrap_or(0))
 }
 
-/// An error of a field whose sentence goes on after its name.
+/// Makes an error of a field whose sentence continues after its name.
 pub(super) fn wrong(field: &str, message: &str) -> ApiError {
     ApiError::field(field, format!("`{field}` {message}"))
 }
@@ -139,11 +140,11 @@ fn response_format(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     let format = value.as_object().ok_or_else(|| Fields::wrong(field, value, expected))?;
     let schema = match format.get("type").and_then(Value::as_str) {
         Some("text") => return Ok(None),
-        // Some clients say its schema here.
+        // Some clients put the schema here.
         Some("json_object") => match format.get("schema") {
             None | Some(Value::Null) => ANY_OBJECT.to_owned(),
             Some(schema @ Value::Object(_)) => guide::without_unique_items(schema).to_string(),
-            Some(_) => return Err(wrong(field, "has a `schema` that is no object")),
+            Some(_) => return Err(wrong(field, "has a `schema` that is not an object")),
         },
         Some("json_schema") => {
             let schema = format.get("json_schema").and_then(Value::as_object);
@@ -158,7 +159,7 @@ fn json(schema: String, whitespace: Whitespace) -> GuideSpec {
     GuideSpec::Json { schema, whitespace }
 }
 
-/// The schema of OpenAI's `json_schema`.
+/// Reads the schema of OpenAI's `json_schema`.
 fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     let field = "response_format";
     let plain = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
@@ -171,7 +172,7 @@ fn named_schema(named: &Map<String, Value>) -> Result<String, ApiError> {
     }
     let absent = |key: &str| named.get(key).is_none_or(Value::is_null);
     if !absent("description") && !named["description"].is_string() {
-        return Err(wrong(field, "has a `json_schema.description` that is no string"));
+        return Err(wrong(field, "has a `json_schema.description` that is not a string"));
     }
     if !absent("strict") && !named["strict"].is_boolean() {
         return Err(wrong(field, "has a `json_schema.strict` that is neither true nor false"));
@@ -193,7 +194,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// What a value of this kind asks for; `name` is where it was.
+    /// Converts a value of this kind; `name` is where it was.
     fn read(self, field: &str, name: &str, value: &Value) -> Result<GuideSpec, ApiError> {
         let wrong = |expected: &str| ApiError::field(field, format!("`{name}` must be {expected}"));
         let text = || value.as_str().map(str::to_owned).ok_or_else(|| wrong("a string"));
@@ -206,7 +207,7 @@ impl Kind {
                     Ok(schema) => {
                         json(guide::without_unique_items(&schema).to_string(), Whitespace::Usual)
                     }
-                    // What is wrong with it is said where it is read as a schema.
+                    // Its error is reported where it is parsed as a schema.
                     Err(_) => json(text.clone(), Whitespace::Usual),
                 },
                 _ => return Err(wrong("a JSON schema: an object, or one in a string")),
@@ -265,7 +266,8 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     }
     if found.len() != 1 {
         let message = format!(
-            "must say one thing of `json`, `json_object`, `regex`, `choice` and `grammar`, not {}",
+            "must have exactly one of `json`, `json_object`, `regex`, `choice` and `grammar`, not \
+             {}",
             found.len()
         );
         return Err(wrong(field, &message));
@@ -277,7 +279,7 @@ fn structured_outputs(fields: &Fields) -> Result<Option<Asked>, ApiError> {
     Ok(spec.map(|spec| Asked { field, spec }))
 }
 
-/// vLLM's: no other tokens, end tokens included.
+/// Reads vLLM's `allowed_token_ids`: no other tokens, end tokens included.
 fn allowed_token_ids(fields: &Fields, vocab_size: u32) -> Result<Option<Asked>, ApiError> {
     let field = "allowed_token_ids";
     let Some(value) = fields.get(field) else { return Ok(None) };

@@ -1,4 +1,4 @@
-//! What holds of a request besides what its body says: when its time is over, and whose it is.
+//! What applies to a request besides its body: its deadline and its owner.
 use std::fmt;
 use std::time::Duration;
 
@@ -9,24 +9,24 @@ use tokio::time::Instant;
 
 use super::error::ApiError;
 
-/// Seconds after which its client does not want the answer any more.
+/// Seconds after which its client no longer wants the answer.
 const TIMEOUT: HeaderName = HeaderName::from_static("x-request-timeout");
-/// Most of them: a day.
+/// Maximum value: a day.
 const TIMEOUT_MAX_S: f64 = 86_400.0;
 
 /// See the module's documentation.
 #[derive(Clone, Debug, Default)]
 pub struct Terms {
-    /// When its time is over.
+    /// Its deadline.
     pub deadline: Option<Instant>,
-    /// Who shares cached prompts with it.
+    /// Determines who shares cached prompts with it.
     pub salts: Salts,
 }
 
-/// The time that a client gives its request by these headers, if it gives any.
+/// Returns the time limit that a client sets in these headers, if any.
 ///
 /// # Errors
-/// 400 when it is no number of seconds within the bound.
+/// 400 if it is not a number of seconds within the bound.
 pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
     let Some(value) = headers.get(&TIMEOUT) else { return Ok(None) };
     let seconds = value.to_str().ok().and_then(|text| text.trim().parse::<f64>().ok());
@@ -40,10 +40,10 @@ pub fn timeout(headers: &HeaderMap) -> Result<Option<Duration>, ApiError> {
     })
 }
 
-/// Keeps what is cached of prompts apart: by API key and by what a request says.
+/// Keeps cached prompts apart: by API key and by the request's own salt.
 ///
-/// Numbers are made by a key that all front ends of a cluster have, so that they are the same at
-/// each; without it nobody finds another key's.
+/// Numbers are derived with a key that all front ends of a cluster have, so that they agree
+/// everywhere; without that key nobody can find another owner's number.
 #[derive(Clone, Default)]
 pub struct Salts {
     secrets: Option<Keyring>,
@@ -63,13 +63,13 @@ impl Salts {
         Self { secrets: secrets.cloned(), owner: None }
     }
 
-    /// Of requests with this API key's hash.
+    /// Returns the salts of requests with this API key's hash.
     #[must_use]
     pub fn of(&self, owner: Option<[u8; 32]>) -> Self {
         Self { secrets: self.secrets.clone(), owner }
     }
 
-    /// Requests of equal numbers share what is cached of their prompts; 0 is that of requests
+    /// Returns a number: requests with equal numbers share cached prompts; 0 is that of requests
     /// without key and salt.
     #[must_use]
     pub fn number(&self, salt: Option<&str>) -> u64 {
@@ -77,7 +77,7 @@ impl Salts {
             return 0;
         }
         let owner = self.owner.as_ref().map_or(&[][..], |owner| &owner[..]);
-        // What a request says is told from nothing by its number of parts.
+        // The number of parts distinguishes an empty salt from none.
         let parts = [owner, salt.unwrap_or_default().as_bytes()];
         let parts = if salt.is_some() { &parts[..] } else { &parts[..1] };
         // Without a secret everybody may join, and see all prompts.
@@ -129,7 +129,7 @@ mod tests {
         // Another cluster's tell nothing of these.
         let other = all(&Salts::new(Some(&secret(8))));
         assert!(numbers[1..].iter().all(|number| !other.contains(number)));
-        // What one key's request says is not another key without.
+        // A salt equal to another key's hash does not give that key's number.
         let text = String::from_utf8(vec![b'x'; 32]).unwrap();
         assert_ne!(here.number(Some(&text)), here.of(Some([b'x'; 32])).number(None));
         assert!(all(&Salts::default())[1..].iter().all(|number| *number > 0));

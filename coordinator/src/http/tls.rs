@@ -1,11 +1,10 @@
-//! HTTPS: certificates from files, read again when they change.
+//! HTTPS: certificates from files, reread when they change.
 //!
-//! A bad new file is logged and what was read before stays, so that a certificate that is replaced
-//! wrongly is no outage before the old one has expired. HTTP/1.1 is all that is offered: HTTP/2's
-//! streams would be bounded by none of the limits that hold for connections, and a stream of
-//! events gains nothing by it.
+//! A bad new file is logged and the old contents stay, so that a wrongly replaced certificate
+//! causes no outage before the old one expires. Only HTTP/1.1 is offered: HTTP/2's streams would
+//! escape the limits per connection, and a stream of events gains nothing from it.
 //!
-//! - `files`: reading and checking
+//! - `files`: reads and checks the files
 mod files;
 
 use std::fmt;
@@ -30,21 +29,21 @@ use shared::metrics::labels::SecretFile;
 use super::watch::{self, Watch};
 use crate::metrics::FrontendStats;
 
-/// How long a handshake may take.
+/// Time limit for a handshake.
 pub const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 
-/// The files that a server's TLS is made of, all of them PEM.
+/// The files of a server's TLS, all in PEM.
 #[derive(Clone, Debug)]
 pub struct TlsFiles {
-    /// The server's certificate, then those that lead to its authority.
+    /// The server's certificate, followed by those that lead to its authority.
     pub certificate: PathBuf,
     /// The key of that certificate.
     pub key: PathBuf,
-    /// Authorities of clients, where clients have to show a certificate.
+    /// Authorities of clients, if clients must present a certificate.
     pub client_authority: Option<PathBuf>,
 }
 
-/// TLS of a server, from files that are watched as long as this is in use. Clones are the same.
+/// A server's TLS, from files that are watched as long as this is in use. Clones share it.
 #[derive(Clone)]
 pub struct Tls {
     config: Arc<ServerConfig>,
@@ -58,35 +57,35 @@ impl fmt::Debug for Tls {
     }
 }
 
-/// TLS cannot be had.
+/// Why TLS cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum TlsError {
     /// A file cannot be used.
     #[error(transparent)]
     File(#[from] TlsFileError),
-    /// The library refuses what it is asked for.
+    /// The library rejects the configuration.
     #[error("TLS: {0}")]
     Library(#[from] rustls::Error),
     /// The files cannot be watched.
-    #[error("cannot start the thread that watches the files of TLS: {0}")]
+    #[error("cannot start the thread that watches the TLS files: {0}")]
     Thread(io::Error),
 }
 
-/// What was read of the files.
+/// Contents of the files.
 struct Loaded {
     key: Arc<CertifiedKey>,
     clients: Option<Arc<dyn ClientCertVerifier>>,
 }
 
-/// What handshakes use now.
+/// What handshakes use at present.
 struct Current {
     loaded: RwLock<Loaded>,
-    /// Where it is counted that files are read again.
+    /// Counts reloads of files.
     stats: OnceLock<FrontendStats>,
 }
 
 impl TlsFiles {
-    /// Reads and checks the files, and keeps nothing.
+    /// Reads and checks the files without keeping anything.
     ///
     /// # Errors
     /// [`TlsFileError`].
@@ -108,12 +107,12 @@ impl TlsFiles {
 }
 
 impl Tls {
-    /// Reads the files, and looks at them every so often from then on.
+    /// Reads the files, and checks them for changes at this interval.
     ///
     /// # Errors
     /// [`TlsError`].
     pub fn start(files: TlsFiles, every: Duration) -> Result<Self, TlsError> {
-        // Before they are read: what changes meanwhile is read again.
+        // Before reading, so that changes meanwhile cause another reading.
         let paths = files.paths();
         let watch = Watch::new(watch::stamps(&paths));
         let (loaded, stats) = (RwLock::new(files.load()?), OnceLock::new());
@@ -126,8 +125,8 @@ impl Tls {
         };
         let mut config = builder.with_cert_resolver(current.clone());
         if files.client_authority.is_some() {
-            // A session that goes on is not asked for its certificate again, which an authority
-            // that is gone may have signed.
+            // A resumed session does not present its certificate again, which a removed authority
+            // may have signed.
             config.session_storage = Arc::new(NoServerSessionStorage {});
             config.send_tls13_tickets = 0;
         }
@@ -135,24 +134,24 @@ impl Tls {
         let (watched, seen) = (files.clone(), Arc::downgrade(&current));
         let thread = std::thread::Builder::new().name("tls-files".to_owned());
         let read = move |current: &Arc<Current>| current.read_again(&watched);
-        let work = move || watch::keep_current("files of TLS", &paths, watch, every, &seen, read);
+        let work = move || watch::keep_current("TLS files", &paths, watch, every, &seen, read);
         thread.spawn(work).map_err(TlsError::Thread)?;
         Ok(Self { config: Arc::new(config), files, current })
     }
 
-    /// Has it counted there that files are read again.
+    /// Sets where reloads of files are counted.
     pub(super) fn count_in(&self, stats: &FrontendStats) {
         let _ = self.current.stats.set(stats.clone());
     }
 
-    /// What a listener is given.
+    /// Returns the configuration for a listener.
     #[must_use]
     pub fn config(&self) -> ServerConfig {
         (*self.config).clone()
     }
 }
 
-/// The scheme of URLs of a server with this TLS.
+/// Returns the URL scheme of a server with this TLS.
 #[must_use]
 pub fn scheme(tls: Option<&Tls>) -> &'static str {
     if tls.is_some() { "https" } else { "http" }
@@ -202,13 +201,13 @@ impl ResolvesServerCert for Current {
     }
 }
 
-/// Checks clients' certificates by the authorities of the day.
+/// Checks clients' certificates against the present authorities.
 #[derive(Debug)]
 struct Clients(Arc<Current>);
 
 impl ClientCertVerifier for Clients {
     fn root_hint_subjects(&self) -> &[DistinguishedName] {
-        // A hint that may be absent, and could not change with the files.
+        // An optional hint, which could not follow changes of the files.
         &[]
     }
 

@@ -1,5 +1,5 @@
-//! `POST /tokenize` and `POST /detokenize`, as vLLM has them. What grows with the text is done off
-//! the threads that serve connections, the answer's JSON too.
+//! `POST /tokenize` and `POST /detokenize`, as in vLLM. Work that grows with the text runs off the
+//! threads that serve connections, including the answer's JSON.
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -12,7 +12,7 @@ use super::tools;
 use crate::text::model::TextModel;
 use crate::text::reply::Reasoning;
 
-/// Text or a conversation to tokens, as JSON.
+/// Tokenizes text or a conversation; returns JSON.
 ///
 /// # Errors
 /// 400 naming the field.
@@ -22,7 +22,7 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiEr
     let strings = fields.boolean("return_token_strs", false)?;
     let tokens = if fields.get("messages").is_some() {
         if fields.get("prompt").is_some() {
-            return Err(ApiError::field("prompt", "`prompt` and `messages` exclude each other"));
+            return Err(ApiError::field("prompt", "`prompt` and `messages` cannot be combined"));
         }
         fields.refuse("chat_template")?;
         let special = fields.boolean("add_special_tokens", false)?;
@@ -68,7 +68,7 @@ struct Tokens<'a> {
     token_strs: Option<Vec<String>>,
 }
 
-/// Tokens to text, special tokens too, as JSON.
+/// Detokenizes tokens, including special ones; returns JSON.
 ///
 /// # Errors
 /// 400 naming the field.

@@ -1,5 +1,5 @@
-//! Tools: which the model is told of, whether it may or must call them, and how its calls are told
-//! from its text.
+//! Tools: which ones the model is offered, whether it may or must call them, and how its calls are
+//! told apart from text.
 use serde_json::Value;
 use shared::protocol::GuideSpec;
 
@@ -15,22 +15,22 @@ use crate::text::reply::{CallFormat, Parameters, ReplyRules};
 /// Whether tools are called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToolChoice {
-    /// They are not: what looks like a call is text.
+    /// Not at all: what looks like a call is text.
     None,
     /// The model decides.
     Auto,
-    /// One at least.
+    /// At least one.
     Required,
-    /// This one.
+    /// The one with this name.
     Function(String),
 }
 
-/// What a request says of tools.
+/// What a request says about tools.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tools {
     list: Option<Value>,
     choice: ToolChoice,
-    /// One call at most.
+    /// Whether there is at most one call.
     single: bool,
 }
 
@@ -46,20 +46,20 @@ impl Tools {
         Ok(Self { list, choice, single })
     }
 
-    /// What the template is told.
+    /// Returns the tools as given to the template.
     #[must_use]
     pub fn told(&self) -> Option<&Value> {
         self.list.as_ref()
     }
 
-    /// Whether a choice that ends with calls says so; not where that was the client's choice.
+    /// Whether a choice that ends with calls says so; not if the client itself chose the function.
     #[must_use]
     pub fn finish_with_calls(&self) -> bool {
         matches!(self.choice, ToolChoice::Auto | ToolChoice::Required)
     }
 
-    /// What the reply must be: calls where they must be made, whatever else was asked for, and what
-    /// was asked for or calls where the model decides.
+    /// Returns the constraint on the reply: calls if they must be made, whatever the client's
+    /// constraint; that constraint or calls if the model decides.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -102,18 +102,19 @@ impl Tools {
         tools.filter_map(function).collect()
     }
 
-    /// What is looked for in the reply of a model that writes calls in this form.
+    /// Returns what to look for in the reply of a model that writes calls in this format.
     ///
     /// # Errors
-    /// 400 where that is not known.
+    /// 400 if that is not known.
     pub fn rules(&self, format: Option<CallFormat>) -> Result<ReplyRules, ApiError> {
         let mut rules = ReplyRules { single_call: self.single, ..ReplyRules::default() };
         match (&self.choice, format) {
             (ToolChoice::None, _) => {}
             (ToolChoice::Auto, None) => {
-                let message = "`tools`: how this model writes calls is not known, its chat template \
-                               does not say; the server's operator can (--tool-call-parser), and \
-                               with `tool_choice`: \"none\" calls are part of the text";
+                let message = "`tools`: how this model writes calls is not known, since its chat \
+                               template does not show it; the server's operator can set it \
+                               (--tool-call-parser), and with `tool_choice`: \"none\" calls are \
+                               part of the text";
                 return Err(ApiError::field("tools", message));
             }
             (ToolChoice::Auto, format) => rules.calls = format,
@@ -129,34 +130,34 @@ impl Tools {
     }
 }
 
-/// What a reply must be.
+/// The constraint on a reply.
 #[derive(Clone, Debug)]
 pub enum Wanted {
-    /// What was asked for.
+    /// The client's constraint.
     Answer(Asked),
-    /// Calls, or else what was asked for.
+    /// Calls, or else the client's constraint.
     Calls(Calls, Option<Asked>),
 }
 
 /// Where a reply begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Begins {
-    /// With what is asked for.
+    /// With the constrained text.
     Plain,
     /// With reasoning, which the prompt has opened or the model may.
     Reasoned(bool),
-    /// With a message in harmony, or within one.
+    /// With, or within, a message in harmony format.
     Message(Opening),
 }
 
-/// Calls that are written as their functions say.
+/// Calls that are constrained by their functions' schemas.
 #[derive(Clone, Debug)]
 pub struct Calls {
     /// The field that asked for them.
     field: &'static str,
     format: CallFormat,
     functions: Vec<Function>,
-    /// More than one may be made.
+    /// Whether more than one may be made.
     several: bool,
 }
 
@@ -167,14 +168,14 @@ impl Wanted {
         matches!(self, Self::Calls(..))
     }
 
-    /// Whether the reply may have reasoning before it.
+    /// Whether reasoning may precede it.
     #[must_use]
     pub fn lets_reason(&self) -> bool {
         !matches!(self, Self::Answer(answer) if answer.is_whole())
     }
 
-    /// What the engine is asked for, of a reply that begins so; `special` are the vocabulary's
-    /// special tokens by their text. Work that grows with tools and schemas.
+    /// Compiles it to the engine's constraint on a reply that begins so; `special` looks up special
+    /// tokens by their text. The work grows with tools and schemas.
     ///
     /// # Errors
     /// 400 naming the field.
@@ -219,7 +220,7 @@ impl Calls {
     }
 }
 
-/// The form of calls that must be made: one with JSON in it, which every model can be held to.
+/// The format of calls that must be made: one that contains JSON, which any model can be held to.
 fn forced(format: Option<CallFormat>) -> CallFormat {
     match format {
         None | Some(CallFormat::Qwen3Coder) => CallFormat::Hermes,
@@ -227,7 +228,7 @@ fn forced(format: Option<CallFormat>) -> CallFormat {
     }
 }
 
-/// The tools that a template is told of; none where there are none.
+/// Returns the tools given to a template; `None` if there are none.
 ///
 /// # Errors
 /// 400 naming the field.

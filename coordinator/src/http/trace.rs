@@ -1,7 +1,7 @@
-//! PURE: the trace that a client's request belongs to, as W3C's Trace Context says it in the header
-//! `traceparent`: `00-TRACE-PARENT-FLAGS`, all in lower-case hexadecimal digits.
+//! PURE: the trace that a client's request belongs to, from the header `traceparent` of W3C Trace
+//! Context: `00-TRACE-PARENT-FLAGS`, all in lower-case hexadecimal digits.
 
-/// Bytes of version 00.
+/// Length of version 00, in bytes.
 const BYTES: usize = 55;
 
 /// See the module's documentation.
@@ -14,10 +14,10 @@ pub struct TraceParent {
 }
 
 impl TraceParent {
-    /// Reads a header; `None` where it is none, which is as good as absent.
+    /// Parses a header; `None` if it is not valid, which counts as absent.
     #[must_use]
     pub fn parse(header: &str) -> Option<Self> {
-        // Later versions may say more behind what this one says.
+        // Later versions may append more to this format.
         let known = header.get(..BYTES)?;
         let more = &header[BYTES..];
         let mut parts = known.split('-');

@@ -1,24 +1,24 @@
-//! Files that are read again when they change. They change one after the other, so only what looks
-//! the same twice is taken for complete (`Watch`, pure).
+//! Rereads files when they change. Files of a set change one after another, so a state counts as
+//! complete only when seen twice (`Watch`, pure).
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-/// Between two looks at the files.
+/// Interval between two checks of the files.
 pub const LOOK_EVERY: Duration = Duration::from_secs(5);
 
-/// What tells one state of all files from another.
+/// Identifies a state of all files.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Stamps(pub(super) Vec<Option<Stamp>>);
 
-/// What tells one state of a file from another; there is none of a file that cannot be looked at.
+/// Identifies a state of one file; there is none for a file that cannot be examined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub(super) device: u64,
     pub(super) inode: u64,
-    /// The change of content, mode or owner, in seconds and nanoseconds since 1970.
+    /// Time of the last change of content, mode or owner, in seconds and nanoseconds since 1970.
     pub(super) changed: (i64, i64),
     pub(super) bytes: u64,
 }
@@ -28,9 +28,9 @@ pub(crate) struct Stamp {
 pub(crate) struct Watch {
     /// As they were when last read.
     read: Stamps,
-    /// As they were at the last look, where that was something new.
+    /// State at the last check, if that was new.
     pending: Option<Stamps>,
-    /// What was read could not be used, or nothing could be read: for a while, perhaps.
+    /// Whether the last reading failed, perhaps only for a while.
     failed: bool,
 }
 
@@ -40,7 +40,7 @@ impl Watch {
         Self { read, pending: None, failed: false }
     }
 
-    /// Whether the files are to be read now that they look like this.
+    /// Whether to read the files, given their state now.
     pub(super) fn look(&mut self, now: Stamps) -> bool {
         if now == self.read {
             self.pending = None;
@@ -55,7 +55,7 @@ impl Watch {
         false
     }
 
-    /// What became of the last reading; one that failed is tried again at every look.
+    /// Reports the result of a reading; a failed one is retried at every check.
     pub(super) fn has_read(&mut self, failed: bool) {
         self.failed = failed;
     }
@@ -126,21 +126,21 @@ mod tests {
         let mut watch = Watch::new(stamps(&[1, 1]));
         let mut look = |states: &[u64]| watch.look(stamps(states));
         assert!(!look(&[1, 1]));
-        // The certificate first, then the key: between them they do not belong together.
+        // The certificate changes first, then the key: in between they do not match.
         assert!(!look(&[2, 1]) && !look(&[2, 2]));
         assert!(look(&[2, 2]) && !look(&[2, 2]));
-        // One is away for a moment.
+        // One is missing for a moment.
         assert!(!look(&[0, 2]) && !look(&[2, 2]) && !look(&[2, 2]));
-        // One is away for good: that is worth an error, once.
+        // One is missing for good: that is an error, reported once.
         assert!(!look(&[0, 2]) && look(&[0, 2]) && !look(&[0, 2]));
-        // What cannot be read now may be read later, as it is.
+        // A file that cannot be read now may become readable without changing.
         watch.has_read(true);
         let mut look = |states: &[u64]| watch.look(stamps(states));
         assert!(look(&[0, 2]) && look(&[0, 2]));
         watch.has_read(false);
         let mut look = |states: &[u64]| watch.look(stamps(states));
         assert!(!look(&[0, 2]));
-        // Back to what was never read since.
+        // Back to a state that was not read since.
         assert!(!look(&[2, 2]) && look(&[2, 2]));
     }
 }

@@ -1,9 +1,9 @@
-//! A scrape: merged totals as text, in the format that the scraper asks for.
+//! A scrape: merged totals as text, in the format that the scraper requests.
 //!
 //! - Prometheus text 0.0.4, the fallback
 //! - OpenMetrics 1.0, which adds exemplars: the request behind a latency
 //!
-//! Bounds of buckets are written alike in both (`1.0`), so that a change of format is no change of
+//! Bucket bounds are written alike in both (`1.0`), so that a change of format does not change
 //! series.
 mod writer;
 
@@ -30,7 +30,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// The Content-Type of a page.
+    /// Returns the Content-Type of a page.
     #[must_use]
     pub const fn content_type(self) -> &'static str {
         match self {
@@ -39,7 +39,7 @@ impl Format {
         }
     }
 
-    /// The format that an Accept header prefers; text where it prefers nothing that we have.
+    /// Returns the format that an Accept header prefers; text if it prefers none of ours.
     #[must_use]
     pub fn negotiate(accept: &str) -> Self {
         let mut best = (0.0, Self::Text);
@@ -75,16 +75,16 @@ impl Format {
 pub struct PageOptions {
     /// The value of `model_name`.
     pub model_name: String,
-    /// Whose names are published beside ours.
+    /// Other servers whose metric names are published in addition to ours.
     pub compat: Vec<Compat>,
-    /// The wall clock's time, since 1970, when the process's clock was at 0.
+    /// Wall-clock time, since 1970, when the process's clock was at 0.
     pub clock_start: Duration,
-    /// The page is a front end's: what it counts itself, under names of its own, and no more.
+    /// Whether the page is a front end's: only what it counts itself, under separate names.
     pub frontend: bool,
 }
 
 impl PageOptions {
-    /// What a series is called on this page, if it is there.
+    /// Returns a series' name on this page, if it is included.
     fn name(&self, of: &Definition) -> Option<&'static str> {
         if !self.frontend {
             return Some(of.name);
@@ -99,16 +99,16 @@ impl PageOptions {
 pub struct Page<'a> {
     /// The cluster's totals.
     pub merged: &'a Merged,
-    /// What the process that is scraped says of itself; no series of `merged`.
+    /// Series that the scraped process has about itself; none of `merged`.
     pub own: &'a Merged,
-    /// Requests behind latencies; written where the format can.
+    /// Requests behind latencies; written if the format supports exemplars.
     pub exemplars: &'a Exemplars,
-    /// What the `prometheus` crate's registry of this process has.
+    /// Metrics of the `prometheus` crate's registry in this process.
     pub gathered: &'a [MetricFamily],
 }
 
 impl Page<'_> {
-    /// Writes the page into `text`, which is cleared first and whose memory is used again.
+    /// Writes the page into `text`, which is cleared first and whose memory is reused.
     pub fn render(&self, format: Format, options: &PageOptions, text: &mut String) {
         text.clear();
         let mut writer = Writer::new(format, options.clock_start, text);
@@ -186,12 +186,12 @@ fn word(kind: Kind) -> &'static str {
     }
 }
 
-/// A family of the `prometheus` crate's registry: counters and gauges.
+/// Writes a family of the `prometheus` crate's registry: a counter or gauge.
 fn gathered(writer: &mut Writer<'_>, family: &MetricFamily) {
     let counter = match family.get_field_type() {
         MetricType::COUNTER => true,
         MetricType::GAUGE => false,
-        // Nothing of this process registers others.
+        // Nothing in this process registers other kinds.
         _ => return,
     };
     writer.head(family.name(), family.help(), if counter { "counter" } else { "gauge" });
@@ -208,8 +208,8 @@ fn gathered(writer: &mut Writer<'_>, family: &MetricFamily) {
     }
 }
 
-/// The Prometheus logger: holds the text of the last totals it was given. A scrape logs the totals
-/// of that moment and takes the text; its buffer is used again.
+/// The Prometheus logger: holds the text of the last totals it was given. A scrape logs the present
+/// totals and takes the text; the buffer is reused.
 #[derive(Debug, Default)]
 pub struct Exposition {
     options: PageOptions,
@@ -217,13 +217,13 @@ pub struct Exposition {
 }
 
 impl Exposition {
-    /// A logger of pages with `options`, in the text format.
+    /// Makes a logger of pages with `options`, in the text format.
     #[must_use]
     pub fn new(options: PageOptions) -> Self {
         Self { options, text: String::new() }
     }
 
-    /// The last totals' text.
+    /// The text of the last totals.
     #[must_use]
     pub fn text(&self) -> &str {
         &self.text

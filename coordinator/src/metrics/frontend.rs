@@ -1,8 +1,8 @@
-//! What a front end counts: its HTTP requests, and what it refuses by itself.
+//! What a front end counts: its HTTP requests, and those it refuses itself.
 //!
-//! The coordinator's own front end and those of their own processes count alike, each under its
-//! slot; the totals are their sum. What the engine does with a request is counted by the
-//! coordinator, wherever the request came from.
+//! The coordinator's own front end and those in other processes count alike, each under its slot;
+//! the totals are their sum. What the engine does with a request is counted by the coordinator,
+//! wherever the request came from.
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -30,15 +30,15 @@ pub struct FrontendStats {
 #[derive(Debug)]
 struct Cells {
     stats: LocalStats,
-    /// Reports taken of it.
+    /// Number of reports taken.
     reports: u64,
     rejected: PerValue<Counter>,
     expired: PerValue<Counter>,
     connections_refused: Counter,
     reloads: BTreeMap<(SecretFile, ReloadOutcome), Counter>,
     in_flight: Level,
-    /// The route is the pattern from our own route table, never the requested path, so that a
-    /// client cannot make series.
+    /// The route is the pattern from our own route table, never the requested path, so that clients
+    /// cannot create series.
     requests: BTreeMap<(&'static str, Method, u16), Counter>,
     durations: BTreeMap<(&'static str, Method), Histogram>,
 }
@@ -90,7 +90,7 @@ impl FrontendStats {
         Self { cells: Arc::new(Mutex::new(cells)) }
     }
 
-    /// An HTTP request came in. Answer with [`FrontendStats::http_finished`], however it ends.
+    /// An HTTP request came in. Pair it with [`FrontendStats::http_finished`], however it ends.
     pub fn http_started(&self) {
         let Cells { stats, in_flight, .. } = &mut *self.cells();
         in_flight.up(stats);
@@ -117,26 +117,26 @@ impl FrontendStats {
         stats.observe_duration(durations, duration);
     }
 
-    /// A request was refused before the engine had it.
+    /// A request was refused before it reached the engine.
     pub fn rejected(&self, reason: RejectReason) {
         let Cells { stats, rejected, .. } = &mut *self.cells();
         let counter = rejected.get(reason);
         stats.add(counter, 1);
     }
 
-    /// An accepted request was given up because its time is over.
+    /// An accepted request was given up because its time had expired.
     pub fn expired(&self, reason: ExpiryReason) {
         let Cells { stats, expired, .. } = &mut *self.cells();
         stats.add(expired.get(reason), 1);
     }
 
-    /// A connection was closed at once: its address has its share of them.
+    /// A connection was closed at once because its address has its share of them.
     pub fn connection_refused(&self) {
         let Cells { stats, connections_refused, .. } = &mut *self.cells();
         stats.add(*connections_refused, 1);
     }
 
-    /// A file that has changed was read again; what it has can be used or not.
+    /// A changed file was read again; `usable` tells whether its contents can be used.
     pub fn reloaded(&self, file: SecretFile, usable: bool) {
         let outcome = if usable { ReloadOutcome::Ok } else { ReloadOutcome::Failed };
         let Cells { stats, reloads, .. } = &mut *self.cells();
@@ -145,7 +145,7 @@ impl FrontendStats {
         }
     }
 
-    /// All totals at one moment, with a number that grows from call to call.
+    /// Returns all totals at one moment, with a sequence number that grows with each call.
     #[must_use]
     pub fn report(&self) -> (u64, PartialSnapshot) {
         let cells = &mut *self.cells();

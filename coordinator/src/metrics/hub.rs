@@ -1,4 +1,4 @@
-//! Own observations and all reports behind one door.
+//! Gathers own observations and all reports.
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -17,20 +17,21 @@ use super::frontend::FrontendStats;
 use super::observe::Observer;
 use crate::checkpoint::Moment;
 
-/// Gathers the cluster's metrics. Shared by the actors that receive reports and whoever publishes.
+/// Gathers the cluster's metrics. Shared by the actors that receive reports and by whoever
+/// publishes.
 ///
-/// While `refreshing` is held the others (the cells of observer and front end, the merger) are
-/// taken, one at a time; otherwise no two are held together.
+/// Lock order: while `refreshing` is held, the other locks (the cells of observer and front end,
+/// the merger) are taken one at a time; otherwise no two are held together.
 #[derive(Debug)]
 pub struct Hub {
     observer: Observer,
     frontend: FrontendStats,
     merger: Mutex<Merger>,
-    /// Held while this process's own totals are drawn and merged.
+    /// Held while this process's own totals are read and merged.
     refreshing: Mutex<()>,
     registry: prometheus::Registry,
     process: SharedStats,
-    /// What the process's named actors count.
+    /// Counts of this process's named actors.
     actors: OnceLock<SharedStats>,
     membership: SharedStats,
     application: Metrics,
@@ -39,7 +40,7 @@ pub struct Hub {
 }
 
 impl Hub {
-    /// A hub of the coordinator process `incarnation` that has seen nothing.
+    /// Makes an empty hub of the coordinator process `incarnation`.
     #[must_use]
     pub fn new(incarnation: Incarnation, limits: Limits) -> Self {
         Self {
@@ -57,60 +58,60 @@ impl Hub {
         }
     }
 
-    /// The process's registry of the `prometheus` crate, published with everything else: its own
-    /// `process_*` series, and a place for libraries that count with that crate.
+    /// The `prometheus` crate's registry of this process, published with everything else: its own
+    /// `process_*` series, and a place for libraries that use that crate.
     #[must_use]
     pub fn registry(&self) -> &prometheus::Registry {
         &self.registry
     }
 
-    /// A hub that measures nothing but HTTP: to find out what measuring costs.
+    /// Makes a hub that measures nothing but HTTP: to find out what measuring costs.
     #[must_use]
     pub fn off(incarnation: Incarnation, limits: Limits) -> Self {
         Self { observer: Observer::off(), ..Self::new(incarnation, limits) }
     }
 
-    /// Where other threads of this process record.
+    /// Cells of this process's other threads.
     #[must_use]
     pub fn process(&self) -> &SharedStats {
         &self.process
     }
 
-    /// Publishes what this process's named actors count, too. The first one given counts.
+    /// Publishes the counts of this process's named actors, too. Only the first call has an effect.
     pub fn with_actors(&self, actors: SharedStats) {
         let _ = self.actors.set(actors);
     }
 
-    /// Where the membership is recorded, in a process that has one. It is no part of the merged
-    /// totals: each process says for itself, and of the present, what it knows of the others.
+    /// Cells of the membership, in a process that has one. They are not part of the merged totals:
+    /// each process reports for itself what it knows of the others at present.
     #[must_use]
     pub fn membership(&self) -> &SharedStats {
         &self.membership
     }
 
-    /// What the application counts in this process.
+    /// The application's metrics in this process.
     #[must_use]
     pub fn application(&self) -> &Metrics {
         &self.application
     }
 
-    /// Where this process's own front end records.
+    /// Cells of this process's own front end.
     #[must_use]
     pub fn frontend(&self) -> &FrontendStats {
         &self.frontend
     }
 
-    /// Where this process records.
+    /// The observer of this process.
     #[must_use]
     pub fn observer(&self) -> &Observer {
         &self.observer
     }
 
-    /// Takes the report of a worker or front end. Empty ones (a worker that had nothing to add to
-    /// a step result) are stale by definition.
+    /// Takes the report of a worker or front end. An empty one (a worker had nothing to add to a
+    /// step result) is stale by definition.
     ///
     /// # Errors
-    /// Returns [`Refused`], already counted, when the report cannot be merged.
+    /// [`Refused`], already counted, if the report cannot be merged.
     pub fn report(
         &self,
         source: Source,
@@ -120,7 +121,7 @@ impl Hub {
         if stats.snapshot.is_empty() {
             return Ok(Applied::Stale);
         }
-        // Decoded before the lock is taken: the work grows with the report.
+        // Decoded before taking the lock: the work grows with the report.
         let snapshot = decode_snapshot(&stats.snapshot);
         let mut merger = self.merger();
         let applied = match snapshot {
@@ -133,10 +134,10 @@ impl Hub {
         applied
     }
 
-    /// As [`Hub::report`], and notes when the report came.
+    /// Like [`Hub::report`], and notes when the report arrived.
     ///
     /// # Errors
-    /// As there.
+    /// Like [`Hub::report`].
     pub fn take(
         &self,
         source: Source,
@@ -163,31 +164,31 @@ impl Hub {
         self.merger().retire(source, incarnation);
     }
 
-    /// Requests to look at, by what they took.
+    /// Exemplars: requests worth looking at for their latencies.
     #[must_use]
     pub fn exemplars(&self) -> Exemplars {
         self.observer.exemplars()
     }
 
-    /// All totals now.
+    /// The totals at present.
     #[must_use]
     pub fn merged(&self) -> Merged {
         self.refreshed().merged()
     }
 
-    /// All that a page shows now.
+    /// Everything that a page shows at present.
     #[must_use]
     pub fn moment(&self) -> Moment {
         Moment { merged: self.merged(), exemplars: self.exemplars() }
     }
 
-    /// What the coordinator after this one goes on from.
+    /// What the next coordinator continues from.
     #[must_use]
     pub fn checkpoint(&self) -> Checkpoint {
         self.refreshed().checkpoint()
     }
 
-    /// Both, of the same moment.
+    /// Both, taken at the same moment.
     #[must_use]
     pub fn moment_and_checkpoint(&self) -> (Moment, Checkpoint) {
         let (merged, checkpoint) = {
@@ -197,25 +198,26 @@ impl Hub {
         (Moment { merged, exemplars: self.exemplars() }, checkpoint)
     }
 
-    /// Goes on from what an earlier coordinator counted. Returns how many series are not known
-    /// here.
+    /// Continues from what an earlier coordinator counted. Returns the number of series that are
+    /// unknown here.
     pub fn restore(&self, checkpoint: Checkpoint) -> usize {
         let unknown = self.merger().restore(checkpoint);
         self.restorations.fetch_add(1, Ordering::Relaxed);
         unknown
     }
 
-    /// How often totals have come in that others counted before: they are of no interval here.
+    /// Number of times that totals counted by others were restored: they belong to no interval
+    /// here.
     #[must_use]
     pub fn restorations(&self) -> u64 {
         self.restorations.load(Ordering::Relaxed)
     }
 
-    /// The merger, with this process's own totals of this moment.
+    /// Locks the merger after merging this process's own present totals.
     fn refreshed(&self) -> MutexGuard<'_, Merger> {
-        // The parts of a report are drawn one after the other: of two scrapes at once each could
-        // have the newer one of some, and the report with the larger number would have totals that
-        // fell.
+        // The parts of a report are read one after another. Without the lock, each of two
+        // concurrent scrapes could read the newer value of some parts, and the report with the
+        // larger number would have totals that fell.
         let _drawn_and_merged = self.refreshing.lock().unwrap_or_else(PoisonError::into_inner);
         let (sequence, mut snapshot) = self.observer.report();
         snapshot.add(self.process.snapshot());
@@ -230,7 +232,7 @@ impl Hub {
         let mut merger = self.merger();
         for (source, (sequence, snapshot)) in own {
             if let Err(refused) = merger.apply(source, self.incarnation, sequence, snapshot) {
-                // Counted and published as a refusal; the last good totals stay.
+                // Counted and published as a refusal; the last good totals remain.
                 tracing::error!(%refused, "the coordinator's own metrics are inconsistent");
             }
         }
@@ -242,7 +244,7 @@ impl Hub {
     }
 }
 
-/// The series that the `prometheus` crate has of this process.
+/// The series that the `prometheus` crate has about this process.
 pub(crate) fn process_registry() -> prometheus::Registry {
     let registry = prometheus::Registry::new();
     #[cfg(target_os = "linux")]

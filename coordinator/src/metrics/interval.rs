@@ -1,4 +1,4 @@
-//! What happened between two looks at the totals: the figures of every periodic logger.
+//! What happened between two readings of the totals: the figures of every periodic logger.
 use std::time::Duration;
 
 use shared::metrics::catalogue::{
@@ -12,7 +12,7 @@ use shared::metrics::catalogue::{
 use shared::metrics::labels::{FinishedReason, PromptSource};
 use shared::metrics::{HistogramTotals, Merged};
 
-/// Totals that are subtracted from the next ones.
+/// Totals to subtract from the next ones.
 #[derive(Clone, Debug, Default)]
 struct Totals {
     prompt: u64,
@@ -44,19 +44,19 @@ impl Totals {
     }
 }
 
-/// Remembers the last look.
+/// Remembers the last reading.
 #[derive(Clone, Debug)]
 pub struct Intervals {
     at: Duration,
     last: Totals,
 }
 
-/// The figures of one interval. Rates and means are of the interval, the rest is of its end.
+/// The figures of one interval. Rates and means cover the interval, everything else its end.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Interval {
     /// Its length in seconds.
     pub seconds: f64,
-    /// Prompt tokens computed per second: a cache hit is no throughput.
+    /// Prompt tokens computed per second; cache hits do not count.
     pub prompt_throughput: f64,
     /// Tokens generated per second.
     pub generation_throughput: f64,
@@ -66,23 +66,23 @@ pub struct Interval {
     pub swapped: f64,
     /// Requests waiting.
     pub pending: f64,
-    /// KV blocks used of those there are, 0 to 1, over all replicas.
+    /// Share of KV blocks in use, 0 to 1, over all replicas.
     pub kv_usage: f64,
-    /// The same of host memory.
+    /// The same for host memory.
     pub host_kv_usage: f64,
     /// Preemptions in the interval.
     pub preemptions: u64,
     /// Accepted requests that have not ended.
     pub in_flight: f64,
-    /// Requests that ended in the interval, however they did.
+    /// Requests that ended in the interval, in any way.
     pub finished: u64,
-    /// Of them those that the server gave up.
+    /// How many of those the server gave up.
     pub failed: u64,
-    /// Of them those whose clients left.
+    /// How many of those were left by their clients.
     pub aborted: u64,
-    /// Requests that were not taken in the interval.
+    /// Requests not accepted in the interval.
     pub rejected: u64,
-    /// Mean time to first token in seconds, of requests that got it in the interval.
+    /// Mean time to first token in seconds, over requests that got it in the interval.
     pub ttft: Option<f64>,
     /// Mean time between tokens in seconds.
     pub inter_token: Option<f64>,
@@ -92,7 +92,7 @@ pub struct Interval {
     pub replicas: f64,
     /// Workers that are linked.
     pub workers: f64,
-    /// Speculative decoding, when there is any; over all time.
+    /// Speculative decoding since the start, if there is any.
     pub speculation: Option<Speculation>,
 }
 
@@ -101,7 +101,7 @@ pub struct Interval {
 pub struct Speculation {
     /// Tokens drafted.
     pub draft: u64,
-    /// Of them accepted.
+    /// Tokens accepted of those.
     pub accepted: u64,
     /// Tokens emitted.
     pub emitted: u64,
@@ -110,18 +110,18 @@ pub struct Speculation {
 }
 
 impl Intervals {
-    /// The first interval begins at `now`, with totals at 0.
+    /// Starts the first interval at `now`, with totals at 0.
     #[must_use]
     pub fn new(now: Duration) -> Self {
         Self { at: now, last: Totals::default() }
     }
 
-    /// Begins an interval at `now`, behind what is in `merged`.
+    /// Starts an interval at `now`, after what is in `merged`.
     pub fn begin(&mut self, now: Duration, merged: &Merged) {
         *self = Self { at: now, last: Totals::of(merged) };
     }
 
-    /// Ends the interval at `now` and begins the next; `None` when no time has passed.
+    /// Ends the interval at `now` and starts the next; `None` if no time has passed.
     pub fn next(&mut self, now: Duration, merged: &Merged) -> Option<Interval> {
         let seconds = now.saturating_sub(self.at).as_secs_f64();
         if seconds <= 0.0 {
@@ -171,7 +171,7 @@ impl Intervals {
 }
 
 impl Interval {
-    /// Nothing happened and nothing is under way.
+    /// Whether nothing happened and nothing is under way.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.prompt_throughput

@@ -1,4 +1,4 @@
-//! The interval's figures as one JSON object a line: for scripts, without a Prometheus server.
+//! The interval's figures as one JSON object per line: for scripts, without a Prometheus server.
 use std::io::Write;
 use std::time::Duration;
 
@@ -23,14 +23,14 @@ impl std::fmt::Debug for JsonLines {
 }
 
 impl JsonLines {
-    /// Writes to `out`. `clock_start` is the wall clock's time, since 1970, when the process's
-    /// clock was at 0.
+    /// Makes a logger to `out`. `clock_start` is the wall-clock time, since 1970, when the
+    /// process's clock was at 0.
     #[must_use]
     pub fn new(now: Duration, clock_start: Duration, out: Box<dyn Write + Send>) -> Self {
         Self { intervals: Intervals::new(now), out, clock_start, failed: false }
     }
 
-    /// The object for the time since the last call.
+    /// Returns the object for the time since the last call.
     pub fn object(&mut self, now: Duration, merged: &Merged) -> Option<Value> {
         let interval = self.intervals.next(now, merged)?;
         let mut object = json!({
@@ -73,7 +73,7 @@ impl StatLogger for JsonLines {
         let Some(object) = self.object(now, merged) else { return };
         let written = self.out.write_all(format!("{object}\n").as_bytes());
         let written = written.and_then(|()| self.out.flush());
-        // Said once: a full disk would otherwise fill the log too.
+        // Logged once: a full disk would otherwise fill the log, too.
         if let Err(error) = written
             && !std::mem::replace(&mut self.failed, true)
         {

@@ -1,13 +1,13 @@
-//! Gauges that count things which come and go.
+//! Gauges that count things that come and go.
 use shared::metrics::{Gauge, LocalStats};
 
-/// A gauge that counts things which come and go.
+/// A gauge that counts things that come and go.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Level {
     gauge: Gauge,
     count: u64,
-    /// Whether the series also exists at 0. That of a replica which does not serve vanishes with
-    /// its last request.
+    /// Whether the series also exists at 0. That of a replica that does not serve vanishes with its
+    /// last request.
     shows_zero: bool,
 }
 
@@ -16,7 +16,7 @@ impl Level {
         Self { gauge, count: 0, shows_zero: false }
     }
 
-    /// One that is never absent.
+    /// A level whose series always exists.
     pub(super) fn permanent(stats: &mut LocalStats, gauge: Gauge) -> Self {
         let mut level = Self::new(gauge);
         level.show_zero(stats, true);

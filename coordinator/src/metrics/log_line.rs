@@ -1,7 +1,8 @@
 //! The periodic log line.
 //!
 //! Its default text is the one that operators of other servers already parse; the values are the
-//! merged ones. Quiet when idle: after one line that shows zero, nothing until something happens.
+//! merged ones. It is quiet when idle: after one line that shows zero, nothing until something
+//! happens.
 use std::time::Duration;
 
 use shared::metrics::Merged;
@@ -43,7 +44,7 @@ pub enum Field {
 }
 
 impl Field {
-    /// Every field, with the name that options use.
+    /// Every field, by its name in options.
     pub const ALL: [(&'static str, Self); 14] = [
         ("prompt-throughput", Self::PromptThroughput),
         ("generation-throughput", Self::GenerationThroughput),
@@ -61,7 +62,7 @@ impl Field {
         ("workers", Self::Workers),
     ];
 
-    /// The fields of the line unless others are asked for.
+    /// The default fields of the line.
     pub const DEFAULT: [Self; 7] = [
         Self::PromptThroughput,
         Self::GenerationThroughput,
@@ -109,13 +110,13 @@ pub struct LogLine {
 }
 
 impl LogLine {
-    /// Averages of the first line count from `now`, with totals at 0.
+    /// Starts the averages of the first line at `now`, with totals at 0.
     #[must_use]
     pub fn new(now: Duration, fields: Vec<Field>) -> Self {
         Self { intervals: Intervals::new(now), fields, was_idle: true }
     }
 
-    /// The lines for the time since the last call; none when there is nothing to say.
+    /// Returns the lines for the time since the last call; none if there is nothing to say.
     pub fn lines(&mut self, now: Duration, merged: &Merged) -> Vec<String> {
         let Some(interval) = self.intervals.next(now, merged) else { return Vec::new() };
         let idle = interval.is_idle();

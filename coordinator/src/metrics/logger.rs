@@ -1,16 +1,16 @@
-//! What takes the merged totals: the trait, and the timer of those that want them periodically.
+//! The trait of everything that takes the merged totals, and the timer that calls it periodically.
 use std::time::Duration;
 
 use shared::metrics::Merged;
 
-/// Takes merged totals. Adding one touches no engine code.
+/// Takes merged totals. Adding one needs no change of engine code.
 pub trait StatLogger: std::fmt::Debug + Send {
-    /// Takes the totals at `now`. Called by timer, also when nothing happens: rates must fall to
-    /// 0 without a step.
+    /// Takes the totals at `now`. Called by timer even when nothing happens: rates must fall to 0
+    /// without a step.
     fn log(&mut self, now: Duration, merged: &Merged);
 
-    /// Begins anew at `now`: what is in `merged` happened in no interval of this logger, but came
-    /// from a coordinator before this one.
+    /// Starts anew at `now`: what is in `merged` happened in no interval of this logger, but was
+    /// counted by an earlier coordinator.
     fn begin(&mut self, now: Duration, merged: &Merged) {
         let _ = (now, merged);
     }
@@ -24,7 +24,7 @@ pub struct StatLoggers {
     next: Duration,
 }
 
-/// Interval of the loggers unless the operator asks for another.
+/// Default interval of the loggers.
 pub const DEFAULT_INTERVAL: Duration = Duration::from_secs(10);
 
 impl StatLoggers {
@@ -34,13 +34,13 @@ impl StatLoggers {
         Self { loggers, interval, next: now.saturating_add(interval) }
     }
 
-    /// When [`StatLoggers::tick`] has something to do next.
+    /// Returns when [`StatLoggers::tick`] next has something to do.
     #[must_use]
     pub fn next(&self) -> Duration {
         self.next
     }
 
-    /// Begins a new interval for every logger.
+    /// Starts a new interval for every logger.
     pub fn begin(&mut self, now: Duration, merged: &Merged) {
         self.next = now.saturating_add(self.interval);
         for logger in &mut self.loggers {
@@ -48,8 +48,8 @@ impl StatLoggers {
         }
     }
 
-    /// Calls every logger if the interval is over; `merged` is only computed then. Intervals that
-    /// were slept through are not made up for.
+    /// Calls every logger if the interval is over; `merged` is only computed then. Missed intervals
+    /// are not made up for.
     pub fn tick(&mut self, now: Duration, merged: impl FnOnce() -> Merged) {
         if now < self.next || self.loggers.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! The catalogue as documentation: `docs/metrics.md`, checked by a test to be this text.
+//! The catalogue as documentation: a test checks that `docs/metrics.md` is this text.
 use std::fmt::Write;
 
 use shared::metrics::catalogue::{CATALOGUE, FRONTEND_PAGE};
@@ -17,7 +17,7 @@ How to read it:
 
 - Series that belong to a replica carry `replica`: `sum without (replica) (...)` is the cluster.
 - Ranks of one replica see the same batch, so its tokens are counted once, by the coordinator, when it
-  accepts them. Figures per rank carry `rank` and `worker` and are never added up by us.
+  accepts them. Figures per rank carry `rank` and `worker` and are never added up.
 - Counters and histograms never fall while the coordinator lives, whatever happens to workers. Gauges
   vanish with what they describe.
 - Do not average ratios: divide the sums of numerator and denominator.
@@ -50,7 +50,9 @@ In every single scrape:
 pub fn markdown() -> String {
     let mut page = String::from(HEAD);
     page.push_str("\n## Series\n\n");
-    page.push_str("| name | type | unit | labels | measured by | merged by | meaning | there |\n");
+    page.push_str(
+        "| name | type | unit | labels | measured by | merged by | meaning | present |\n",
+    );
     page.push_str("| --- | --- | --- | --- | --- | --- | --- | --- |\n");
     for definition in CATALOGUE {
         row(&mut page, definition);

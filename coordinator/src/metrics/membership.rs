@@ -1,4 +1,4 @@
-//! The membership's series, of a process that has one.
+//! Series about the membership, of a process that has one.
 use prometheus::proto::MetricFamily;
 use shared::membership::{Role, View};
 use shared::metrics::catalogue::{
@@ -45,8 +45,8 @@ pub async fn observe(stats: SharedStats, mut view: watch::Receiver<View>) {
     }
 }
 
-/// The page of a coordinator that does not lead: its membership, and what its process has of its
-/// own. Totals are on the leader's page; here they would begin at zero.
+/// Renders the page of a coordinator that does not lead: its membership, and its process's own
+/// series. Totals are on the leader's page; here they would begin at zero.
 #[must_use]
 pub fn page(view: &View, gathered: &[MetricFamily], format: Format) -> String {
     let mut stats = LocalStats::uncounted();

@@ -1,8 +1,8 @@
-//! What the coordinator's parts call as things happen.
+//! Called by the coordinator's parts as things happen.
 //!
-//! [`Observer::record`] takes the cells for a moment; everything recorded through one
-//! [`Recording`] appears in the same scrape or not at all. An actor takes it once per step or
-//! message, not once per token. Times are passed in.
+//! [`Observer::record`] locks the cells briefly; everything recorded through one [`Recording`]
+//! appears in the same scrape or not at all. An actor takes it once per step or message, not once
+//! per token. Times are passed in.
 //!
 //! Identities that hold in every scrape, because each method changes both sides:
 //! - sum of `ITERATION_TOKENS` = prompt tokens computed + tokens generated; its count = steps
@@ -11,7 +11,7 @@
 //!
 //! - `request`: the life of a request
 //! - `cluster`: replicas, workers and actors
-//! - `speculation`, `swap`: drafts; host memory
+//! - `speculation`, `swap`: drafts; swapping to host memory
 mod cluster;
 mod request;
 mod speculation;
@@ -37,19 +37,19 @@ use self::speculation::SpeculationCells;
 use self::swap::HostCells;
 use super::level::Level;
 
-/// Where the coordinator records. Clones share the same cells.
+/// The coordinator's cells. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Observer {
     /// `None` measures nothing.
     cells: Option<Arc<Mutex<Cells>>>,
 }
 
-/// The cells, held for a moment. Keep it short and do not hold it over an `await`.
+/// The locked cells. Keep it short-lived, and do not hold it across an `await`.
 #[derive(Debug)]
 pub struct Recording<'a> {
     cells: Option<MutexGuard<'a, Cells>>,
-    /// Gaps between tokens not counted yet: how long, how many, and a request that had one. The
-    /// sequences of a batch have equal gaps as a rule, so a step counts them at once.
+    /// Gaps between tokens not counted yet: their length and number. The sequences of a batch
+    /// usually have equal gaps, so a step counts them at once.
     gaps: (Duration, u64),
     gap_of: Option<(Arc<str>, Duration)>,
 }
@@ -58,13 +58,13 @@ pub struct Recording<'a> {
 #[derive(Debug)]
 struct Cells {
     stats: LocalStats,
-    /// Reports taken of it.
+    /// Number of reports taken.
     reports: u64,
     fixed: Fixed,
     waiting_for_replica: Level,
-    /// Names of the adapters that are served.
+    /// Names of the adapters served.
     adapters: Vec<String>,
-    /// What `--dtype` says, and whether prefixes are looked up.
+    /// The value of `--dtype`, and whether prefix caching is on.
     cache: (&'static str, bool),
     replicas: BTreeMap<ReplicaId, ReplicaCells>,
     workers: BTreeMap<WorkerId, WorkerCells>,
@@ -114,9 +114,9 @@ struct Fixed {
 #[derive(Debug)]
 struct ReplicaCells {
     running: Level,
-    /// Those that run, of each adapter.
+    /// Running requests of each adapter.
     adapters: Vec<Level>,
-    /// Those that wait or are swapped, of each adapter.
+    /// Waiting or swapped requests of each adapter.
     adapters_waiting: Vec<Level>,
     swapped: Level,
     waiting: [Level; WAITING_AT_REPLICA.len()],
@@ -138,22 +138,22 @@ struct ReplicaCells {
     up: Gauge,
     used_blocks: Gauge,
     blocks: Gauge,
-    /// While it serves and has host memory to swap to.
+    /// Set while it serves and has host memory to swap to.
     host: Option<HostCells>,
-    /// The present configuration's series.
+    /// Series of the present configuration.
     config: Option<Gauge>,
-    /// Where decoding is speculative.
+    /// Set if decoding is speculative.
     speculation: Option<SpeculationCells>,
 }
 
-/// What a request that a replica holds can wait for.
+/// What a request at a replica can wait for.
 const WAITING_AT_REPLICA: [WaitingReason; 2] = [WaitingReason::Capacity, WaitingReason::Preempted];
 
 /// Series of one worker.
 #[derive(Debug)]
 struct WorkerCells {
     up: Gauge,
-    /// The present process's series.
+    /// Series of the present process.
     info: Option<Gauge>,
     restarts: Counter,
     slow: Gauge,
@@ -161,12 +161,12 @@ struct WorkerCells {
     last_report: Gauge,
 }
 
-/// What one engine step did. Tokens that were only wasted are in `wasted` alone.
+/// What one engine step did. Tokens that were only wasted are counted in `wasted` alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StepTokens {
     /// Prompt tokens computed for the first time.
     pub prompt_computed: u64,
-    /// Prompt tokens that needed no computing: the prefix cache had them.
+    /// Prompt tokens that were not computed, because the prefix cache had them.
     pub prompt_cached: u64,
     /// Prompt tokens of sequences in a step for the first time, all looked up in the prefix cache.
     pub looked_up: u64,
@@ -174,14 +174,14 @@ pub struct StepTokens {
     pub found: u64,
     /// Tokens accepted.
     pub generated: u64,
-    /// Tokens computed again after a preemption or failover, prompt or not.
+    /// Tokens recomputed after a preemption or failover, of prompts or not.
     pub recomputed: u64,
     /// Tokens sampled for sequences that were found to have ended, or that were preempted.
     pub wasted: u64,
 }
 
 impl Observer {
-    /// Cells in which every series with known labels exists, at zero.
+    /// Makes cells in which every series with known labels exists, at zero.
     #[must_use]
     pub fn new() -> Self {
         let mut stats = LocalStats::new();
@@ -204,13 +204,13 @@ impl Observer {
         Self { cells: Some(Arc::new(Mutex::new(cells))) }
     }
 
-    /// Cells that record nothing: to find out what the others cost.
+    /// Makes cells that record nothing: to find out what recording costs.
     #[must_use]
     pub fn off() -> Self {
         Self { cells: None }
     }
 
-    /// Takes the cells.
+    /// Locks the cells.
     #[must_use]
     pub fn record(&self) -> Recording<'_> {
         // A panic elsewhere leaves plain numbers behind, which stay usable.
@@ -219,7 +219,7 @@ impl Observer {
         Recording { cells, gaps: (Duration::ZERO, 0), gap_of: None }
     }
 
-    /// All totals at one moment, with a number that grows from call to call.
+    /// Returns all totals at one moment, with a sequence number that grows with each call.
     #[must_use]
     pub fn report(&self) -> (u64, PartialSnapshot) {
         let Some(cells) = &mut self.record().cells else {
@@ -229,7 +229,7 @@ impl Observer {
         (cells.reports, cells.stats.snapshot())
     }
 
-    /// Requests to look at, by what they took.
+    /// Exemplars: requests worth looking at for their latencies.
     #[must_use]
     pub fn exemplars(&self) -> Exemplars {
         self.record().cells.as_ref().map(|cells| cells.stats.exemplars()).unwrap_or_default()
@@ -263,14 +263,14 @@ impl Recording<'_> {
         stats.add(cells.prefix_hits, tokens.found);
     }
 
-    /// These adapters are served, in the order of their numbers. Called before there are replicas.
+    /// Sets the adapters served, in the order of their numbers. Call it before there are replicas.
     pub fn adapters<'a>(&mut self, names: impl Iterator<Item = &'a str>) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.adapters = names.map(str::to_owned).collect();
     }
 
-    /// How KV caches are used: in what `--dtype` says, and whether prefixes of prompts are looked
-    /// up in them. Called before there are replicas.
+    /// Sets how KV caches are used: the value of `--dtype`, and whether prefixes are looked up.
+    /// Call it before there are replicas.
     pub fn cache(&mut self, dtype: &'static str, prefix_caching: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.cache = (dtype, prefix_caching);
@@ -283,7 +283,7 @@ impl Recording<'_> {
         stats.observe_duration(cells.straggler_gap, gap);
     }
 
-    /// The ranks of a replica did not say the same of a step's tokens.
+    /// The ranks of a replica disagreed on a step's tokens.
     pub fn ranks_disagreed(&mut self, replica: ReplicaId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
@@ -305,7 +305,7 @@ impl Recording<'_> {
         stats.set(cells.blocks, f64::from(total));
     }
 
-    /// Tokens per second of the last log interval.
+    /// Sets the tokens per second of the last log interval.
     pub fn throughput(&mut self, prompt: f64, generation: f64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
@@ -351,7 +351,7 @@ impl Recording<'_> {
 }
 
 impl Cells {
-    /// A replica's cells, made at its first event, and the cells they index.
+    /// Returns a replica's cells, created at its first event, and the cells they index.
     fn replica(&mut self, replica: ReplicaId) -> (&mut ReplicaCells, &mut LocalStats) {
         let Self { stats, adapters, replicas, .. } = self;
         let resolve = || ReplicaCells::resolve(stats, adapters, replica);
@@ -360,7 +360,7 @@ impl Cells {
 }
 
 impl ReplicaCells {
-    /// Whether the replica serves, and so has its load published also when that is 0.
+    /// Sets whether the replica serves; its load is then published even when it is 0.
     fn serves(&mut self, stats: &mut LocalStats, serves: bool) {
         let running = [&mut self.running].into_iter().chain(&mut self.adapters);
         let waiting = self.waiting.iter_mut().chain(&mut self.adapters_waiting);

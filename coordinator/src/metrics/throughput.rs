@@ -1,5 +1,5 @@
-//! The deprecated gauges of average throughput, for queries that still ask for them: `rate()` of
-//! the counters says the same for any interval.
+//! The deprecated gauges of average throughput, for queries that still use them; `rate()` of the
+//! counters gives the same for any interval.
 use std::time::Duration;
 
 use shared::metrics::Merged;
@@ -8,7 +8,7 @@ use super::interval::Intervals;
 use super::logger::StatLogger;
 use super::observe::Observer;
 
-/// Sets the gauges once per interval, also when nothing happens.
+/// Sets the gauges once per interval, even when nothing happens.
 #[derive(Debug)]
 pub struct ThroughputGauges {
     intervals: Intervals,
@@ -16,7 +16,8 @@ pub struct ThroughputGauges {
 }
 
 impl ThroughputGauges {
-    /// Sets the gauges of `observer`, which show 0 until the first interval is over.
+    /// Makes a logger that sets the gauges of `observer`, which show 0 until the first interval is
+    /// over.
     #[must_use]
     pub fn new(now: Duration, observer: Observer) -> Self {
         observer.record().throughput(0.0, 0.0);

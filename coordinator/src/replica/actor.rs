@@ -18,7 +18,7 @@ use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::scheduler::EpochEnd;
 
-/// Drives one replica. Its end is the coordinator's.
+/// Drives one replica. It ends with the coordinator or with [`Retire`].
 #[derive(Debug)]
 pub struct ReplicaActor {
     operation: Operation,
@@ -31,11 +31,11 @@ pub struct ReplicaActor {
 struct Links {
     id: ReplicaId,
     ranks: Vec<(WorkerId, WorkerLink)>,
-    /// Told when the epoch must end.
+    /// Notified when the epoch must end.
     cluster: Recipient<EpochFailed>,
-    /// Takes requests that this replica cannot go on with.
+    /// Takes requests that this replica cannot continue.
     orphanage: Recipient<Orphans>,
-    /// Told which rank holds the others up.
+    /// Notified of ranks that hold the others up.
     paces: Recipient<RankPace>,
 }
 
@@ -72,7 +72,7 @@ pub struct Submit {
 #[rtype(result = "()")]
 pub struct Cancel(pub RequestId);
 
-/// The replica's ranks are formed; answered with [`Orphans`], for which its KV cache has no room.
+/// The replica's ranks are formed; answered with [`Orphans`] that its KV cache has no room for.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Ready {
@@ -84,7 +84,7 @@ pub struct Ready {
     pub host_blocks: u32,
     /// Links to the ranks, in rank order.
     pub ranks: Vec<WorkerLink>,
-    /// Who they are.
+    /// The ranks' workers.
     pub workers: Vec<WorkerId>,
 }
 
@@ -92,13 +92,13 @@ pub struct Ready {
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Lost {
-    /// Which.
+    /// The epoch.
     pub epoch: Epoch,
-    /// Whether it was wanted.
+    /// Whether it was planned.
     pub end: EpochEnd,
 }
 
-/// Give up all requests if the replica cannot go on with them now; answered with [`Orphans`].
+/// Give up all requests if the replica cannot continue them now; answered with [`Orphans`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct GiveUp;
@@ -108,22 +108,22 @@ pub struct GiveUp;
 #[rtype(result = "()")]
 pub struct Share(pub Surplus);
 
-/// The replica is given up for good: as [`GiveUp`], and the actor ends.
+/// The replica is given up for good: like [`GiveUp`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct Retire;
 
-/// Requests that a replica gave up, to be gone on with elsewhere; perhaps none.
+/// Requests that a replica gave up, to be continued elsewhere; possibly none.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Orphans {
-    /// Whose they were.
+    /// The replica they come from.
     pub from: ReplicaId,
     /// The requests, oldest first.
     pub requests: Vec<Moved>,
 }
 
-/// Go on with another replica's requests.
+/// Continue another replica's requests.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Adopt(pub Vec<Moved>);
@@ -132,13 +132,13 @@ pub struct Adopt(pub Vec<Moved>);
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct StepDone {
-    /// Which worker.
+    /// The worker.
     pub worker: WorkerId,
     /// What it reports.
     pub result: StepResult,
 }
 
-/// A mask that a step waits for is there.
+/// A mask that a step waits for is ready.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 struct GoOn;
@@ -154,7 +154,7 @@ impl Wake for Wakes {
     }
 }
 
-/// Fail everything and take nothing more.
+/// Fail all requests and accept no more.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct FailAll(pub EngineError);
@@ -163,9 +163,9 @@ pub struct FailAll(pub EngineError);
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct EpochFailed {
-    /// Of which replica.
+    /// The replica.
     pub replica: ReplicaId,
-    /// Which epoch.
+    /// The epoch.
     pub epoch: Epoch,
     /// Why.
     pub reason: String,
@@ -173,14 +173,14 @@ pub struct EpochFailed {
     pub hung: Vec<WorkerId>,
 }
 
-/// Tells the cluster that a rank computes much slower than the others of its replica, or keeps
-/// pace.
+/// Tells the cluster that a rank computes much slower than the others of its replica, or keeps pace
+/// again.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct RankPace {
-    /// Which replica.
+    /// The replica.
     pub replica: ReplicaId,
-    /// In which epoch.
+    /// The epoch.
     pub epoch: Epoch,
     /// The rank's worker.
     pub worker: WorkerId,
@@ -191,7 +191,7 @@ pub struct RankPace {
 }
 
 impl ReplicaActor {
-    /// A replica without ranks.
+    /// Makes a replica without ranks.
     #[must_use]
     pub fn new(
         id: ReplicaId,
@@ -206,7 +206,7 @@ impl ReplicaActor {
         Self { operation: Operation::new(driver, load), outside, clock }
     }
 
-    /// Answers with all requests when no epoch is under way, with none otherwise.
+    /// Answers with all requests if no epoch is under way, otherwise with none.
     fn give_up(&mut self) {
         let requests = self.operation.give_up(self.clock.now(), &mut self.outside);
         self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });

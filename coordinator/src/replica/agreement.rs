@@ -1,30 +1,31 @@
-//! PURE: what the ranks of one epoch say about the same step. They compute it together, so they
-//! must say the same of its tokens; how long each took by itself tells who holds the others up.
+//! PURE: compares what the ranks of one epoch report on the same step. They compute it together, so
+//! they must report the same tokens; how long each took by itself shows which one holds the others
+//! up.
 use std::collections::VecDeque;
 
 use shared::ids::StepId;
 
-/// One rank's word on one step.
+/// One rank's report on one step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Word {
-    /// Of the tokens that the step yielded, as the rank has them.
+    /// Digest of the step's tokens, as the rank has them.
     pub digest: u32,
     /// How long it computed, without waiting for others, in microseconds.
     pub own_us: u64,
 }
 
-/// Steps that some ranks have finished and others not.
+/// Steps that some ranks have finished and others have not.
 #[derive(Debug, Default)]
 pub struct Agreement {
     ranks: usize,
     open: VecDeque<Step>,
-    /// Buffers of steps that are over.
+    /// Buffers of settled steps, for reuse.
     unused: Vec<Vec<Option<Word>>>,
-    /// The last step settled, kept for its memory.
+    /// The last step settled; a field so that its memory is reused.
     settled: Settled,
 }
 
-/// A step, and what each rank says of it.
+/// A step and each rank's report on it.
 #[derive(Debug)]
 struct Step {
     step: StepId,
@@ -34,24 +35,24 @@ struct Step {
 /// A step that all ranks have finished.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Settled {
-    /// Which.
+    /// The step.
     pub step: StepId,
     /// The ranks in the minority; of two equal halves, the one without rank 0.
     pub odd: Vec<usize>,
-    /// By rank, how long it computed by itself, in microseconds.
+    /// Time that each rank computed by itself, in microseconds.
     pub own_us: Vec<u64>,
 }
 
 impl Agreement {
-    /// Another epoch begins, with so many ranks.
+    /// Begins another epoch, with so many ranks.
     pub fn begin(&mut self, ranks: usize) {
         self.ranks = ranks;
         self.unused.clear();
         self.open.clear();
     }
 
-    /// A rank has finished a step. What it says twice counts once. That it is a step which was
-    /// sent, and the rank's next, is for the caller to see to: what is open has no other bound.
+    /// A rank has finished a step. A second report is ignored. The caller ensures that the step was
+    /// sent and is the rank's next: nothing else bounds the number of open steps.
     pub fn say(&mut self, rank: usize, step: StepId, word: Word) {
         let known = self.open.iter().position(|it| it.step == step);
         let index = known.unwrap_or_else(|| {
@@ -66,7 +67,7 @@ impl Agreement {
         }
     }
 
-    /// The oldest open step, once all ranks have finished it.
+    /// Returns the oldest open step, once all ranks have finished it.
     pub fn settle(&mut self) -> Option<&Settled> {
         let whole = |step: &mut Step| step.words.iter().all(Option::is_some);
         let Step { step, words } = self.open.pop_front_if(whole)?;
@@ -83,7 +84,7 @@ impl Agreement {
 
 fn odd<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
     let votes = |digest: u32| said().filter(|it| *it == digest).count();
-    // The first of those with most votes: of as many on both sides, rank 0's.
+    // The first with the most votes: in a tie, rank 0's.
     let most = said().fold(None, |best: Option<(usize, u32)>, digest| match best {
         Some((count, _)) if votes(digest) <= count => best,
         _ => Some((votes(digest), digest)),
@@ -99,7 +100,7 @@ mod tests {
     fn settled(digests: &[u32]) -> Vec<usize> {
         let mut agreement = Agreement::default();
         agreement.begin(digests.len());
-        // In any order; the next step may be under way.
+        // In reverse order; the next step may be under way.
         for (rank, digest) in digests.iter().enumerate().rev() {
             assert_eq!(agreement.settle(), None);
             agreement.say(rank, StepId(7), Word { digest: *digest, own_us: rank as u64 });

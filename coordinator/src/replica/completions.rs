@@ -1,19 +1,18 @@
-//! PURE: how fast a replica gets done with requests, and so when one that finds no place may come
-//! again.
+//! PURE: how fast a replica completes requests, and hence when one that finds no room may retry.
 use std::time::Duration;
 
 use shared::ids::RequestId;
 use shared::mix::mix;
 
-/// Seconds that are looked back.
+/// Length of the window looked at, in seconds.
 const WINDOW_S: u64 = 30;
-/// Nobody is told to wait for longer, nor for less than a second.
+/// Longest wait asked for; the shortest is a second.
 const WAIT_MAX_S: u64 = 60;
 
-/// Requests that ended lately, by second.
+/// Recently ended requests, by second.
 #[derive(Clone, Copy, Debug)]
 pub struct Completions {
-    /// Second of the clock, and how many ended in it.
+    /// Second of the clock, and the number of requests that ended in it.
     seconds: [(u64, u64); WINDOW_S as usize],
 }
 
@@ -24,7 +23,7 @@ impl Default for Completions {
 }
 
 impl Completions {
-    /// A request has ended that had begun to run.
+    /// A request that had begun to run has ended.
     pub fn ended(&mut self, now: Duration) {
         let second = now.as_secs();
         let bucket = &mut self.seconds[(second % WINDOW_S) as usize];
@@ -34,9 +33,9 @@ impl Completions {
         bucket.1 += 1;
     }
 
-    /// Seconds after which a request may be tried again where `waiting` wait: so long as they take
-    /// at the pace of late, from 1 to 60. Requests are told up to a quarter more or less, each its
-    /// own, so that those that were refused together do not come again together.
+    /// Returns the seconds after which a request may retry while `waiting` others wait: as long as
+    /// these take at the recent pace, from 1 to 60. Each request is told up to a quarter more or
+    /// less, so that requests refused together do not retry together.
     #[must_use]
     pub fn retry_after_s(&self, now: Duration, waiting: u64, request: RequestId) -> u32 {
         let now = now.as_secs();
@@ -46,11 +45,11 @@ impl Completions {
             .fold((0, now), |(sum, since), (second, ended)| (sum + ended, since.min(*second)));
         let took = now.saturating_sub(since) + 1;
         let wait = match ended {
-            // Nothing ends: nobody knows.
+            // Nothing ends, so nothing is known.
             0 => WAIT_MAX_S,
             ended => waiting.saturating_mul(took).div_ceil(ended).min(WAIT_MAX_S),
         };
-        // 75 to 125 hundredths.
+        // 75 to 125 percent.
         let share = 75 + mix(request.0, &[WINDOW_S as u32]) % 51;
         (wait * share).div_ceil(100).clamp(1, WAIT_MAX_S) as u32
     }
@@ -64,8 +63,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// Whether many requests are told to wait for so long, each within this range and not all
-    /// alike.
+    /// Whether many requests are told to wait within this range, and not all for equally long.
     fn told(completions: &Completions, now: u64, waiting: u64, range: (u32, u32)) -> bool {
         let told = (0..200).map(|id| completions.retry_after_s(at(now), waiting, RequestId(id)));
         let (least, most) = (told.clone().min().unwrap(), told.max().unwrap());
@@ -84,7 +82,7 @@ mod tests {
         assert!(told(&completions, 119, 80, (6, 10)), "8 s");
         assert!(told(&completions, 119, 1, (1, 2)));
         assert!(told(&completions, 119, 1_000_000, (45, 60)));
-        // The last of them are 29 s ago, the others are forgotten.
+        // The last of them were 29 s ago; the others are forgotten.
         assert!(told(&completions, 148, 10, (23, 38)), "10 in 30 s");
         assert!(told(&completions, 149, 10, (45, 60)), "none in 30 s");
         // A burst after a long rest is a pace of its own.

@@ -1,11 +1,11 @@
-//! Drives one replica's scheduler and carries its effects to where they belong: plans to the ranks,
-//! tokens to the requests' channels, events to the metrics.
+//! Drives one replica's scheduler and carries out its effects: plans go to the ranks, tokens to the
+//! requests' channels, events to the metrics.
 //!
-//! No socket and no clock here; the shell passes the time in and sends the plans.
+//! It has no socket and no clock; the shell passes the time in and sends the plans.
 //!
-//! - `deliver`: what the scheduler decided, carried out
-//! - `leaving`: requests that nobody waits for, and those that hold up everybody
-//! - `moving`: requests that go on at another replica
+//! - `deliver`: carries out what the scheduler decided
+//! - `leaving`: requests that nobody waits for, and requests that hold up everybody
+//! - `moving`: requests that continue at another replica
 mod deliver;
 mod leaving;
 mod moving;
@@ -36,25 +36,24 @@ pub struct DriverLimits {
     pub step_floor: Duration,
     /// Requests fail when no epoch has been under way for so long.
     pub unavailable_timeout: Duration,
-    /// Requests fail that have waited for their first step for so long, if there is a bound.
+    /// Requests fail when they have waited for their first step for this long, if there is a bound.
     pub max_queue_wait: Option<Duration>,
 }
 
-/// A request this replica has accepted and not ended.
+/// A request that this replica has accepted and not ended.
 #[derive(Debug)]
 struct Live {
     events: EventSender,
     reading: Reading,
     track: RequestTrack,
     summary: RequestSummary,
-    /// Whether any choice so far ended by length: the request then counts as such.
+    /// Whether any choice ended by length: the whole request then counts as such.
     by_length: bool,
-    /// Since when no epoch has been under way where it is or was, unless one is.
+    /// Since when no epoch has been under way at its replica; meaningless while one is.
     waits_since: Duration,
-    /// When it came to the server, as long as it has been in no step, here or at a coordinator
-    /// before this one.
+    /// When it reached the server, if it has not been in a step, here or at an earlier coordinator.
     unscheduled_since: Option<Duration>,
-    /// It has been in a step of this coordinator's.
+    /// Whether it has been in a step of this coordinator.
     has_run: bool,
 }
 
@@ -78,13 +77,12 @@ pub struct ReplicaDriver {
     observer: Observer,
     limits: DriverLimits,
     live: IdMap<RequestId, Live>,
-    /// Stop checks of the sequences whose request has stop strings.
+    /// Stop checks of sequences whose requests have stop strings.
     stop_checks: IdMap<SeqId, Box<dyn StopCheck>>,
     effects: Vec<Effect>,
     /// Requests whose client is gone, found while events were delivered.
     gone: Vec<RequestId>,
-    /// For how long masks have been waited for that are not there, and when that was last looked
-    /// at.
+    /// For how long each pending mask has been waited for, and when that was last updated.
     masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// The steps in flight, oldest first.
@@ -101,7 +99,7 @@ pub struct ReplicaDriver {
 }
 
 impl ReplicaDriver {
-    /// A replica without an epoch.
+    /// Makes a replica without an epoch.
     #[must_use]
     pub fn new(
         now: Duration,
@@ -131,12 +129,12 @@ impl ReplicaDriver {
         }
     }
 
-    /// What wakes this may let masks be sent.
+    /// Sets the waker that is woken when masks may be ready.
     pub fn wake_with(&mut self, waker: Waker) {
         self.scheduler.wake_with(waker);
     }
 
-    /// Requests accepted and not ended.
+    /// Number of requests accepted and not ended.
     #[must_use]
     pub fn num_requests(&self) -> usize {
         self.live.len()
@@ -160,7 +158,7 @@ impl ReplicaDriver {
         self.scheduler.last_step()
     }
 
-    /// Takes a request, or tells it at once why not.
+    /// Takes a request, or reports at once why not.
     pub fn submit(&mut self, now: Duration, mut request: GenerateRequest, events: EventSender) {
         let id = request.id;
         let stop_checks = std::mem::take(&mut request.stop_checks);
@@ -222,18 +220,18 @@ impl ReplicaDriver {
         }
     }
 
-    /// When a request that does not run may be tried again, in seconds.
+    /// Returns the seconds after which a request that does not run may retry.
     fn retry_after_s(&self, now: Duration, id: RequestId) -> u32 {
         let waiting = u64::from(self.scheduler.gauges().waiting);
         self.completions.retry_after_s(now, waiting, id)
     }
 
-    /// Frees everything a request holds: at once where it has run here, at the next tick where it
-    /// waits for its first step here. Unknown requests are ignored.
+    /// Frees everything a request holds: at once if it has run here, at the next tick if it waits
+    /// for its first step here. Unknown requests are ignored.
     pub fn cancel(&mut self, now: Duration, id: RequestId) {
         let Some(live) = self.live.get(&id) else { return };
         if !live.has_run {
-            // Each takes a pass over the queue, or all of them one together.
+            // Removing one takes a pass over the queue; one pass removes all of them together.
             self.gone.push(id);
             return;
         }
@@ -241,8 +239,8 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// The ranks are formed: steps can run. Returns the requests that their KV cache could never
-    /// hold, which other replicas' may.
+    /// The ranks are formed: steps can run. Returns requests that their KV cache can never hold;
+    /// another replica's may.
     pub fn ready(
         &mut self,
         now: Duration,
@@ -268,7 +266,7 @@ impl ReplicaDriver {
         moved
     }
 
-    /// The epoch is over; its requests wait for the next with their accepted tokens.
+    /// The epoch is over; its requests wait for the next one, keeping their accepted tokens.
     pub fn lost(&mut self, now: Duration, end: EpochEnd) {
         if self.epoch.take().is_none() {
             return;
@@ -322,7 +320,7 @@ impl ReplicaDriver {
         known
     }
 
-    /// Fills `plan` with a step that computes nothing: a sign of life of every rank.
+    /// Fills `plan` with a step that computes nothing: a sign of life from every rank.
     pub fn canary(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.canary(plan);
         if planned {
@@ -357,12 +355,12 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// A result came that counts for nothing.
+    /// A result arrived that does not count.
     pub fn fenced(&mut self) {
         self.observer.record().fenced_frames(1);
     }
 
-    /// The ranks of a step did not say the same of its tokens.
+    /// The ranks of a step did not report the same tokens.
     pub fn ranks_disagreed(&mut self) {
         self.observer.record().ranks_disagreed(self.id);
     }

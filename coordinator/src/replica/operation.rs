@@ -1,6 +1,6 @@
-//! PURE: what a replica in operation does with what it is told: drives its scheduler, knows which
-//! rank has finished what, gives signs of life, ends epochs that hang. Plans and ends of epochs go
-//! out through [`Outside`]; the shell is [`super::actor`].
+//! PURE: one replica in operation: drives its scheduler, tracks which rank has finished what,
+//! checks for life, ends epochs that hang. Plans and ends of epochs go out through [`Outside`]; the
+//! shell is [`super::actor`].
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -18,20 +18,20 @@ use crate::cluster::orphanage::Surplus;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
 
-/// How often waits and lost clients are looked at: the shell calls [`Operation::tick`] so often.
+/// Interval at which the shell calls [`Operation::tick`], which checks waits and lost clients.
 pub const TICK: Duration = Duration::from_millis(50);
 /// An idle replica runs an empty step this often, so that readiness means something.
 const CANARY_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What others may know of a replica without asking it.
+/// What others can read of a replica without asking it.
 #[derive(Debug, Default)]
 pub struct ReplicaLoad {
     /// Requests accepted and not finished.
     pub in_flight: AtomicU32,
     /// When all ranks last finished a step of this epoch, in milliseconds of the process's clock; 0
-    /// is never.
+    /// means never.
     pub last_step_ms: AtomicU64,
-    /// Until when the oldest step in flight may take, in the same way; 0 while there is none.
+    /// Until when the oldest step in flight may take, likewise; 0 while there is none.
     pub steps_until_ms: AtomicU64,
     /// Whether one of its ranks is silent.
     pub doubtful: AtomicBool,
@@ -41,8 +41,8 @@ pub struct ReplicaLoad {
 const FRESH: Duration = Duration::from_secs(5);
 
 impl ReplicaLoad {
-    /// Whether all ranks finished a step lately, or one after such a step takes long, as prompts on
-    /// slow processors do, and not longer than steps may, while every rank is heard of.
+    /// Whether all ranks finished a step recently, or have finished one and the next is within its
+    /// time limit (prompts take long on slow processors) while no rank is silent.
     #[must_use]
     pub fn is_ready(&self, now: Duration) -> bool {
         let at = |ms: &AtomicU64| Duration::from_millis(ms.load(Ordering::Relaxed));
@@ -52,12 +52,12 @@ impl ReplicaLoad {
     }
 }
 
-/// As others read it: 0 is left for what is not there.
+/// A time as others read it: 0 is reserved for none.
 fn in_ms(at: Duration) -> u64 {
     u64::try_from(at.as_millis()).unwrap_or(u64::MAX).max(1)
 }
 
-/// The way out of a replica.
+/// Where a replica's messages go.
 pub trait Outside {
     /// Sends one plan, or one step's masks, to every rank of the epoch.
     ///
@@ -81,12 +81,12 @@ pub struct Operation {
     plan: StepPlan,
     masks: StepMasks,
     load: Arc<ReplicaLoad>,
-    /// What the ranks say of the same steps.
+    /// What the ranks report on the same steps.
     agreement: Agreement,
     /// They said different things, or what none can say, or nothing for too long: nothing more of
     /// this epoch counts.
     over: bool,
-    /// Rank 0's results that are not accepted yet, oldest first.
+    /// Rank 0's results not yet accepted, oldest first.
     held: VecDeque<StepResult>,
     stragglers: Stragglers,
     /// When a step was last sent in this epoch.
@@ -102,7 +102,7 @@ struct Rank {
 }
 
 impl Operation {
-    /// A replica without ranks.
+    /// Makes a replica without ranks.
     #[must_use]
     pub fn new(driver: ReplicaDriver, load: Arc<ReplicaLoad>) -> Self {
         Self {
@@ -126,12 +126,12 @@ impl Operation {
         self.epoch
     }
 
-    /// When this is woken, the shell shall call [`Operation::go_on`].
+    /// Sets the waker upon which the shell must call [`Operation::go_on`].
     pub fn wake_with(&mut self, waker: Waker) {
         self.driver.wake_with(waker);
     }
 
-    /// What steps have waited for may be there.
+    /// What steps have waited for may be ready.
     pub fn go_on(&mut self, now: Duration, outside: &mut impl Outside) {
         self.drive(now, outside);
     }
@@ -154,8 +154,8 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// The replica's ranks are formed: `workers`, in rank order. Returns the requests that they
-    /// could never hold, for other replicas.
+    /// The replica's ranks are formed: `workers`, in rank order. Returns requests that they can
+    /// never hold, for other replicas.
     #[allow(clippy::too_many_arguments, reason = "what a replica has, and its outside")]
     pub fn ready(
         &mut self,
@@ -202,14 +202,14 @@ impl Operation {
         self.driver.removed();
     }
 
-    /// Gives up all requests when no epoch is under way, none otherwise.
+    /// Gives up all requests if no epoch is under way, otherwise none.
     pub fn give_up(&mut self, now: Duration, outside: &mut impl Outside) -> Vec<Moved> {
         let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
         self.drive(now, outside);
         requests
     }
 
-    /// Gives up requests that have not run, for a replica with fewer to go on with.
+    /// Gives up requests that have not run, for a replica with fewer to continue.
     pub fn share(
         &mut self,
         now: Duration,
@@ -221,7 +221,7 @@ impl Operation {
         requests
     }
 
-    /// Goes on with another replica's requests, before its own that wait.
+    /// Continues another replica's requests, before its own waiting ones unless they were shared.
     pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
         self.driver.adopt(now, requests);
         self.drive(now, outside);
@@ -241,12 +241,12 @@ impl Operation {
         let Some(index) = self.ranks.iter().position(|rank| rank.worker == worker) else { return };
         let done = self.ranks[index].done;
         if self.over || result.step <= done {
-            // A step is done once, whatever else a rank says.
+            // Each rank finishes a step once; anything more is fenced.
             return self.driver.fenced();
         }
         if result.step > self.driver.last_step() || result.step.0 - done.0 > 1 {
             self.over = true;
-            let reason = format!("{worker} answers {} behind {done}", result.step);
+            let reason = format!("{worker} answered {} after {done}", result.step);
             return self.end_epoch(reason, outside);
         }
         self.ranks[index].done = result.step;
@@ -289,7 +289,7 @@ impl Operation {
                 outside.end_epoch(epoch, reason, slow);
             }
         }
-        // A step under way is itself a sign of life, and what is sent behind it only queues up.
+        // A step under way is a sign of life itself; anything sent after it would only queue up.
         let quiet = !self.driver.is_stepping()
             && self.last_step_sent.is_none_or(|sent| now.saturating_sub(sent) >= CANARY_INTERVAL);
         if self.epoch.is_some() && quiet && self.driver.canary(now, &mut self.plan) {
@@ -298,14 +298,14 @@ impl Operation {
         self.drive(now, outside);
     }
 
-    /// Sends masks that are known, for which ranks wait, and the steps that can run now: up to two
-    /// are in flight.
+    /// Sends masks that are known, since ranks wait for them, and the steps that can run now: up to
+    /// two are in flight.
     fn drive(&mut self, now: Duration, outside: &mut impl Outside) {
         self.send_masks(now, outside);
         while self.epoch.is_some() && self.driver.next_plan(now, &mut self.plan) {
             self.send_plan(now, outside);
         }
-        // Of what was planned, and of what was preempted for it.
+        // Masks of what was just planned, and of what preemption changed.
         self.send_masks(now, outside);
         let in_flight = u32::try_from(self.driver.num_requests()).unwrap_or(u32::MAX);
         self.load.in_flight.store(in_flight, Ordering::Relaxed);
@@ -318,7 +318,7 @@ impl Operation {
         self.last_step_sent = Some(now);
         let message = ToWorker::Step(std::mem::take(&mut self.plan));
         let sent = outside.send(epoch, &message);
-        // The plan's buffers are used again.
+        // Reuses the plan's buffers.
         if let ToWorker::Step(plan) = message {
             self.plan = plan;
         }
@@ -333,7 +333,7 @@ impl Operation {
         {
             let message = ToWorker::Masks(std::mem::take(&mut self.masks));
             let sent = outside.send(epoch, &message);
-            // The list is used again.
+            // Reuses the list.
             if let ToWorker::Masks(masks) = message {
                 self.masks = masks;
             }
@@ -343,7 +343,7 @@ impl Operation {
         }
     }
 
-    /// Notes what a rank says of a step, and looks at the steps that all have finished.
+    /// Notes a rank's report on a step, and checks the steps that all ranks have finished.
     fn note(
         &mut self,
         now: Duration,
@@ -376,8 +376,8 @@ impl Operation {
         }
     }
 
-    /// Accepts rank 0's results, as far as the steps before them are agreed on: what a step yields
-    /// depends on the tokens that every rank has of the one before.
+    /// Accepts rank 0's results as far as all ranks have finished the steps before: a step depends
+    /// on the tokens that every rank has of the one before.
     fn apply_agreed(&mut self, now: Duration, outside: &mut impl Outside) {
         let mut applied = false;
         while !self.over

@@ -1,16 +1,16 @@
-//! PURE: finds ranks that compute much slower than the others of their replica, for long: all ranks
-//! of a step wait for the slowest, so one such rank makes its whole replica slow.
+//! PURE: finds ranks that compute much slower than the others of their replica for long. All ranks
+//! of a step wait for the slowest, so one such rank slows its whole replica down.
 use std::time::Duration;
 
-/// Steps of so long are judged together.
+/// Steps over this long are judged together.
 const WINDOW: Duration = Duration::from_secs(5);
-/// So many windows in a row say the same before it counts: 30 s.
+/// This many windows in a row must agree before it counts: 30 s.
 const WINDOWS: i32 = 6;
-/// Fewer steps say nothing: where they take long, so does a window.
+/// A window lasts until it has this many steps: fewer say nothing.
 const STEPS_MIN: u64 = 3;
-/// A rank is slow in a window when it computes longer than this many times what the others do.
+/// A rank is slow in a window if it computes longer than this many times the others' median.
 const FACTOR: u64 = 3;
-/// Steps that take less than this on average, in microseconds, say nothing: an idle replica's.
+/// Average step time, in microseconds, below which a window says nothing: an idle replica's.
 const NOTHING_US: u64 = 200;
 
 /// The pace of the ranks of one epoch.
@@ -18,27 +18,27 @@ const NOTHING_US: u64 = 200;
 pub struct Stragglers {
     began: Option<Duration>,
     steps: u64,
-    /// By rank: microseconds of computing in this window.
+    /// Microseconds of computing in this window, by rank.
     sums: Vec<u64>,
-    /// By rank: windows in a row in which it was slow, or, below zero, in which it was not.
+    /// Windows in a row in which a rank was slow or, if negative, was not, by rank.
     rows: Vec<i32>,
-    /// Of the other ranks, when one is judged.
+    /// Sums of the other ranks while one is judged; reused.
     others: Vec<u64>,
 }
 
 /// A rank was slow for long, or was not for as long.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Pace {
-    /// Which rank.
+    /// The rank.
     pub rank: usize,
-    /// Whether it is slow. Said again with each window as long as it is.
+    /// Whether it is slow; repeated with each window while it is.
     pub slow: bool,
-    /// How many times as long as the others it computed, in the last window.
+    /// How many times as long as the others it computed in the last window.
     pub times: f64,
 }
 
 impl Stragglers {
-    /// Another epoch begins, with so many ranks.
+    /// Begins another epoch, with so many ranks.
     pub fn begin(&mut self, ranks: usize) {
         self.rows = vec![0; ranks];
         self.next_window();
@@ -51,7 +51,7 @@ impl Stragglers {
         self.sums.resize(self.rows.len(), 0);
     }
 
-    /// All ranks have finished a step: how long each computed by itself, in microseconds.
+    /// All ranks have finished a step; `own_us` is how long each computed by itself.
     pub fn step(&mut self, now: Duration, own_us: &[u64]) -> Vec<Pace> {
         self.steps += 1;
         for (sum, own) in self.sums.iter_mut().zip(own_us) {
@@ -107,8 +107,8 @@ impl Stragglers {
 mod tests {
     use super::*;
 
-    /// Runs for `seconds` with a step each 100 ms; `own` tells each rank's time. Returns when who
-    /// was found to be what.
+    /// Runs for `seconds` with a step every 100 ms; `own` gives each rank's time. Returns the
+    /// verdicts: second, rank, whether slow.
     fn run(seconds: u64, ranks: usize, own: impl Fn(u64, usize) -> u64) -> Vec<(u64, usize, bool)> {
         let mut stragglers = Stragglers::default();
         stragglers.begin(ranks);

@@ -1,4 +1,4 @@
-//! PURE: what a step's answer changes: tokens that count, sequences that end.
+//! PURE: what a step's answer changes: accepted tokens, finished sequences.
 use std::iter::Copied;
 use std::{slice, vec};
 
@@ -13,13 +13,13 @@ use crate::engine::{EngineError, FinishReason, GuideEnd, Guided};
 /// An answer that does not belong to the oldest step in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApplyError {
-    /// It is of another epoch.
+    /// It belongs to another epoch.
     #[error("{got} is not the present epoch")]
     StaleEpoch {
         /// The answer's epoch.
         got: Epoch,
     },
-    /// It is of another step.
+    /// It belongs to another step.
     #[error("{got} is not the oldest step in flight")]
     UnexpectedStep {
         /// The answer's step.
@@ -27,29 +27,29 @@ pub enum ApplyError {
     },
 }
 
-/// An answer that is taken entry by entry.
+/// An answer, consumed entry by entry.
 struct Answer<'a> {
     outputs: vec::IntoIter<SequenceOutput>,
-    /// How many tokens a draft model drafted, for each entry that asked.
+    /// Number of tokens a draft model drafted, for each entry that asked.
     drafted: Copied<slice::Iter<'a, u32>>,
-    /// Its masks were not sent.
+    /// The step's masks were not sent.
     owes_masks: bool,
 }
 
 impl Answer<'_> {
-    /// The next output, if it is of this sequence.
+    /// Returns the next output if it belongs to this sequence.
     fn next_of(&mut self, seq: SeqId) -> Option<SequenceOutput> {
         let is_of = self.outputs.as_slice().first().is_some_and(|output| output.seq == seq);
         if is_of { self.outputs.next() } else { None }
     }
 
-    /// What a draft model drafted for the next sequence that asked.
+    /// Returns what a draft model drafted for the next sequence that asked.
     fn drafts_of(&mut self, seq: SeqId) -> Option<Vec<u32>> {
         drafts_of(self.drafted.next(), seq, self.outputs.as_slice())
     }
 }
 
-/// What came of one entry, or of all, in tokens.
+/// Token counts of one entry or of a whole answer.
 #[derive(Clone, Copy, Debug, Default)]
 struct Outcome {
     generated: u32,
@@ -57,8 +57,8 @@ struct Outcome {
     wasted: u32,
 }
 
-/// The drafts of the step that is answered. `drafted` is what a draft model drafted: without it, or
-/// with more than was asked for, nobody knows what the sequence's tokens stand behind.
+/// Takes the drafts that this answer verifies. `drafted` is what a draft model drafted. Returns
+/// `None` if that is missing or longer than asked for: then it is unknown what the outputs follow.
 fn take_drafts(seq: &mut Sequence, drafted: Option<Vec<u32>>) -> Option<Vec<u32>> {
     match std::mem::replace(&mut seq.drafts, Drafts::none()) {
         Drafts::Known(tokens) => Some(tokens),
@@ -66,12 +66,12 @@ fn take_drafts(seq: &mut Sequence, drafted: Option<Vec<u32>>) -> Option<Vec<u32>
     }
 }
 
-/// How an accepted token ends its sequence, if it does: `is_end` says that it is an end token,
-/// `stops` that it completes a stop string, both where the sequence may end; `guided` asks the
-/// guide, only if neither does; `full` says that there is room for no other.
+/// Returns how an accepted token ends its sequence, if it does. `is_end`: it is an end token;
+/// `stops`: it completes a stop string; both are false where the sequence may not end yet. `guided`
+/// asks the guide and is called only if neither holds. `full`: there is no room for another token.
 ///
 /// # Errors
-/// When the guide cannot go on.
+/// If the guide cannot go on.
 pub fn end_of(
     token: u32,
     is_end: bool,
@@ -92,12 +92,12 @@ pub fn end_of(
     }
 }
 
-/// Told of every accepted token; returns true when it completes a stop string.
+/// Called with every accepted token; returns whether it completes a stop string.
 pub type Stopped<'a> = &'a mut dyn FnMut(SeqId, u32) -> bool;
 
 impl Scheduler {
-    /// Takes the answer of the oldest step in flight; `drafted` is how many tokens a draft model
-    /// drafted for each sequence that it was asked to draft for.
+    /// Takes the answer to the oldest step in flight. `drafted` has the number of tokens drafted
+    /// for each sequence that a draft model was asked to draft for.
     ///
     /// # Errors
     /// [`ApplyError`]; nothing has changed then.
@@ -149,7 +149,7 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Takes what an answer has of one entry.
+    /// Takes an answer's outputs for one entry.
     fn take_entry(
         &mut self,
         entry: &plan::Entry,
@@ -167,7 +167,7 @@ impl Scheduler {
                 seq.suspicion = 0;
             }
             let drafts = if entry.verifies { take_drafts(seq, drafted) } else { Some(Vec::new()) };
-            // It was sampled before anybody knew what was allowed.
+            // It was sampled before its mask was known.
             let is_rushed = entry.masked && answer.owes_masks;
             let (token, request) = (output.as_ref().and_then(|output| output.token), seq.request);
             match drafts.filter(|_| !is_rushed) {
@@ -180,7 +180,7 @@ impl Scheduler {
                 None => self.end_request(request, Some(EngineError::Corrupted), effects),
             }
         }
-        // More than one where drafts were verified; what the sequence did not live to see is
+        // There is more than one where drafts were verified; those after the sequence's end are
         // ignored.
         while let Some(output) = output.take().or_else(|| answer.next_of(entry.seq)) {
             let token = output.token;
@@ -208,7 +208,8 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return false };
         let request = seq.request;
         let Some(mut output) = output else {
-            // Nothing was asked for, or a rank kept back what was: only the former is no error.
+            // Either nothing was asked for or a rank withheld the output: only the latter is an
+            // error.
             if samples {
                 self.end_request(request, Some(EngineError::Corrupted), effects);
             } else {
@@ -217,7 +218,7 @@ impl Scheduler {
             return false;
         };
         if output.corrupted {
-            // Nobody else shall begin behind what made it so.
+            // No other sequence may reuse these blocks.
             self.blocks.forget(&seq.blocks);
             self.blocks.forget(seq.swapped.as_ref().map_or(&[], |swapped| &swapped.was));
         }
@@ -226,7 +227,7 @@ impl Scheduler {
             return false;
         }
         if !seq.prompt_logprobs_done {
-            // The prompt's first token has none. One that is missing would shift all behind it.
+            // The prompt's first token has none. A missing one would shift all that follow.
             let due = seq.prompt_logprobs.len() + 1;
             let fits = output.prompt_logprobs.is_empty() || output.prompt_start as usize == due;
             seq.prompt_logprobs.append(&mut output.prompt_logprobs);
@@ -279,7 +280,7 @@ impl Scheduler {
         let Some(owner) = self.requests.get(&request) else { return };
         let ends = may_end && owner.end_tokens.contains(&token);
         effects.push(Effect::Token { request, choice, token, logprobs });
-        // The check sees every token, also one that ends the sequence otherwise.
+        // The callback sees every token, even one that ends the sequence for another reason.
         let stops = stopped(id, token) && may_end;
         let guided = || seq.guide.as_mut().map(|guide| guide.accept(token));
         match end_of(token, ends, stops, guided, full) {
@@ -289,7 +290,7 @@ impl Scheduler {
         }
     }
 
-    /// Ends a sequence that wanted no token once its prompt is computed.
+    /// Ends a sequence that asked for no tokens once its prompt is computed.
     fn finish_prefill_only(&mut self, slot: usize, effects: &mut Vec<Effect>) {
         let Some(seq) = &self.sequences[slot] else { return };
         let (request, pools) = (seq.request, seq.sampling.pooling.is_some());
@@ -299,7 +300,7 @@ impl Scheduler {
             return;
         }
         if pools {
-            // The embedding comes with the last share of its prompt: a rank kept it back.
+            // The embedding comes with the last share of the prompt: a rank withheld it.
             return self.end_request(request, Some(EngineError::Corrupted), effects);
         }
         self.finish(slot, FinishReason::Length, effects);

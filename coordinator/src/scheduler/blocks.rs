@@ -1,10 +1,10 @@
-//! PURE: which KV blocks are free, and what the others hold. Mechanism only; who gets them is the
-//! scheduler's business.
+//! PURE: which KV blocks are free, and what the others hold. Mechanism only: the scheduler decides
+//! who gets them.
 //!
-//! A full block can be found again by what it holds: by its tokens and all before them. Such a
-//! block may belong to several sequences, and stays findable when nobody has it any more, until it
-//! is taken for something else: free blocks that hold nothing first, then the one that nobody has
-//! had for longest. What a block holds is compared token by token, never by a hash alone.
+//! A full block can be found by its content: its tokens and all tokens before them. Several
+//! sequences can share such a block, and it stays findable after the last of them gives it back,
+//! until it is reused. Free blocks without content are reused first, then the least recently used
+//! one. Content is compared token by token, never by hash alone.
 use std::collections::HashMap;
 
 use shared::ids::BlockId;
@@ -16,25 +16,25 @@ const NONE: u32 = u32::MAX;
 /// What comes before a block's tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Prefix {
-    /// Nothing. Sequences of different salts, or adapters, never find each other's blocks.
+    /// Nothing. Sequences with different salts or adapters never share blocks.
     Start {
         /// The salt.
         salt: u64,
-        /// The adapter, which makes other K and V of the same tokens.
+        /// The adapter, which changes the K and V of the same tokens.
         adapter: u32,
     },
-    /// What an earlier block of the same sequence holds, by the name it was kept under.
+    /// The content of the sequence's previous block, by the name it was kept under.
     Kept(u64),
 }
 
-/// A block found.
+/// A block found by its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// Which.
+    /// Its id.
     pub block: BlockId,
     /// What comes before the next block's tokens.
     pub prefix: Prefix,
-    /// Nobody has it at present.
+    /// Whether no sequence uses it at present.
     pub is_free: bool,
 }
 
@@ -43,13 +43,13 @@ pub struct Found {
 pub struct BlockPool {
     blocks: Vec<Block>,
     block_size: usize,
-    /// The tokens that kept blocks hold, `block_size` for each block.
+    /// Tokens of the kept blocks, `block_size` for each block.
     tokens: Vec<u32>,
-    /// Kept blocks by a hash of what they hold; one each, the others of that hash are not kept.
+    /// Kept blocks by content hash: one block per hash, others with the same hash are not kept.
     kept: HashMap<u64, u32>,
-    /// The name of the last block kept: never used twice.
+    /// Name of the last block kept; names are never reused.
     last_name: u64,
-    /// The free blocks, a list through `blocks`: taken from the front.
+    /// The free blocks: a list through `blocks`, taken from the front.
     front: u32,
     back: u32,
     num_free: u32,
@@ -58,9 +58,9 @@ pub struct BlockPool {
 
 #[derive(Clone, Debug)]
 struct Block {
-    /// Sequences that have it.
+    /// Number of sequences that use it.
     users: u32,
-    /// What it holds, once it is full and can be found.
+    /// Its content, once it is full and findable.
     holds: Option<Holds>,
     /// Neighbours in the list of free blocks.
     before: u32,
@@ -75,7 +75,7 @@ struct Holds {
 }
 
 impl BlockPool {
-    /// All of `total` blocks are free and hold nothing.
+    /// Creates a pool whose `total` blocks are all free and hold nothing.
     #[must_use]
     pub fn new(total: u32, block_size: u32) -> Self {
         let block = Block { users: 0, holds: None, before: NONE, behind: NONE };
@@ -95,33 +95,33 @@ impl BlockPool {
         pool
     }
 
-    /// Blocks there are.
+    /// Total number of blocks.
     #[must_use]
     pub fn total(&self) -> u32 {
         self.blocks.len() as u32
     }
 
-    /// Blocks nobody has.
+    /// Number of free blocks.
     #[must_use]
     pub fn num_free(&self) -> u32 {
         self.num_free
     }
 
-    /// Blocks somebody has.
+    /// Number of blocks in use.
     #[must_use]
     pub fn num_used(&self) -> u32 {
         self.total() - self.num_free
     }
 
-    /// How often a block became findable, or one that nobody had was shared. Of what a sequence
-    /// finds here, each of these changes one block at most: a block behind it goes by the name of
-    /// the one before, which is new with each.
+    /// Number of times a block became findable or a free block was shared. Each time changes at
+    /// most one block of what a sequence finds here: blocks after it refer to it by its name, which
+    /// is new each time.
     #[must_use]
     pub fn gains(&self) -> u64 {
         self.gains
     }
 
-    /// Takes a free block; what it held cannot be found any more.
+    /// Takes a free block; its content is no longer findable.
     pub fn take(&mut self) -> Option<BlockId> {
         let block = self.front;
         if block == NONE {
@@ -136,7 +136,7 @@ impl BlockPool {
         Some(BlockId(block))
     }
 
-    /// Takes a block that was found, as one of its users.
+    /// Adds a user to a block that was found.
     pub fn share(&mut self, block: BlockId) {
         if self.blocks[block.0 as usize].users == 0 {
             self.unlink(block.0);
@@ -145,10 +145,10 @@ impl BlockPool {
         self.blocks[block.0 as usize].users += 1;
     }
 
-    /// Gives blocks back; `blocks` is empty then, with its capacity kept.
+    /// Gives blocks back, leaving `blocks` empty with its capacity.
     pub fn give_back(&mut self, blocks: &mut Vec<BlockId>) {
-        // In reverse: a block table given back whole is handed out in order again, and the end of
-        // a sequence is forgotten before its beginning, which more may share.
+        // In reverse: a block table given back whole is handed out in order again, and the end of a
+        // sequence is reused before its beginning, which more sequences may share.
         for BlockId(id) in blocks.drain(..).rev() {
             let Some(block) = self.blocks.get_mut(id as usize) else { continue };
             debug_assert!(block.users > 0, "a block was given back twice");
@@ -161,8 +161,8 @@ impl BlockPool {
         }
     }
 
-    /// Lets a full block be found by what it holds. Returns what comes before the next block's
-    /// tokens. Where another block holds the same, that one is found.
+    /// Makes a full block findable by its content. Returns the prefix of the next block. If another
+    /// block already has the same content, that one stays findable instead.
     pub fn keep(&mut self, block: BlockId, prefix: Prefix, tokens: &[u32]) -> Prefix {
         let hash = hash(prefix, tokens);
         if let Some(found) = self.find_hashed(hash, prefix, tokens) {
@@ -184,7 +184,7 @@ impl BlockPool {
         Prefix::Kept(name)
     }
 
-    /// What these blocks hold cannot be found any more, nor what others hold behind it.
+    /// Makes these blocks unfindable, and thereby all blocks that follow them.
     pub fn forget(&mut self, blocks: &[BlockId]) {
         for BlockId(id) in blocks {
             let holds = self.blocks.get_mut(*id as usize).and_then(|block| block.holds.take());
@@ -194,7 +194,7 @@ impl BlockPool {
         }
     }
 
-    /// The block that holds these tokens after that prefix.
+    /// Finds the block that holds these tokens after that prefix.
     #[must_use]
     pub fn find(&self, prefix: Prefix, tokens: &[u32]) -> Option<Found> {
         self.find_hashed(hash(prefix, tokens), prefix, tokens)
@@ -293,7 +293,7 @@ mod tests {
         pool.keep(table[1], first, &[2]);
         pool.forget(&table[..1]);
         assert!(pool.find(START, &[1]).is_none());
-        // The same tokens computed anew are another block: what was behind the old one stays lost.
+        // The same tokens computed again are another block: what followed the old one stays lost.
         let again = pool.take().unwrap();
         let prefix = pool.keep(again, START, &[1]);
         assert_eq!(pool.find(START, &[1]).map(|found| found.block), Some(again));
@@ -309,20 +309,20 @@ mod tests {
         let block = pool.take().unwrap();
         pool.keep(block, START, &[7]);
         let same = hash(START, &[7]);
-        // Another content that is looked up under the same hash.
+        // Other content under the same hash.
         pool.tokens[block.0 as usize] = 8;
         assert!(pool.kept.contains_key(&same) && pool.find(START, &[7]).is_none());
     }
 
     proptest! {
-        /// Against a list of all free blocks, and a map from whole prefixes to blocks.
+        /// Compares with a list of all free blocks and a map from whole prefixes to blocks.
         #[test]
         fn it_agrees_with_a_naive_pool(ops in prop::collection::vec((0u8..5, 0usize..64), 1..200)) {
             let mut pool = BlockPool::new(6, 1);
             let mut free: VecDeque<u32> = (0..6).collect();
             let mut users: BTreeMap<u32, u32> = BTreeMap::new();
             let mut kept: BTreeMap<Vec<u32>, u32> = BTreeMap::new();
-            // Sequences: their tokens, blocks and what comes next.
+            // Sequences: their tokens, blocks and next prefix.
             let mut held: Vec<(Vec<u32>, Vec<BlockId>, Prefix)> = Vec::new();
             for (op, pick) in ops {
                 let index = pick % held.len().max(1);

@@ -1,31 +1,31 @@
 //! The scheduler's bounds.
 use super::{Speculation, weight};
 
-/// What bounds one replica's scheduler.
+/// Bounds of one replica's scheduler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SchedulerConfig {
     /// Tokens per KV block.
     pub block_size: u32,
     /// Longest sequence (prompt and output together), in tokens.
     pub max_model_len: u32,
-    /// Most sequences in one step, and most admitted at a time.
+    /// Maximum number of sequences in one step, and of sequences admitted at a time.
     pub max_num_seqs: u32,
-    /// Most tokens computed in one step.
+    /// Maximum number of tokens computed in one step.
     pub max_num_batched_tokens: u32,
-    /// Most requests waiting for their first step; choices and prompts have bounds that follow from
-    /// it.
+    /// Maximum number of requests waiting for their first step; the bounds on choices and prompts
+    /// follow from it.
     pub max_queued_requests: u32,
-    /// Steps sent and not yet answered: 2 keeps the workers one step ahead.
+    /// Maximum number of steps sent and not yet answered: 2 keeps the workers one step ahead.
     pub max_steps_in_flight: u32,
-    /// Whether a sequence begins behind what the KV cache still has of its tokens.
+    /// Whether a sequence reuses the KV blocks that the cache still has of its prefix.
     pub prefix_caching: bool,
-    /// Numbers of an embedding: the model's hidden size; 0 where it is not known.
+    /// Length of an embedding: the model's hidden size, or 0 if unknown.
     pub hidden_size: u32,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
 }
 
-/// Bounds that cannot hold together.
+/// Conflicting bounds.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct ConfigError(pub(super) String);
@@ -60,7 +60,7 @@ impl SchedulerConfig {
         weight::check(self)
     }
 
-    /// Blocks that hold `tokens` tokens.
+    /// Number of blocks that hold `tokens` tokens.
     #[must_use]
     pub fn blocks_for(&self, tokens: u32) -> u32 {
         tokens.div_ceil(self.block_size)

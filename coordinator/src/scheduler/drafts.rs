@@ -1,4 +1,4 @@
-//! PURE: who drafts tokens in the next step, and what comes of it.
+//! PURE: which sequences draft tokens in the next step, and what becomes of their drafts.
 use shared::ids::SeqId;
 use shared::protocol::{Drafts, SequenceOutput};
 
@@ -9,36 +9,36 @@ use super::speculation::{Method, Speculation, TOKENS_MAX};
 use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
 
-/// Bytes of all sequences' indices together: one that finds no room drafts nothing until others are
-/// done.
+/// Maximum bytes of all sequences' indices together. A sequence whose index does not fit drafts
+/// nothing until others are done.
 const INDICES_MAX: usize = 256 << 20;
 
-/// Drafted tokens that a sequence waits for, if drafts may be as long. One gives two tokens at
-/// best, and takes two steps where others stay one ahead: that is what the sequence gets without.
+/// Shortest draft worth waiting for, if drafts may be that long. A draft of one token yields two
+/// tokens at best in two steps, since its sequence is not planned ahead: no gain.
 const WORTH_WAITING: u32 = 2;
 
-/// A sequence's answer of which a part was taken.
+/// Progress in verifying one sequence's drafts.
 #[derive(Debug, Default)]
 pub(super) struct Verifying {
-    /// What was drafted.
+    /// The drafted tokens.
     pub(super) drafts: Vec<u32>,
-    /// Tokens taken, and how many of them were drafted.
+    /// Tokens taken so far, and how many of them were drafted.
     pub(super) emitted: u32,
     accepted: u32,
 }
 
-/// Stands for a draft that was wrong: nobody here knows what it was.
+/// Stands for a wrong draft, whose token is not known here.
 const WRONG: u32 = u32::MAX;
 
-/// What a draft model drafted for a sequence, as far as its answer tells: drafts that were right
-/// are the tokens that were sampled in their places, which all but the last stand for; of the
-/// others there is but the number. None where no number was told.
+/// Returns what a draft model drafted for a sequence, as far as the answer tells. Right drafts
+/// equal the tokens sampled in their places, which are all outputs but the last; of wrong ones only
+/// the number is known. `None` if there is no plausible number.
 pub(super) fn drafts_of(
     drafted: Option<u32>,
     seq: SeqId,
     outputs: &[SequenceOutput],
 ) -> Option<Vec<u32>> {
-    // A step samples no more rows.
+    // No draft is asked to be longer.
     let drafted = drafted.filter(|drafted| *drafted <= TOKENS_MAX)? as usize;
     let own = outputs.iter().take_while(|output| output.seq == seq);
     let mut tokens: Vec<u32> = own.filter_map(|output| output.token).collect();
@@ -48,25 +48,25 @@ pub(super) fn drafts_of(
 }
 
 impl Verifying {
-    /// One more token was taken.
+    /// Counts one more token taken.
     pub(super) fn got(&mut self, token: Option<u32>) {
         let drafted = self.drafts.get(self.emitted as usize).copied();
         self.accepted += u32::from(drafted.is_some() && drafted == token);
         self.emitted += 1;
     }
 
-    /// Whether another token may be taken: one that was sampled behind drafts that were all right.
+    /// Whether another token may be taken: all drafts before it were right.
     fn goes_on(&self) -> bool {
         self.emitted > 0 && self.accepted == self.emitted
     }
 
-    /// Whether the token that was computed for the next one had been computed before.
+    /// Whether the input token of the next output had been computed before.
     pub(super) fn repeats(&self, entry: &Entry) -> bool {
         entry.start + self.emitted < entry.computed_max
     }
 }
 
-/// What a step leaves for drafts, as far as can be told before.
+/// What a step will leave for drafts, estimated in advance.
 #[derive(Clone, Copy)]
 struct Room {
     rows: u32,
@@ -75,9 +75,9 @@ struct Room {
 }
 
 impl Room {
-    /// Takes what a sequence's next draft may have of it; whether that is worth waiting.
+    /// Takes the room for a sequence's next draft; returns whether that draft is worth waiting for.
     fn take(&mut self, seq: &Sequence, most: u32, config: &SchedulerConfig) -> bool {
-        // The draft stands behind the tokens that are in flight.
+        // The draft follows the tokens in flight.
         let len = seq.len_ahead();
         let own = config.blocks_for(len).max(seq.blocks.len() as u32);
         let places = own.saturating_add(self.blocks).saturating_mul(config.block_size) - len;
@@ -94,19 +94,18 @@ impl Room {
 }
 
 impl Sequence {
-    /// Most tokens that it may draft: it gets one more than are accepted of them.
+    /// Maximum length of a draft: the sequence gets one token more than are accepted.
     fn drafts_most(&self, max_model_len: u32) -> u32 {
         let left = self.max_tokens.saturating_sub(self.num_output());
         left.min(max_model_len.saturating_sub(self.tokens.len() as u32)).saturating_sub(1)
     }
 
-    /// Whether drafts may follow what it has: not where it must be something, nor at its end.
+    /// Whether it may draft: neither if a guide constrains it nor at its end.
     fn may_draft(&self, max_model_len: u32) -> bool {
         self.guide.is_none() && self.drafts_most(max_model_len) > 0
     }
 
-    /// How long its next draft may be: nothing but its last token is to be computed, or that is
-    /// under way.
+    /// Length of its next draft; 0 while more than its last token remains to be planned.
     fn draft_length(&self, config: &Speculation) -> u32 {
         let (len, most) = (self.tokens.len() as u32, config.num_speculative_tokens);
         if self.computed + 1 < len {
@@ -118,7 +117,8 @@ impl Sequence {
                     |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
                 if self.drafter.as_deref().is_some_and(is_ready) { most } else { 0 }
             }
-            // What it has not computed of a prompt delays no first token.
+            // Not before its first token is being sampled: the draft model's own prefill must not
+            // delay it.
             Method::DraftModel if self.len_ahead() > self.num_prompt => self.pace.length(len, most),
             Method::DraftModel => 0,
         }
@@ -126,9 +126,9 @@ impl Sequence {
 }
 
 impl Scheduler {
-    /// Looks which admitted sequences are about to draft, as far as their tokens are known: the
-    /// most urgent of those who could. One that drafts has to wait for its last token; so only
-    /// those do for whose drafts there is going to be room.
+    /// Decides which admitted sequences are about to draft, as far as their tokens are known, most
+    /// urgent first. A sequence that drafts must wait for its last token, so only those do whose
+    /// drafts will find room.
     pub(super) fn look_for_drafts(&mut self) {
         let Some(config) = self.config.speculation else { return };
         let max_model_len = self.config.max_model_len;
@@ -138,8 +138,8 @@ impl Scheduler {
             self.enter_tokens(lookup, config.num_speculative_tokens);
         }
         let room = self.room_for_drafts();
-        // Of this step, for those whose last token is known; of the next, for those who wait for
-        // it. So nobody has waited for a room that others take.
+        // `now` is this step's room, for sequences whose last token is known; `next` is the next
+        // step's, for those that wait for it. So no sequence waits for room that another takes.
         let (mut now, mut next) = (room, room);
         for slot in &self.running {
             let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -150,8 +150,8 @@ impl Scheduler {
         }
     }
 
-    /// What is left of a step when all that are admitted have what they want of it, and those that
-    /// would be admitted.
+    /// Returns what a step has left once all admitted sequences, and those about to be admitted,
+    /// have what they need.
     fn room_for_drafts(&self) -> Room {
         let running = self.running.len() as u32;
         let mut rows = self.config.max_num_seqs.saturating_sub(running);
@@ -172,16 +172,16 @@ impl Scheduler {
         Room { rows, tokens, blocks: self.blocks_for_drafts() }
     }
 
-    /// Blocks that drafts may take: every admitted sequence could have another one all the same,
-    /// and nobody waits for one. Those of drafts that turn out wrong stay with their sequence,
-    /// which is going to need them.
+    /// Number of blocks that drafts may take: one is left for each admitted sequence, and none is
+    /// taken while a sequence waits. Blocks of wrong drafts stay with their sequence, which will
+    /// need them.
     fn blocks_for_drafts(&self) -> u32 {
         let spare = self.blocks.num_free().saturating_sub(self.running.len() as u32);
         if self.waiting.is_empty() { spare } else { 0 }
     }
 
-    /// Enters what is new into the indices, up to a bound for all of them: first the tokens that
-    /// came with the last answers, so that those who draft go on, then what the most urgent have.
+    /// Enters new tokens into the indices, up to a bound for all of them: first the tokens of the
+    /// last answers, so that drafting sequences go on, then the backlog of the most urgent.
     fn enter_tokens(&mut self, config: &Lookup, draft_max: u32) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
@@ -216,10 +216,9 @@ impl Scheduler {
         }
     }
 
-    /// Adds drafts to a plan that is complete otherwise, of what it leaves of the budget, of rows
-    /// and of blocks. Each is a row of decode of its own. A step's sequences and drafts are
-    /// `max_num_seqs` together at most, whether they are sampled or not: so many are what ranks
-    /// have room for.
+    /// Adds drafts to an otherwise complete plan, from the budget, rows and blocks that it leaves.
+    /// Each draft is a decode row of its own. A step's sequences and drafts are at most
+    /// `max_num_seqs` together, sampled or not: that is what ranks have room for.
     pub(super) fn plan_drafts(&mut self, planning: &mut Planning<'_>) {
         let Planning { plan, step, budget, .. } = planning;
         let Some(config) = &self.config.speculation else { return };
@@ -230,7 +229,7 @@ impl Scheduler {
         for (entry, planned) in step.entries.iter_mut().zip(&mut plan.sequences) {
             let Some(seq) = &mut self.sequences[entry.slot] else { continue };
             let len = seq.tokens.len() as u32;
-            // Its last token is known, for it has not waited; and that one is all that it computes.
+            // Drafts only follow a last token that is known and is all that the share computes.
             if !seq.wants_draft || planned.count != 1 || planned.start + 1 != len {
                 continue;
             }
@@ -264,14 +263,14 @@ impl Scheduler {
         }
     }
 
-    /// The sequence of a step's entry, if it is still the one that was planned.
+    /// Returns the sequence of a step's entry, if it is still the one that was planned.
     pub(super) fn current(&mut self, entry: &Entry) -> Option<&mut Sequence> {
         let seq = self.sequences[entry.slot].as_mut();
         seq.filter(|seq| entry.is_of(seq))
     }
 
-    /// Takes a token that was sampled behind a draft; returns whether it was accepted. Behind what
-    /// was not drafted, or not what was drafted, nothing can have been computed.
+    /// Takes a token that was sampled after a draft; returns whether it was accepted. After a wrong
+    /// or missing draft no token can have been computed.
     pub(super) fn accept_next(
         &mut self,
         entry: &Entry,
@@ -286,13 +285,13 @@ impl Scheduler {
             self.end_request(request, Some(EngineError::Corrupted), effects);
             return false;
         }
-        // The draft before it was right: its K and V stay.
+        // The draft before it was right, so its K and V stay.
         seq.computed += 1;
         seq.computed_max = seq.computed_max.max(seq.computed);
         self.accept(entry.slot, Some(output), true, stopped, effects)
     }
 
-    /// All of an entry's answer is taken.
+    /// Records how the drafts turned out, once an entry's whole answer is taken.
     pub(super) fn verified(
         &mut self,
         entry: &Entry,
@@ -356,7 +355,7 @@ mod tests {
         scheduler.submit(request).unwrap();
     }
 
-    /// Tokens that each admitted sequence's index has, the most urgent first.
+    /// Number of tokens in each admitted sequence's index, most urgent first.
     fn entered(scheduler: &Scheduler) -> Vec<usize> {
         let entered = |seq: &Sequence| {
             let drafter = seq.drafter.as_ref();
@@ -379,7 +378,7 @@ mod tests {
             assert_eq!(entered.iter().sum::<usize>(), 512 * plan, "{entered:?}");
             assert!(entered.is_sorted_by(|before, after| before >= after), "{entered:?}");
         }
-        // Who has but a last token to be entered goes before those more urgent.
+        // A sequence that lacks only its last token goes before more urgent ones.
         let slot = scheduler.running[63];
         let seq = scheduler.sequences[slot].as_mut().unwrap();
         let mut drafter = Box::new(Drafter::new(&lookup(4), 1030));
@@ -401,7 +400,7 @@ mod tests {
         for _ in 0..5 {
             scheduler.look_for_drafts();
         }
-        // 15 MiB each: for 15 lengths 2^18 places of 4 bytes, of 256 MiB.
+        // 15 MiB each (15 lengths of 2^18 places of 4 bytes), of 256 MiB.
         let mut expected = [[10; 17].as_slice(), &[0; 3]].concat();
         assert_eq!(entered(&scheduler), expected);
         scheduler.cancel(RequestId(4), &mut Vec::new());

@@ -4,38 +4,38 @@ use shared::protocol::TokenLogprobs;
 
 use crate::engine::{EngineError, FinishReason};
 
-/// Something that happened. In order.
+/// Something that happened; reported in order.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Effect {
     /// A request is in a step for the first time.
     FirstScheduled {
-        /// Which.
+        /// The request.
         request: RequestId,
     },
     /// A request that was preempted as a whole is in a step again.
     Resumed {
-        /// Which.
+        /// The request.
         request: RequestId,
     },
-    /// All prompt tokens' log-probabilities are there.
+    /// All log-probabilities of the prompt are complete.
     PromptLogprobs {
-        /// Of which request.
+        /// The request.
         request: RequestId,
         /// One for each prompt token but the first.
         logprobs: Vec<TokenLogprobs>,
     },
-    /// The prompt's embedding is there.
+    /// The prompt's embedding is complete.
     Embedding {
-        /// Of which request.
+        /// The request.
         request: RequestId,
         /// As many numbers as the model's hidden size.
         embedding: Vec<f32>,
     },
     /// A token was accepted.
     Token {
-        /// Of which request.
+        /// The request.
         request: RequestId,
-        /// Of which choice.
+        /// The choice.
         choice: u32,
         /// The token.
         token: u32,
@@ -44,49 +44,49 @@ pub enum Effect {
     },
     /// A choice is complete.
     Finished {
-        /// Of which request.
+        /// The request.
         request: RequestId,
-        /// Which sequence it was.
+        /// The sequence it was.
         seq: SeqId,
-        /// Which choice.
+        /// The choice.
         choice: u32,
         /// Why.
         reason: FinishReason,
-        /// Prompt tokens that the KV cache had when it began.
+        /// Prompt tokens that the KV cache had when it started.
         cached: u32,
-        /// It was the request's last.
+        /// Whether it was the request's last.
         last: bool,
     },
     /// A request ended without finishing.
     Dropped {
-        /// Which.
+        /// The request.
         request: RequestId,
-        /// Its sequences that were unfinished.
+        /// Its unfinished sequences.
         seqs: Vec<SeqId>,
         /// Why; `None` when the client went away.
         error: Option<EngineError>,
     },
     /// A sequence gave up its blocks and waits again.
     Preempted {
-        /// Of which request.
+        /// The request.
         request: RequestId,
         /// Where the request is now.
         place: Place,
-        /// Blocks that are copied to host memory; none of one that is computed again.
+        /// Number of blocks copied to host memory; `None` if the sequence is recomputed.
         swapped: Option<u32>,
         /// Tokens whose K and V were computed and are lost.
         tokens: u32,
     },
     /// A sequence comes back from host memory.
     SwappedIn {
-        /// Of which request.
+        /// The request.
         request: RequestId,
-        /// Blocks that are copied; the KV cache had the others.
+        /// Number of blocks copied; the KV cache had the others.
         blocks: u32,
     },
-    /// A sequence ended, and those that are left of its request are not in the batch.
+    /// A sequence ended, and with it its request left the batch or host memory.
     Rests {
-        /// Which request.
+        /// The request.
         request: RequestId,
         /// Where it is now.
         place: Place,
@@ -95,9 +95,9 @@ pub enum Effect {
     Drafted {
         /// Tokens drafted, at least 1.
         tokens: u32,
-        /// Of them those that the sequence got: the first so many.
+        /// How many of them were accepted; always the first ones.
         accepted: u32,
-        /// Tokens that the sequence got by it: one more, unless it ended.
+        /// Tokens that the sequence gained: one more than accepted, unless it ended.
         emitted: u32,
     },
     /// A step was answered.
@@ -105,14 +105,14 @@ pub enum Effect {
 }
 
 impl Effect {
-    /// Whether it is a token of this choice.
+    /// Whether this is a token of that choice.
     #[must_use]
     pub fn is_token_of(&self, of: RequestId, which: u32) -> bool {
         matches!(self, Self::Token { request, choice, .. } if (*request, *choice) == (of, which))
     }
 }
 
-/// Where a request is: where the foremost of its sequences is.
+/// Where a request is: the place of its most advanced sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     /// In the queue.
@@ -128,12 +128,11 @@ pub enum Place {
 pub struct StepSummary {
     /// Prompt tokens computed for the first time.
     pub prompt: u32,
-    /// Prompt tokens that need not be computed at all: the KV cache had them.
+    /// Prompt tokens that the KV cache had, so that they are not computed.
     pub cached: u32,
-    /// Prompt tokens looked up in the KV cache for sequences that were in a step for the first
-    /// time, and how many of them it had.
+    /// Prompt tokens looked up in the KV cache for sequences in a step for the first time.
     pub looked_up: u32,
-    /// See `looked_up`.
+    /// How many of those the KV cache had.
     pub found: u32,
     /// Tokens accepted.
     pub generated: u32,

@@ -1,4 +1,4 @@
-//! PURE: the replica's ranks are formed, and the epoch ends. What was accepted outlives it.
+//! PURE: an epoch begins when the replica's ranks are formed, and ends. Accepted tokens outlive it.
 use shared::ids::{Epoch, RequestId, StepId};
 use shared::mix::IdSet;
 
@@ -7,23 +7,23 @@ use super::swap::HostPool;
 use super::{Effect, HandedOver, Scheduler};
 use crate::engine::{EngineError, FinishReason};
 
-/// A request is given up when so many epochs in a row ended before a step with it was answered; all
-/// but the first of them it had for itself.
+/// A request fails after so many epochs in a row that ended before a step with it was answered. In
+/// all but the first of them, it was the only one without progress.
 pub const SUSPICION_MAX: u32 = 3;
 
-/// Why an epoch is over.
+/// Why an epoch ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EpochEnd {
     /// Something broke, maybe because of what was computed.
     Failed,
-    /// The cluster wanted it so: a drain, another degree, fewer replicas.
+    /// The cluster ended it: a drain, another degree, fewer replicas.
     Planned,
 }
 
 impl Scheduler {
-    /// The ranks are formed with `num_blocks` empty blocks, `host_blocks` in host memory, and know
-    /// no sequence. Open-ended requests that have outgrown the new cache, where that is smaller,
-    /// end. Returns those that it could never hold: another replica may have room.
+    /// Begins an epoch: the ranks are formed with `num_blocks` empty KV blocks and `host_blocks` in
+    /// host memory, and know no sequence. Ends open-ended requests that have outgrown a smaller
+    /// cache. Returns requests that this cache can never hold: another replica may have room.
     pub fn replica_ready(
         &mut self,
         epoch: Epoch,
@@ -56,13 +56,13 @@ impl Scheduler {
         if too_large.is_empty() { Vec::new() } else { self.hand_over_those(&too_large) }
     }
 
-    /// The epoch is over. What was accepted stays; all sequences wait again, oldest first. A
-    /// request that was there alone, without progress, when [`SUSPICION_MAX`] epochs in a row ended
-    /// is what ends them: it fails, so that the others can go on.
+    /// Ends the epoch. Accepted tokens stay; all sequences wait again, oldest first. A request that
+    /// was the only one without progress when [`SUSPICION_MAX`] epochs in a row ended is taken for
+    /// the cause: it fails, so that the others can go on.
     pub fn replica_lost(&mut self, end: EpochEnd, effects: &mut Vec<Effect>) {
         self.epoch = None;
-        // What the steps in flight computed is counted by nobody: computing it again is no
-        // recomputation. Newest first, back to what was before the oldest.
+        // Nobody counts what the steps in flight computed, so computing it again is no
+        // recomputation. Newest first, back to the state before the oldest.
         while let Some(step) = self.in_flight.pop_back() {
             for entry in step.entries.iter().rev() {
                 if let Some(seq) = &mut self.sequences[entry.slot]
@@ -90,13 +90,13 @@ impl Scheduler {
         for (request, epochs) in guilty {
             self.end_request(request, Some(EngineError::Quarantined { epochs }), effects);
         }
-        // Workers that come back know nothing, and bring a cache of their own.
+        // Workers that come back know no sequence and bring a new cache.
         self.forget.clear();
         self.masks_awaited.clear();
         self.blocks = BlockPool::default();
     }
 
-    /// Ends what was to end where its KV cache does, and is longer than the one it came to.
+    /// Ends open-ended sequences that are longer than the KV cache they came to.
     pub fn end_outgrown(&mut self, effects: &mut Vec<Effect>) {
         if self.epoch.is_none() {
             return;

@@ -1,10 +1,9 @@
-//! PURE: masks of steps in flight. A guided sequence is planned ahead of its tokens as all others
-//! are, and what it may get follows its plan: once all tokens before are accepted its guide is
-//! asked, and when all guides of a step have answered, its masks are sent together.
+//! PURE: masks of steps in flight. A guided sequence is planned ahead of its tokens like any other,
+//! and its mask follows the plan: once all tokens before are accepted, its guide is asked; when all
+//! guides of a step have answered, the masks are sent together.
 //!
-//! A step that has masked entries gets its masks whatever becomes of them, for ranks wait for that:
-//! what is sampled for a sequence that is no longer the one that was planned is ignored, so there
-//! is no mask for it.
+//! Ranks wait for the masks of a step with masked entries, so these are always sent. Where the
+//! planned sequence is gone, its entry has no mask: the sampled token is ignored anyway.
 use std::task::{Context, Poll};
 
 use shared::ids::RequestId;
@@ -14,9 +13,9 @@ use super::{Effect, Scheduler};
 use crate::engine::{EngineError, GuideEnd};
 
 impl Scheduler {
-    /// Fills `masks` with those of the first step that waits for some, once they are all known, and
-    /// returns true. To be called after everything else, until it returns false. Requests whose
-    /// guides cannot go on end.
+    /// Fills `masks` with those of the first step that still owes them, once all are known, and
+    /// returns true. Call it after everything else, until it returns false. Ends requests whose
+    /// guides cannot go on.
     pub fn masks(&mut self, masks: &mut StepMasks, effects: &mut Vec<Effect>) -> bool {
         let Some(epoch) = self.epoch else { return false };
         let Some(next) = self.in_flight.iter().position(|step| step.owes_masks) else {
@@ -27,14 +26,14 @@ impl Scheduler {
         let ready = loop {
             self.masks_awaited.clear();
             let ready = self.ask_guides(next, &mut over);
-            // Masks of steps behind it are computed meanwhile, where all tokens are known.
+            // Masks of later steps are computed meanwhile, where all tokens are known.
             for step in next + 1..self.in_flight.len() {
                 self.ask_guides(step, &mut over);
             }
             if over.is_empty() {
                 break ready;
             }
-            // Nothing of those is awaited any more: once more for the others.
+            // The ended requests await nothing any more: ask once more for the others.
             let ends = over.drain(..);
             let ends = ends.map(|(id, end)| (id, Some(EngineError::from(end))));
             self.end_requests(ends.collect(), effects);
@@ -56,8 +55,8 @@ impl Scheduler {
         true
     }
 
-    /// Asks the guides of a step's masked entries, if its masks are not sent; whether all know what
-    /// may come next.
+    /// Asks the guides of a step's masked entries, unless its masks are sent. Returns whether all
+    /// of them know what may come next.
     fn ask_guides(&mut self, step: usize, over: &mut Vec<(RequestId, GuideEnd)>) -> bool {
         let Self { in_flight, sequences, waker, masks_awaited, .. } = self;
         let mut context = Context::from_waker(waker);
@@ -67,7 +66,7 @@ impl Scheduler {
             let seq = sequences[entry.slot].as_mut().filter(|seq| entry.is_of(seq));
             let Some(seq) = seq else { continue };
             if seq.tokens.len() != entry.end as usize {
-                // A step before is under way that samples for it.
+                // An earlier step that samples for it is in flight.
                 ready = false;
                 continue;
             }

@@ -1,4 +1,4 @@
-//! PURE: requests that go on at another replica, with everything that was accepted of them.
+//! PURE: requests that continue at another replica, with everything accepted so far.
 use std::collections::VecDeque;
 
 use shared::ids::{RequestId, SeqId};
@@ -8,10 +8,10 @@ use super::Scheduler;
 use super::sequence::{Request, Sequence};
 use crate::engine::EngineError;
 
-/// A request that does not fit where it was to go on, and why.
+/// A request that does not fit where it was to continue, and why.
 pub type Refused = Box<(HandedOver, EngineError)>;
 
-/// A request on its way to another replica's scheduler, with everything that was accepted of it.
+/// A request on its way to another replica's scheduler, with everything accepted so far.
 #[derive(Debug)]
 pub struct HandedOver {
     pub(super) id: RequestId,
@@ -21,33 +21,34 @@ pub struct HandedOver {
 }
 
 impl HandedOver {
-    /// Whether it has not run, and was shared by a replica that goes on: it queues as a new one.
+    /// Whether it has not run and comes from a replica that keeps running: it queues like a new
+    /// one.
     #[must_use]
     pub fn is_shared(&self) -> bool {
         self.shared
     }
 
-    /// Which request.
+    /// The request's id.
     #[must_use]
     pub fn id(&self) -> RequestId {
         self.id
     }
 
-    /// Tokens of a sequence that a replica's KV cache must have room for.
+    /// Most tokens that a KV cache must have room for, over all its sequences.
     #[must_use]
     pub fn tokens_needed(&self) -> u32 {
         self.sequences.iter().map(Sequence::tokens_needed).max().unwrap_or(0)
     }
 
-    /// Its unfinished sequences, under their old names.
+    /// Its unfinished sequences, by their old ids.
     pub fn sequences(&self) -> impl Iterator<Item = SeqId> + '_ {
         self.sequences.iter().map(|sequence| sequence.id)
     }
 }
 
 impl Scheduler {
-    /// Gives up all requests, oldest first, for another replica to go on with. Only between two
-    /// epochs, when nothing of them is anywhere else.
+    /// Gives up all requests, oldest first, for another replica to continue. Only between two
+    /// epochs, when no worker has anything of them.
     pub fn hand_over(&mut self) -> Vec<HandedOver> {
         if self.epoch.is_some() {
             return Vec::new();
@@ -57,9 +58,9 @@ impl Scheduler {
         self.hand_over_those(&all)
     }
 
-    /// Gives up to `most` of the requests that have not run yet, for a replica with fewer to go on
-    /// with, whose KV cache has room for `room` tokens: evenly chosen along the queue, so that
-    /// those that stay and those that go are both served in the order in which they came.
+    /// Gives up to `most` of the requests that have not run yet to a replica with fewer, whose KV
+    /// cache has room for `room` tokens. They are chosen evenly along the queue, so that those that
+    /// stay and those that go are both served in order of arrival.
     pub fn share(&mut self, most: u32, room: u32) -> Vec<HandedOver> {
         let has_run = |id: RequestId| self.requests.get(&id).is_none_or(|owner| owner.scheduled);
         let mut fresh: Vec<RequestId> = Vec::new();
@@ -78,10 +79,10 @@ impl Scheduler {
         handed
     }
 
-    /// Of what waits.
+    /// Gives up those of `requests` that wait.
     pub(super) fn hand_over_those(&mut self, requests: &IdSet<RequestId>) -> Vec<HandedOver> {
         let mut handed: Vec<HandedOver> = Vec::new();
-        // Where each request is among them: looking for it there takes minutes for a long queue.
+        // Index of each request in `handed`: a linear search would take minutes for a long queue.
         let mut places: IdMap<RequestId, usize> = IdMap::default();
         let leaves = |slot: &usize| {
             self.sequences[*slot].as_ref().is_none_or(|it| requests.contains(&it.request))
@@ -106,12 +107,12 @@ impl Scheduler {
         handed
     }
 
-    /// Goes on with another replica's requests, before all equals that wait here: they are older.
-    /// Those that were shared queue behind, as new ones do: others may wait here for longer.
-    /// Returns which of their sequences is which here. [`Scheduler::end_outgrown`] is to follow.
+    /// Takes over another replica's request. It queues before those of equal priority, since it is
+    /// older. A shared one queues behind them like a new one, since others may have waited longer.
+    /// Returns the old and new ids of its sequences. Call [`Scheduler::end_outgrown`] next.
     ///
     /// # Errors
-    /// The request, when it does not fit here.
+    /// The request, if it does not fit here.
     pub fn adopt(&mut self, handed: HandedOver) -> Result<Vec<(SeqId, SeqId)>, Refused> {
         let room = self.room();
         let goes_on = handed.sequences.iter().filter(|sequence| !sequence.has_outgrown(room));
@@ -127,7 +128,7 @@ impl Scheduler {
         }
         owner.live.clear();
         let mut names = Vec::with_capacity(sequences.len());
-        // What is put in front is put there last to first.
+        // Those put in front are put there last to first.
         if !shared {
             sequences.reverse();
         }

@@ -1,4 +1,4 @@
-//! PURE: who is before whom, of those that run and of those that wait, and where requests are.
+//! PURE: the order of running and waiting sequences, and where requests are.
 use shared::ids::RequestId;
 
 use super::effect::Place;
@@ -6,7 +6,7 @@ use super::sequence::{Request, Sequence, Urgency};
 use super::{Effect, Scheduler};
 
 impl Scheduler {
-    /// Puts an admitted sequence on the list.
+    /// Puts an admitted sequence on the list of running ones.
     pub(super) fn run(&mut self, slot: usize) {
         let urgency = |slot: &usize| self.sequences[*slot].as_ref().map(Sequence::urgency);
         let own = urgency(&slot);
@@ -14,7 +14,7 @@ impl Scheduler {
         self.running.insert(at, slot);
     }
 
-    /// Takes a sequence, which may be gone, off the list.
+    /// Takes a sequence, which may be gone, off the list of running ones.
     pub(super) fn no_longer_running(&mut self, slot: usize, urgency: Urgency) {
         let before = |running: &usize| {
             let other = self.sequences[*running].as_ref().map(Sequence::urgency);
@@ -26,14 +26,14 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence behind its equals.
+    /// Queues a sequence behind those of equal priority.
     pub(super) fn wait_last(&mut self, slot: usize) {
         let priority = self.priority(slot);
         let at = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
         self.waiting.insert(at, slot);
     }
 
-    /// Queues a sequence before its equals.
+    /// Queues a sequence before those of equal priority.
     pub(super) fn wait_first(&mut self, slot: usize) {
         let priority = self.priority(slot);
         let at = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
@@ -44,7 +44,7 @@ impl Scheduler {
         self.sequences[slot].as_ref().map_or(0, |seq| seq.priority)
     }
 
-    /// Sends an admitted sequence back into the queue, before its equals.
+    /// Returns an admitted sequence to the queue, before those of equal priority.
     pub(super) fn unadmit(&mut self, slot: usize) {
         if let Some(seq) = &self.sequences[slot] {
             self.no_longer_running(slot, seq.urgency());
@@ -60,7 +60,7 @@ impl Scheduler {
         self.count(request, |owner| owner.admitted -= 1);
     }
 
-    /// Changes how many of a request's sequences are where, and keeps count of where requests are.
+    /// Changes a request's counts of sequences, and updates the counts of requests by place.
     pub(super) fn count(&mut self, request: RequestId, change: impl FnOnce(&mut Request)) {
         let Some(owner) = self.requests.get_mut(&request) else { return };
         let before = owner.place();
@@ -74,7 +74,7 @@ impl Scheduler {
         }
     }
 
-    /// Tells that a request runs, once the first of its sequences is admitted.
+    /// Reports that a request runs, once the first of its sequences is admitted.
     pub(super) fn resumed(&mut self, request: RequestId, effects: &mut Vec<Effect>) {
         if let Some(owner) = self.requests.get_mut(&request)
             && owner.admitted == 1

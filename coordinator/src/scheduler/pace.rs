@@ -1,37 +1,37 @@
-//! PURE: how many tokens a draft model drafts for a sequence, by what became of its drafts so far:
-//! more while all of them are right, fewer when some are wrong, for a while none when nearly none
-//! was right. A sequence that is not drafted for is one step ahead, as it is without a draft model.
+//! PURE: how many tokens a draft model drafts for a sequence, depending on how its drafts turned
+//! out: more while all are right, fewer when some are wrong, none for a while when almost none was
+//! right. A sequence that does not draft is planned one step ahead, as without a draft model.
 
-/// A draft of which all were right is followed by one of so many more.
+/// Tokens added to the next draft after one that was right throughout.
 const FASTER: u32 = 2;
-/// Fewest tokens of a draft, if drafts may be as long: fewer are not worth waiting for.
+/// Shortest draft, if drafts may be that long: a shorter one is not worth waiting for.
 const LEAST: u32 = 2;
 
-/// Trust at the beginning, behind a pause, and at most. Each draft of which some token was right
-/// adds one, each other takes one away; at zero there is a pause.
+/// Trust at first, after a pause, and at most. Each draft with at least one right token adds one,
+/// any other subtracts one; at zero, drafting pauses.
 const TRUST_AT_FIRST: u32 = 4;
 const TRUST_AGAIN: u32 = 2;
 const TRUST_MOST: u32 = 8;
 
-/// Tokens that a first pause lasts, and the longest; each is twice the one before, until there is
-/// as much trust as at the beginning.
+/// Length of the first pause and of the longest, in tokens. Each is twice the one before, until
+/// trust is back at its initial level.
 const PAUSE: u32 = 16;
 const PAUSE_MOST: u32 = 512;
 
-/// Times in a row that a draft model drafts nothing before there is a pause, too: it may be
-/// computing what it misses, a part in each step. Or the sequence is longer than it can compute.
+/// Empty drafts in a row after which drafting pauses, too. The draft model may be catching up with
+/// the prompt, a part in each step, or the sequence is longer than it can compute.
 const MISSED_MOST: u32 = 32;
 
-/// One sequence's.
+/// Draft length of one sequence.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Pace {
-    /// Tokens of its next draft; all that may be where nothing is known.
+    /// Tokens of its next draft; `None` before the first one, which has the maximum.
     length: Option<u32>,
     trust: u32,
-    /// The next pause's.
+    /// Length of the next pause, in tokens.
     pause: u32,
     missed: u32,
-    /// Nothing is drafted before it has so many tokens.
+    /// Nothing is drafted before the sequence has so many tokens.
     resumes_at: u32,
 }
 
@@ -42,17 +42,17 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Tokens of the next draft of a sequence of `len` tokens, `most` at most.
+    /// Returns the length of the next draft, at most `most`, of a sequence of `len` tokens.
     pub(super) fn length(&self, len: u32, most: u32) -> u32 {
         if len < self.resumes_at { 0 } else { self.length.unwrap_or(most).min(most) }
     }
 
-    /// Of `drafted` tokens, `most` at most, so many were right; the sequence has `len` tokens now.
+    /// Learns that `accepted` of `drafted` tokens were right; the sequence has `len` tokens now.
     pub(super) fn verified(&mut self, (drafted, accepted): (u32, u32), most: u32, len: u32) {
         if drafted == 0 {
             self.missed += 1;
             if self.missed >= MISSED_MOST {
-                // It is asked once more behind the pause.
+                // It is asked once more after the pause.
                 self.missed = MISSED_MOST - 1;
                 self.rest(len);
             }
@@ -78,7 +78,7 @@ impl Pace {
         }
     }
 
-    /// Nothing is drafted for a while.
+    /// Pauses drafting.
     fn rest(&mut self, len: u32) {
         self.resumes_at = len.saturating_add(self.pause);
         self.pause = (self.pause * 2).min(PAUSE_MOST);
@@ -89,8 +89,8 @@ impl Pace {
 mod tests {
     use super::*;
 
-    /// Drafts of which the first `right` tokens are right; returns steps and drafted tokens of a
-    /// text of so many tokens.
+    /// Generates `tokens` tokens with drafts whose first `right` tokens are right; returns the
+    /// steps, the drafted tokens and the final pace.
     fn run(tokens: u32, most: u32, right: impl Fn(u32) -> u32) -> (u32, u32, Pace) {
         let (mut pace, mut len, mut steps, mut drafted) = (Pace::default(), 0, 0, 0);
         while len < tokens {
@@ -116,7 +116,7 @@ mod tests {
     fn drafts_that_are_wrong_are_all_but_given_up() {
         let (steps, drafted, _) = run(2000, 5, |_| 0);
         assert_eq!(steps, 2000);
-        // Four at first, then two tokens twice for each pause of 16, 32, .. 512.
+        // Four drafts at first, then two of two tokens after each pause of 16, 32, .. 512.
         assert!((20..60).contains(&drafted), "{drafted}");
     }
 
@@ -139,7 +139,7 @@ mod tests {
             }
         }
         assert!((MISSED_MOST..60).contains(&asked), "{asked}");
-        // When it has, it drafts as many as it may.
+        // Once it has caught up, it drafts the maximum.
         assert_eq!(pace.length(10_000, 4), 4);
     }
 

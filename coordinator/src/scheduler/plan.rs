@@ -1,4 +1,4 @@
-//! PURE: what the next step computes.
+//! PURE: plans the next step.
 use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
@@ -7,58 +7,58 @@ use super::effect::Place;
 use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler, keep_full, weight};
 
-/// A step that was sent and not answered.
+/// A step sent and not answered.
 #[derive(Debug, Default)]
 pub(super) struct InFlight {
     pub(super) step: StepId,
     pub(super) entries: Vec<Entry>,
     pub(super) sequences: u32,
-    /// Most bytes that what it swaps in takes of its plan.
+    /// Upper bound on the bytes of its plan that swapping in takes.
     pub(super) swap_in_bytes: usize,
-    /// Embeddings that it completes.
+    /// Number of embeddings it completes.
     pub(super) embeddings: u32,
-    /// Tokens of the step, by what they are.
+    /// Tokens of the step, by kind.
     pub(super) prompt_tokens: u32,
     pub(super) cached_tokens: u32,
     pub(super) recomputed_tokens: u32,
     /// Prompt tokens looked up in the KV cache by sequences new to it, and found there.
     pub(super) looked_up: u32,
     pub(super) found: u32,
-    /// It has masked entries, and their masks are not sent.
+    /// It has masked entries whose masks are not sent yet.
     pub(super) owes_masks: bool,
 }
 
 impl InFlight {
-    /// Empty, with its memory kept.
+    /// Empties it, keeping its memory.
     fn cleared(mut self) -> Self {
         self.entries.clear();
         Self { entries: self.entries, ..Self::default() }
     }
 }
 
-/// One sequence's share of it.
+/// One sequence's share of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entry {
     pub(super) slot: usize,
     pub(super) seq: SeqId,
     pub(super) admission: u64,
-    /// Position of the first token that it computes.
+    /// Position of the first token it computes.
     pub(super) start: u32,
-    /// Position behind the last one, drafts not counted.
+    /// Position after the last one, drafts not counted.
     pub(super) end: u32,
     pub(super) samples: bool,
     /// Its token must be one that the sequence's guide allows.
     pub(super) masked: bool,
-    /// It verifies the sequence's drafts. Parts of a prompt before it may be in flight, too.
+    /// It verifies the sequence's drafts. Earlier parts of the prompt may still be in flight.
     pub(super) verifies: bool,
-    /// Its drafts are a draft model's: the answer says how many there were.
+    /// Its drafts come from a draft model: the answer says how many there were.
     pub(super) asks: bool,
     /// It computes more of the sequence than was ever computed before.
     pub(super) fresh: bool,
-    /// The sequence was looked up in the KV cache for the first time.
+    /// The sequence is looked up in the KV cache for the first time.
     pub(super) looks_up: bool,
-    /// The sequence's `computed_max` before this share: it falls back to it when the
-    /// step is lost with its epoch.
+    /// The sequence's `computed_max` before this share, restored if the step is lost with its
+    /// epoch.
     pub(super) computed_max: u32,
 }
 
@@ -73,29 +73,29 @@ impl Entry {
 pub(super) struct Planning<'a> {
     pub(super) plan: &'a mut StepPlan,
     pub(super) step: InFlight,
-    /// Tokens that it may still have.
+    /// Tokens left for the step.
     pub(super) budget: u32,
     pub(super) effects: &'a mut Vec<Effect>,
 }
 
-/// Bytes of a plan's frame that admitted sequences take, and bytes of their masks.
+/// Bytes of a plan's frame taken by admitted sequences, and bytes taken by masks.
 #[derive(Clone, Copy)]
 struct Taken {
     admitted: usize,
     masks: usize,
 }
 
-/// What becomes of the first that waits.
+/// What happens to the next waiting sequence.
 enum Turn {
     Comes,
-    /// It waits for room for masks: those that need none may pass it.
+    /// It waits for room for masks; sequences that need none may pass it.
     IsOvertaken,
     Waits,
 }
 
 impl Scheduler {
-    /// Fills `plan` with the next step and returns true, if there is work and room for one more
-    /// step in flight.
+    /// Fills `plan` with the next step and returns true, if there is work and room for another step
+    /// in flight.
     pub fn plan(&mut self, plan: &mut StepPlan, effects: &mut Vec<Effect>) -> bool {
         let Some(epoch) = self.epoch else { return false };
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
@@ -109,8 +109,8 @@ impl Scheduler {
         let step = self.spare.pop().unwrap_or_default().cleared();
         let budget = self.config.max_num_batched_tokens;
         let mut planning = Planning { plan, step, budget, effects };
-        // Those who need one token go first, the most urgent of them before others; what is left of
-        // the budget goes to prompts under way, then to the queue.
+        // Sequences that need one token go first, most urgent first; the rest of the budget goes to
+        // prompts under way, then to the queue.
         self.plan_running(&mut planning, true);
         self.plan_running(&mut planning, false);
         self.plan_waiting(&mut planning);
@@ -127,8 +127,8 @@ impl Scheduler {
         is_planned
     }
 
-    /// Fills `plan` with a step that computes nothing, which all ranks must answer nonetheless. It
-    /// may be one more than `max_steps_in_flight`.
+    /// Fills `plan` with a step that computes nothing but that all ranks must answer. It may exceed
+    /// `max_steps_in_flight` by one.
     pub fn canary(&mut self, plan: &mut StepPlan) -> bool {
         let Some(epoch) = self.epoch else { return false };
         clear(plan);
@@ -147,14 +147,14 @@ impl Scheduler {
         self.in_flight.push_back(step);
     }
 
-    /// Admitted sequences, the most urgent first.
+    /// Returns the admitted sequences, most urgent first.
     pub(super) fn running(&self) -> impl Iterator<Item = &Sequence> {
         self.running.iter().filter_map(|slot| self.sequences[*slot].as_ref())
     }
 
-    /// Whether a step can be planned as far as tokens go that are not known yet: while sequences
-    /// that draft wait for tokens of a step in flight, others are planned ahead of them if they are
-    /// most; so those are in every other step.
+    /// Whether a step can be planned although some tokens are not known yet. While drafting
+    /// sequences wait for tokens of a step in flight, the others are planned ahead of them if they
+    /// are the majority; the drafting ones are then in every other step.
     fn tokens_are_ready(&self) -> bool {
         let (mut waiting, mut wanting) = (0, 0);
         for seq in self.running() {
@@ -164,7 +164,7 @@ impl Scheduler {
         waiting == 0 || 2 * waiting < wanting
     }
 
-    /// Plans admitted sequences: those in decode or those in prefill.
+    /// Plans admitted sequences, either those in decode or those in prefill.
     fn plan_running(&mut self, planning: &mut Planning<'_>, decode: bool) {
         let mut index = 0;
         while let Some(slot) = self.running.get(index).copied() {
@@ -184,17 +184,18 @@ impl Scheduler {
             if !self.may_report(seq, count, &planning.step) {
                 continue;
             }
-            // What is preempted to make room stands behind this one or is this one, so nobody
-            // moves up to where others were; nor is it in this plan.
+            // A sequence preempted to make room comes after this one or is this one, so `index`
+            // stays valid; nor is it in this plan.
             if self.make_room(slot, count, planning) {
                 self.plan_sequence(slot, count, planning);
             }
         }
     }
 
-    /// Admits from the queue while sequences, budget, blocks and the plan's frame last: what is
-    /// found in the KV cache takes nothing of the budget, and is in the plan all the same. Nobody
-    /// is overtaken, except guided ones that wait for room for masks: by those that need none.
+    /// Admits from the queue while sequences, budget, blocks and the plan's frame last. Tokens
+    /// found in the KV cache cost no budget, but their sequence is in the plan all the same. No
+    /// sequence is overtaken, except guided ones that wait for room for masks: by those that need
+    /// none.
     fn plan_waiting(&mut self, planning: &mut Planning<'_>) {
         if self.waiting.is_empty() {
             return;
@@ -212,7 +213,7 @@ impl Scheduler {
             };
             let is_swapped = seq.swapped.is_some();
             let takes = Taken {
-                // One fits always: `SchedulerConfig::validate`.
+                // A single one always fits: `SchedulerConfig::validate`.
                 admitted: if is_swapped { 0 } else { weight::of(seq, &self.config) },
                 masks: mask_bytes(seq).unwrap_or(0),
             };
@@ -236,8 +237,9 @@ impl Scheduler {
         }
     }
 
-    /// Whether a waiting sequence may be in this step, as far as bytes, reports and blame go:
-    /// `taken` is what the step and those that run have of frames, `takes` what it would have.
+    /// Decides whether a waiting sequence may be in this step, as far as bytes, reports and blame
+    /// go. `taken` is what the step and the running sequences have of frames, `takes` what it would
+    /// add.
     fn turn_of(&self, seq: &Sequence, planning: &Planning<'_>, taken: Taken, takes: Taken) -> Turn {
         let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
         if !self.may_report(seq, whole, &planning.step) {
@@ -287,7 +289,7 @@ impl Scheduler {
         true
     }
 
-    /// Begins a sequence's block table with the blocks that were found for it.
+    /// Starts a sequence's block table with the blocks found for it.
     pub(super) fn share_found(&mut self, slot: usize) {
         let Some(seq) = &mut self.sequences[slot] else { return };
         for found in self.found.drain(..) {
@@ -298,8 +300,8 @@ impl Scheduler {
         }
     }
 
-    /// Who is admitted next, and its place in the queue; where there is no room for masks, the
-    /// first that is not guided.
+    /// Returns the queue position and slot of the next sequence to admit; where masks have no room,
+    /// the first that is not guided.
     fn next_waiting(&self, masks_are_full: bool) -> Option<(usize, usize)> {
         let waits = |slot: usize| {
             let seq = self.sequences[slot].as_ref();
@@ -309,23 +311,22 @@ impl Scheduler {
         queue.find(|(_, slot)| waits(*slot))
     }
 
-    /// Whether there are too few free blocks for a waiting sequence; if not, `found` has what the
-    /// KV cache has of it. What was found too few is looked up again only when enough may have
-    /// changed: a long prompt at the head of the queue waits for many steps, and has thousands of
-    /// blocks.
+    /// Whether a waiting sequence finds too few free blocks; if not, `found` has its cached blocks.
+    /// After a shortage, it is looked up again only when enough may have changed: a long prompt at
+    /// the head of the queue waits for many steps and has thousands of blocks.
     fn must_wait(&mut self, slot: usize) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
         let (id, length) = (seq.id, seq.tokens.len() as u32);
         let (gains, num_free) = (self.blocks.gains(), self.blocks.num_free());
         let mut known = self.waits_for.filter(|waits| (waits.seq, waits.length) == (id, length));
-        // Each gain is one block less to take, at most.
+        // Each gain saves at most one block.
         known = known
             .filter(|waits| waits.blocks.saturating_sub(gains - waits.gains) > num_free.into());
         if known.is_some() && !self.running.is_empty() && !cfg!(debug_assertions) {
             return true;
         }
         self.look_up(slot);
-        // One more than the sequence has, so that it is not preempted for its first token.
+        // With room for one more token, so that its first output does not get it preempted.
         let wanted = self.config.blocks_for(length + 1) - self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
         let blocks = wanted + found_free;
@@ -336,9 +337,9 @@ impl Scheduler {
         waits
     }
 
-    /// Finds the blocks that the KV cache has of a waiting sequence. One token at least is left to
-    /// be computed: its logits are what is wanted, or its embedding. Log-probabilities of a prompt
-    /// need it all, and so do embeddings that are made of more.
+    /// Finds the cached blocks of a waiting sequence. At least one token is left to compute, for
+    /// its logits or its embedding. Log-probabilities of a prompt, and embeddings pooled over more
+    /// than one token, need all of it.
     pub(super) fn look_up(&mut self, slot: usize) {
         self.found.clear();
         let Some(seq) = &self.sequences[slot] else { return };
@@ -355,13 +356,13 @@ impl Scheduler {
         }
     }
 
-    /// Gets the blocks that `count` more tokens of `slot` need, preempting the least urgent
-    /// sequence, of equals the one admitted last, as often as it takes. Returns false when that was
-    /// `slot` itself, or is in this plan already: then it is preempted when it needs a block of its
-    /// own.
+    /// Frees the blocks that `count` more tokens of `slot` need by preempting the least urgent
+    /// sequence (of equal priority, the last admitted) as often as necessary. Returns false if that
+    /// was `slot` itself, or is in this plan already: then it is preempted when it needs a block
+    /// itself.
     fn make_room(&mut self, slot: usize, count: u32, planning: &mut Planning<'_>) -> bool {
         let Some(seq) = &self.sequences[slot] else { return false };
-        // There may be more than that already: those of drafts that were not accepted.
+        // It may have more already: those of drafts that were not accepted.
         let needed = self.config.blocks_for(seq.computed + count);
         let needed = needed.saturating_sub(seq.blocks.len() as u32);
         while self.blocks.num_free() < needed {
@@ -381,7 +382,7 @@ impl Scheduler {
     fn preempt(&mut self, victim: usize, planning: &mut Planning<'_>) {
         let Some(seq) = &self.sequences[victim] else { return };
         let (id, request, tokens) = (seq.id, seq.request, seq.computed);
-        // It may have been admitted by this very plan, before its first share of it.
+        // This very plan may have admitted it, before its first share.
         planning.plan.admitted.retain(|new| new.seq != id);
         let blocks = seq.blocks.len() as u32;
         let swapped = self.swap_out(victim).then_some(blocks);
@@ -393,15 +394,16 @@ impl Scheduler {
         planning.effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
 
-    /// Whether a step may have this share of a sequence as far as its report goes: those that are
-    /// complete with it report their embeddings together.
+    /// Whether a step's report has room for this share: the embeddings that a step completes are
+    /// reported together.
     fn may_report(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
         let completes = seq.embeds_at(seq.computed + count);
         !completes || step.embeddings < weight::embeddings_max(&self.config)
     }
 
-    /// One that an epoch may have ended by is not in the batch with others that have not got on
-    /// since they were admitted: if the epoch ends again, it was that one.
+    /// Whether this request in the batch would leave open who ends an epoch: a suspect does not run
+    /// with others that have made no progress since their admission. If the epoch ends again, it
+    /// was the suspect.
     fn would_blur_blame(&self, request: RequestId) -> bool {
         let sequence = |slot: &usize| self.sequences[*slot].as_ref();
         let mut others = self.running().filter(|seq| seq.request != request && !seq.progressed);
@@ -417,7 +419,7 @@ impl Scheduler {
         let Some(seq) = &mut self.sequences[slot] else { return };
         let (start, end) = (seq.computed, seq.computed + count);
         while (seq.blocks.len() as u32) < self.config.blocks_for(end) {
-            // `make_room` saw to it that there are enough.
+            // `make_room` made sure that there are enough.
             let Some(block) = self.blocks.take() else { break };
             seq.blocks.push(block);
         }
@@ -425,14 +427,14 @@ impl Scheduler {
         let masked = samples && seq.guide.is_some();
         step.owes_masks |= masked;
         step.embeddings += u32::from(seq.embeds_at(end));
-        // What is computed for the first time, of the prompt and in all.
+        // Tokens computed for the first time, in all and of the prompt.
         let fresh = end.saturating_sub(seq.computed_max.max(start));
         let fresh_prompt = end.min(seq.num_prompt).saturating_sub(seq.computed_max.max(start));
         step.prompt_tokens += fresh_prompt;
         step.recomputed_tokens += count - fresh;
         let looks_up = !seq.known && !seq.looked_up && self.config.prefix_caching;
         if !seq.known {
-            // What was found is computed by nobody, unless it was before and is lost.
+            // Tokens found count as cached, unless they had been computed before and lost.
             let found = start.min(seq.num_prompt);
             step.cached_tokens += found.saturating_sub(seq.computed_max);
             if looks_up {
@@ -478,7 +480,7 @@ impl Scheduler {
     }
 }
 
-/// Most bytes of a sequence's masks, if it is guided.
+/// Upper bound on the bytes of a sequence's mask, if it is guided.
 fn mask_bytes(seq: &Sequence) -> Option<usize> {
     seq.guide.as_ref().map(|guide| guide.mask_bytes_max())
 }

@@ -1,9 +1,9 @@
 //! PURE: how much may wait, how requests come, and how they leave.
 //!
-//! The queue is bounded by what has never run: what was preempted, or moves here from a replica
-//! that broke or from another coordinator, has been let in before. Requests that end leave it in
-//! one pass, however many they are: a pass for each of 100,000 sequences would hold everything up
-//! for minutes.
+//! Only requests that have never run count against the queue's bound: those preempted, or moved
+//! here from a broken replica or another coordinator, were let in before. Requests that end leave
+//! the queue in one pass, however many they are: a pass for each of 100,000 sequences would hold
+//! everything up for minutes.
 use std::sync::Arc;
 
 use shared::ids::{RequestId, SeqId};
@@ -12,37 +12,38 @@ use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler};
 use crate::engine::{EngineError, GenerateRequest};
 
-/// Choices that may wait for each request that may.
+/// Number of choices that may wait, per request that may.
 const CHOICES_PER_REQUEST: u32 = 2;
-/// Prompt tokens that may wait for each request that may, counted for every choice, which has a
-/// copy of its own: 4 bytes each. With the usual bound of 16,384 requests they take 256 MiB.
+/// Number of prompt tokens that may wait, per request that may, counted for every choice, since
+/// each gets its own copy once it runs: 4 bytes each. With the usual bound of 16,384 requests they
+/// take 256 MiB.
 const TOKENS_PER_REQUEST: u32 = 4 << 10;
-/// So many requests' share may wait however few requests may: a few may have many choices, or long
-/// prompts.
+/// Fewest requests from which these two bounds are computed: even a few requests may have many
+/// choices or long prompts.
 const SHARES_MIN: u32 = 8 << 10;
 
-/// What waits, or one request of it.
+/// Queue capacity taken by one request, or by all that wait.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Load {
     requests: u32,
     sequences: u32,
-    /// Of prompts, for every choice.
+    /// Prompt tokens, counted for every choice.
     tokens: u64,
 }
 
 impl Load {
-    /// A request with so many prompt tokens and choices.
+    /// Load of a request with so many prompt tokens and choices.
     pub(super) fn of(prompt: usize, choices: usize) -> Self {
         let sequences = u32::try_from(choices).unwrap_or(u32::MAX);
         Self { requests: 1, sequences, tokens: (prompt as u64).saturating_mul(choices as u64) }
     }
 
-    /// Whether one more fits. One alone does.
+    /// Checks that one more request fits. A request alone always does.
     ///
     /// # Errors
-    /// [`EngineError::QueueFull`] with what there is most of.
+    /// [`EngineError::QueueFull`] with the bound that was reached.
     pub(super) fn check(&self, more: Self, max_requests: u32) -> Result<(), EngineError> {
-        // When to come again depends on the time, which whoever drives this knows.
+        // When to retry depends on the time, which the caller knows.
         let full = |queued, max| Err(EngineError::QueueFull { queued, max, retry_after_s: 1 });
         if self.requests >= max_requests {
             return full(self.requests, max_requests);
@@ -76,15 +77,15 @@ impl Load {
 }
 
 impl Scheduler {
-    /// Takes a request. Returns its sequences, one per choice. [`Scheduler::end_resumed`] is to
-    /// follow for one that is resumed.
+    /// Takes a request. Returns its sequences, one per choice. Call [`Scheduler::end_resumed`] next
+    /// if the request is resumed.
     ///
     /// # Errors
-    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] where a
-    /// request of the same number runs; nothing has changed then.
+    /// [`EngineError::QueueFull`], [`EngineError::TooLarge`], [`EngineError::Unavailable`] if a
+    /// request with the same number runs; nothing has changed then.
     pub fn submit(&mut self, mut request: GenerateRequest) -> Result<Vec<SeqId>, EngineError> {
         if self.requests.contains_key(&request.id) {
-            let message = format!("request number {} runs already", request.id.0);
+            let message = format!("request number {} is already running", request.id.0);
             return Err(EngineError::Unavailable { message });
         }
         let queued = Load::of(request.prompt.len(), request.sampling.len());
@@ -93,7 +94,7 @@ impl Scheduler {
             self.queued.check(queued, self.config.max_queued_requests)?;
         }
         let num_prompt = request.prompt.len() as u32;
-        // An open-ended one that has outgrown the cache ends by it.
+        // An open-ended request that outgrows the cache ends there.
         let needed = match request.open_ended {
             true => num_prompt + request.max_tokens.min(1),
             false => request.tokens_needed(),
@@ -162,7 +163,7 @@ impl Scheduler {
         self.fail_each(requests.into_iter().map(|id| (id, error.clone())), effects);
     }
 
-    /// As [`Scheduler::fail_all`], each with its own error.
+    /// Like [`Scheduler::fail_all`], each with its own error.
     pub fn fail_each(
         &mut self,
         ends: impl IntoIterator<Item = (RequestId, EngineError)>,
@@ -200,13 +201,13 @@ impl Scheduler {
             effects.push(Effect::Dropped { request, seqs, error });
         }
         if waited {
-            // No slot that became free has been given to another since.
+            // No freed slot has been reused since.
             let sequences = &self.sequences;
             self.waiting.retain(|slot| sequences[*slot].is_some());
         }
     }
 
-    /// Takes a sequence out of everything it is in.
+    /// Removes a sequence from everything it is in.
     pub(super) fn remove(&mut self, slot: usize) -> Option<Sequence> {
         let (seq, waits) = self.detach(slot)?;
         if waits {
@@ -215,7 +216,7 @@ impl Scheduler {
         Some(seq)
     }
 
-    /// Takes a sequence out of everything it is in but the queue; returns whether it is there.
+    /// Removes a sequence from everything but the queue; returns whether it is queued.
     fn detach(&mut self, slot: usize) -> Option<(Sequence, bool)> {
         let mut seq = self.sequences[slot].take()?;
         self.free_slots.push(slot);
@@ -235,7 +236,7 @@ impl Scheduler {
         Some((seq, !runs))
     }
 
-    /// A request is here from now on.
+    /// Registers a request.
     pub(super) fn own(&mut self, id: RequestId, owner: Request) {
         if !owner.scheduled {
             self.queued.add(owner.queued);
@@ -243,7 +244,7 @@ impl Scheduler {
         self.requests.insert(id, owner);
     }
 
-    /// A request is here no longer.
+    /// Unregisters a request.
     pub(super) fn forget_request(&mut self, id: RequestId) -> Option<Request> {
         let owner = self.requests.remove(&id)?;
         if !owner.scheduled {

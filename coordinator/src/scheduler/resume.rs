@@ -1,12 +1,13 @@
-//! PURE: requests that go on from what a coordinator that is gone accepted of them. They have run
-//! before: they take nothing of the queue's bound, and wait before all equals that have not.
+//! PURE: requests that continue from what a lost coordinator accepted. They have run before, so
+//! they do not count against the queue's bound and wait before those of equal priority that have
+//! not.
 use shared::ids::{RequestId, SeqId};
 
 use super::{Effect, Scheduler};
 use crate::engine::FinishReason;
 
 impl Scheduler {
-    /// Ends those sequences of a resumed request that what was accepted of them completes, and
+    /// Ends those sequences of a resumed request that are complete with what was accepted, and
     /// those that have outgrown the KV cache.
     pub fn end_resumed(
         &mut self,
@@ -14,8 +15,8 @@ impl Scheduler {
         ends: impl IntoIterator<Item = (SeqId, Option<FinishReason>)>,
         effects: &mut Vec<Effect>,
     ) {
-        // What was in the queue before cannot have outgrown the cache: it has been looked at, and
-        // there may be thousands of it.
+        // Only this request's sequences are checked: all others in the queue, possibly thousands,
+        // have been checked before.
         let room = self.epoch.map(|_| self.room());
         for (id, reason) in ends {
             let Some(owner) = self.requests.get(&request) else { return };
@@ -30,13 +31,14 @@ impl Scheduler {
         }
     }
 
-    /// Queues a sequence behind the last of its equals that has run before. Looked for from the
-    /// end: at a new leader hardly any have not run, and thousands may have.
+    /// Queues a sequence behind the last one of equal priority that has run before. Searches from
+    /// the end: on a new leader hardly any have not run, and thousands may have.
     pub(super) fn wait_resumed(&mut self, slot: usize) {
         let priority = self.priority(slot);
         let from = self.waiting.partition_point(|waiting| self.priority(*waiting) < priority);
         let to = self.waiting.partition_point(|waiting| self.priority(*waiting) <= priority);
-        // The request that is being queued has no owner yet: its choices stay in order.
+        // The request being queued is not registered yet, which counts as run: its choices stay in
+        // order.
         let has_run = |at: &usize| {
             let sequence = self.waiting.get(*at).and_then(|slot| self.sequences[*slot].as_ref());
             let owner = sequence.and_then(|sequence| self.requests.get(&sequence.request));

@@ -1,4 +1,4 @@
-//! PURE: one sequence's state, and one request's.
+//! PURE: the state of one sequence and of one request.
 use std::sync::Arc;
 
 use shared::ids::{BlockId, RequestId, SeqId};
@@ -26,65 +26,64 @@ pub(super) struct Sequence {
     /// Lower is earlier.
     pub(super) priority: i32,
     pub(super) sampling: SamplingParams,
-    /// The accepted-token log: prompt, then what was accepted.
+    /// Accepted-token log: the prompt, then the accepted tokens.
     pub(super) tokens: Tokens,
     pub(super) num_prompt: u32,
     pub(super) max_tokens: u32,
     /// [`GenerateRequest::open_ended`](crate::engine::GenerateRequest::open_ended)
     pub(super) open_ended: bool,
-    /// What its tokens must be; it knows those accepted.
+    /// Constrains its tokens; has seen those accepted.
     pub(super) guide: Option<Box<dyn TokenGuide>>,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
-    /// How many of them the workers were told.
+    /// How many of its blocks the workers were told.
     pub(super) told: u32,
-    /// The workers know it: it was in a plan since it was admitted.
+    /// Whether the workers know it: it was in a plan since its admission.
     pub(super) known: bool,
-    /// Its blocks are in host memory, and `blocks` is empty.
+    /// Set while its blocks are in host memory; `blocks` is empty then.
     pub(super) swapped: Option<Swapped>,
-    /// How many of them are full and were offered to others, and what comes before the next.
+    /// How many of its blocks are full and offered to others, and the prefix of the next one.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
-    /// Sequences of another salt share no blocks with it.
+    /// Sequences with another salt share no blocks with it.
     pub(super) cache_salt: u64,
-    /// The adapter that it is computed with; 0 for none.
+    /// The adapter it is computed with; 0 for none.
     pub(super) adapter: u32,
-    /// It was looked up in the KV cache for a step that was answered or is in flight.
+    /// Whether a step that is answered or in flight looked it up in the KV cache.
     pub(super) looked_up: bool,
     /// Prompt tokens found there then.
     pub(super) cached: u32,
-    /// Tokens whose K and V are planned, sent steps included.
+    /// Tokens whose K and V are computed or planned, sent steps included.
     pub(super) computed: u32,
-    /// Most that `computed` has ever been, but for steps lost with their epoch: computing below it
-    /// again is recomputation.
+    /// Maximum that `computed` has reached, except by steps lost with their epoch: computing below
+    /// it is recomputation.
     pub(super) computed_max: u32,
-    /// Since it was last admitted, a step was answered that computed more of it than was ever
-    /// computed before: what it gets stuck at lies further on.
+    /// Whether, since its last admission, a step was answered that computed further than any
+    /// before: whatever it gets stuck at lies further on.
     pub(super) progressed: bool,
-    /// Epochs in a row that ended while it was admitted and had not progressed: it may be what ends
-    /// them.
+    /// Epochs in a row that ended while it was admitted without progress: it may be what ends them.
     pub(super) suspicion: u32,
-    /// Tokens being sampled by steps in flight, behind `tokens`.
+    /// Tokens being sampled by steps in flight, after `tokens`.
     pub(super) pending: u32,
-    /// Set while admitted or swapped: which admission this is, counted over the whole scheduler.
+    /// Number of its admission, counted over the whole scheduler; set while admitted or swapped.
     /// Outputs of an older admission are ignored.
     pub(super) admission: Option<u64>,
     /// Prompt log-probabilities gathered so far; taken when complete.
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     pub(super) prompt_logprobs_done: bool,
-    /// What its tokens repeat; while it is admitted, where that is what drafts are made of.
+    /// Index of its n-grams; only while it is admitted, and only where drafts come from n-grams.
     pub(super) drafter: Option<Box<Drafter>>,
-    /// How many tokens a draft model shall draft.
+    /// How many tokens a draft model drafts for it.
     pub(super) pace: Pace,
-    /// Its next share shall have drafts: of the last look, made before every plan.
+    /// Whether its next share is to have drafts, as decided before every plan.
     pub(super) wants_draft: bool,
-    /// Those of the step in flight that is to verify them; empty when there is none.
+    /// Drafts that the step in flight verifies; empty if there are none.
     pub(super) drafts: Drafts,
 }
 
 impl Sequence {
-    /// A choice of a request that has not run here; `accepted` are the tokens that it has from
-    /// another coordinator.
+    /// Creates a choice of a request that has not run here; `accepted` are its tokens from another
+    /// coordinator.
     pub(super) fn new(
         id: SeqId,
         request: &GenerateRequest,
@@ -136,13 +135,13 @@ impl Sequence {
         }
     }
 
-    /// The mask of its next token.
+    /// Identifies the mask of its next token.
     pub(super) fn awaited_mask(&self) -> AwaitedMask {
         let position = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
         AwaitedMask { request: self.request, seq: self.id, position }
     }
 
-    /// Tokens that a KV cache must have room for, so that it can end.
+    /// Tokens that a KV cache must have room for; just one more if the sequence is open-ended.
     pub(super) fn tokens_needed(&self) -> u32 {
         let all = self.num_prompt.saturating_add(self.max_tokens);
         let accepted = u32::try_from(self.tokens.len()).unwrap_or(u32::MAX);
@@ -150,20 +149,20 @@ impl Sequence {
     }
 
     /// Lowers `max_tokens` to what a cache of `tokens` tokens has room for, if the client set none.
-    /// A sequence that has no room for one more token stays as it is.
+    /// A sequence without room for one more token is left alone.
     pub(super) fn fit(&mut self, tokens: u32) {
         if self.open_ended && self.tokens_needed() <= tokens {
             self.max_tokens = self.max_tokens.min(tokens - self.num_prompt);
         }
     }
 
-    /// The client set no `max_tokens`, and what there is already does not fit in a cache of
-    /// `tokens` tokens any more.
+    /// Whether the client set no `max_tokens` and the sequence can no longer grow in a cache of
+    /// `tokens` tokens.
     pub(super) fn has_outgrown(&self, tokens: u32) -> bool {
         self.open_ended && self.num_output() > 0 && self.tokens_needed() > tokens
     }
 
-    /// Where it stands among those that are admitted.
+    /// Its place in the order of admitted sequences.
     pub(super) fn urgency(&self) -> Urgency {
         (self.priority, self.admission)
     }
@@ -178,8 +177,8 @@ impl Sequence {
         self.tokens.len() as u32 - self.num_prompt
     }
 
-    /// Tokens that could be computed next. A sequence that will have all its tokens once the steps
-    /// in flight are answered needs none.
+    /// Number of tokens that could be computed next; 0 if it will have all its tokens once the
+    /// steps in flight are answered.
     pub(super) fn num_wanted(&self, max_model_len: u32) -> u32 {
         let output_ahead = self.len_ahead() - self.num_prompt;
         let complete = output_ahead >= self.max_tokens || self.len_ahead() >= max_model_len;
@@ -189,8 +188,8 @@ impl Sequence {
         self.len_ahead() - self.computed
     }
 
-    /// Whether its next share depends on a token of a step in flight: it is about to draft, or has
-    /// drafted, so that nobody knows how many tokens it gets.
+    /// Whether its next share depends on a token in flight: it is about to draft, or its drafts are
+    /// being verified, so that its length is unknown.
     pub(super) fn waits_for_token(&self, max_model_len: u32) -> bool {
         let depends = self.wants_draft || !self.drafts.is_empty();
         depends && self.pending > 0 && self.num_wanted(max_model_len) > 0
@@ -206,7 +205,7 @@ impl Sequence {
         self.sampling.pooling.is_some() && end as usize == self.tokens.len()
     }
 
-    /// Its block table is empty, and has to be told anew.
+    /// Resets what the workers and others know of its block table, which is empty.
     pub(super) fn forget_blocks(&mut self) {
         self.told = 0;
         self.kept = 0;
@@ -242,12 +241,12 @@ pub(super) struct Request {
     pub(super) swapped: u32,
     /// It has been in a step.
     pub(super) scheduled: bool,
-    /// What it took of the queue before.
+    /// Queue capacity it took before it ran.
     pub(super) queued: Load,
 }
 
 impl Request {
-    /// Where it is: in the batch if any of its sequences is, else in host memory if any is there.
+    /// Where it is: in the batch if any of its sequences is, otherwise in host memory if any is.
     pub(super) fn place(&self) -> Place {
         match (self.admitted, self.swapped) {
             (0, 0) => Place::Waiting,

@@ -1,30 +1,30 @@
-//! PURE: drafts of tokens that may come next, looked up in what a sequence has so far ("prompt
-//! lookup"): what followed the last tokens where they stood before.
+//! PURE: n-gram drafts ("prompt lookup"): the tokens that followed a sequence's last tokens where
+//! these occurred before.
 //!
-//! An index holds, for each length of n-gram, where each n-gram of the sequence ended last. A token
-//! costs as many look-ups as there are lengths, however long the sequence is and whatever its
-//! tokens are: an n-gram that finds no place soon takes another's. The index has its memory from
-//! the start, and knows a long prompt bit by bit.
+//! An index holds, for each n-gram length, where each n-gram of the sequence ended last. A token
+//! costs one look-up per length, however long the sequence and whatever its tokens: an n-gram that
+//! finds no place within a few probes replaces another. The index allocates its memory at the start
+//! and takes in a long prompt bit by bit.
 //!
-//! Whether drafts are worth while is known without making any: of every token that comes, the index
-//! has said before which it expected, if any. [`Drafter::trust`] counts how that turns out. So a
-//! sequence that does not repeat itself drafts nothing, the longer it goes wrong the longer it must
-//! go right before it drafts again, and all that depends on its tokens alone.
+//! Whether drafts pay off is known without making any: before each token the index predicts it, if
+//! it can, and [`Drafter::trust`] counts how that turns out. So a sequence that does not repeat
+//! itself drafts nothing, and the longer it is wrong, the longer it must be right before it drafts
+//! again. All of this depends on its tokens alone.
 use super::config::ConfigError;
 use super::speculation::within;
 
-/// Longest n-gram that may be looked up, in tokens.
+/// Longest n-gram allowed, in tokens.
 const LOOKUP_MAX: u32 = 16;
 
-/// N-grams that one step's planning enters into all indices together: a prompt of a hundred
-/// thousand tokens delays nobody, nor do many of them.
+/// N-grams that planning one step enters into all indices together: a prompt of a hundred thousand
+/// tokens delays no other request, nor do many of them.
 const ENTERED_MAX: usize = 2048;
 
-/// Places looked at for one n-gram, at most. Anybody can find tokens whose n-grams all belong in
-/// the same places: then the n-gram in the last of them is forgotten, and nobody waits.
+/// Maximum number of places probed for one n-gram. A client can craft tokens whose n-grams all hash
+/// to the same places; then the last place's n-gram is replaced, and nobody waits.
 const PROBES_MAX: usize = 16;
 
-/// Trust of a sequence that nothing is known of, from which on it drafts, and its bounds.
+/// Trust at first, trust needed to draft, and the bounds of trust.
 const TRUST_AT_FIRST: i32 = 6;
 const TRUST_NEEDED: i32 = 4;
 const TRUST_MOST: i32 = 12;
@@ -58,42 +58,42 @@ impl Lookup {
         (self.prompt_lookup_max - self.prompt_lookup_min + 1) as usize
     }
 
-    /// Tokens that one step's planning enters into all indices together: as many as a step samples
-    /// at least, so that indices that are whole stay so.
+    /// Tokens that planning one step enters into all indices together: at least as many as a step
+    /// samples, so that complete indices stay complete.
     pub(super) fn entered_max(&self, max_num_seqs: u32) -> usize {
         (ENTERED_MAX / self.lengths()).max(max_num_seqs as usize)
     }
 }
 
-/// Places of an index for sequences of up to `room` tokens, for each length.
+/// Number of places per length of an index for sequences of up to `room` tokens.
 fn slots(room: usize) -> usize {
     (room + room / 3 + 1).next_power_of_two()
 }
 
-/// One sequence's index and how far it is trusted.
+/// One sequence's index, and how far it is trusted.
 #[derive(Debug)]
 pub struct Drafter {
-    /// For each length, from the shortest, `slots` places: where an n-gram ended last, 0 where
-    /// there is none. Found by the n-gram's hash, and the tokens there compared.
+    /// `slots` places for each length, shortest first: where an n-gram ended last, 0 if the place
+    /// is free. Found by the n-gram's hash, then compared token by token.
     index: Vec<u32>,
-    /// A power of two; at least a quarter of the places stays empty.
+    /// A power of two; at least a quarter of the places stay empty.
     slots: usize,
     min: usize,
     max: usize,
-    /// Tokens there is room for.
+    /// Number of tokens there is room for.
     room: usize,
-    /// Tokens entered.
+    /// Number of tokens entered.
     entered: usize,
-    /// Where the longest n-gram that the sequence ends with ended before; 0 when it is new.
+    /// Where the longest n-gram at the sequence's end ended before; 0 if it is new.
     found: usize,
     trust: i32,
-    /// Places looked at.
+    /// Number of places probed.
     #[cfg(test)]
     probes: usize,
 }
 
 impl Drafter {
-    /// An empty index with room for sequences of up to `room` tokens.
+    /// Creates an empty index with room for sequences of up to `room` tokens.
     #[must_use]
     pub fn new(config: &Lookup, room: usize) -> Self {
         let slots = slots(room);
@@ -123,13 +123,13 @@ impl Drafter {
         size_of_val(self.index.as_slice())
     }
 
-    /// Enters the tokens that are new in `tokens`, of which the first `num_prompt` are the prompt:
-    /// as many as `budget` has, which they are taken of, and the rest with later calls.
+    /// Enters up to `budget` new tokens of `tokens`, whose first `num_prompt` are the prompt, and
+    /// reduces `budget` accordingly; later calls enter the rest.
     pub fn enter(&mut self, tokens: &[u32], num_prompt: usize, budget: &mut usize) {
         let end = self.entered + self.behind(tokens).min(*budget);
         *budget -= end - self.entered;
         while self.entered < end {
-            // How a prompt repeats itself says little of what follows it.
+            // How a prompt repeats itself says little about what follows it.
             if self.found > 0 && self.entered >= num_prompt {
                 let is_right = tokens[self.found] == tokens[self.entered];
                 let trust = if is_right { self.trust + 1 } else { self.trust - 1 };
@@ -140,14 +140,14 @@ impl Drafter {
         }
     }
 
-    /// How many of `tokens` are still to be entered, as far as there is room.
+    /// Number of `tokens` still to be entered, as far as there is room.
     #[must_use]
     pub fn behind(&self, tokens: &[u32]) -> usize {
         tokens.len().min(self.room).saturating_sub(self.entered)
     }
 
-    /// Enters all n-grams that end at `end`; returns where the longest of them that was there
-    /// before, and was not forgotten, ended.
+    /// Enters all n-grams that end at `end`; returns where the longest of them that the index still
+    /// had ended before, or 0.
     fn exchange(&mut self, tokens: &[u32], end: usize) -> usize {
         let (mut hash, mut found) = (0u64, 0);
         for length in 1..=self.max.min(end) {
@@ -159,7 +159,8 @@ impl Drafter {
             let first = (length - self.min) * self.slots;
             let places = &mut self.index[first..first + self.slots];
             let ngram = &tokens[end - length..end];
-            // The low bits of a product know nothing of the high bits of its factors.
+            // The high bits: the low bits of a product do not depend on the high bits of its
+            // factors.
             let home = (hash >> 32) as usize;
             for probe in 1..=PROBES_MAX {
                 #[cfg(test)]
@@ -179,15 +180,15 @@ impl Drafter {
         found
     }
 
-    /// Whether a draft would be made of what was entered, as far as that is trusted.
+    /// Whether there is something to draft from and it is trusted enough.
     #[must_use]
     pub fn is_ready(&self) -> bool {
         self.found > 0 && self.trust >= TRUST_NEEDED
     }
 
-    /// Fills `draft` with up to `most` tokens: those that followed where the sequence's end was
-    /// found, and behind them, where that reaches the sequence's end, the draft's own. `tokens` are
-    /// those entered.
+    /// Fills `draft` with up to `most` tokens: those that followed the earlier occurrence of the
+    /// sequence's end, continued with the draft's own tokens once they reach the sequence's end.
+    /// `tokens` must be those entered.
     pub fn draft(&self, tokens: &[u32], most: usize, draft: &mut Vec<u32>) {
         draft.clear();
         if !self.is_ready() || self.entered != tokens.len() {
@@ -211,8 +212,7 @@ mod tests {
         Lookup { prompt_lookup_max: max, prompt_lookup_min: min }
     }
 
-    /// By definition: the longest n-gram that the tokens end with and that stands before, where it
-    /// ended last.
+    /// By definition: where the longest n-gram at the end of the tokens ended last before.
     fn naive(tokens: &[u32], min: usize, max: usize) -> usize {
         for length in (min..=max.min(tokens.len())).rev() {
             let ngram = &tokens[tokens.len() - length..];
@@ -239,7 +239,7 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(500))]
-        /// Few different tokens, so that all lengths occur; entered one by one or many at a time.
+        /// Few distinct tokens, so that all lengths occur; entered one by one or many at a time.
         #[test]
         fn it_finds_what_a_search_of_everything_finds(
             tokens in (2u32..5).prop_flat_map(|kinds| prop::collection::vec(0..kinds, 1..150)),
@@ -248,7 +248,7 @@ mod tests {
             steps in prop::collection::vec(1usize..20, 1..40),
             num_prompt in 0usize..150,
         ) {
-            // Places enough for all to keep theirs.
+            // Enough places for every n-gram to keep its own.
             let mut drafter = Drafter::new(&config(min, min + more), 20 * tokens.len());
             let mut steps = steps.into_iter().cycle();
             let mut draft = Vec::new();
@@ -278,7 +278,7 @@ mod tests {
         }
     }
 
-    /// Tokens that all belong in one of 16 places of an index of so many.
+    /// Tokens that all hash to one of 16 places of an index with so many places.
     fn crafted(slots: u64) -> impl Iterator<Item = u32> {
         let hash = |token: u64| token.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29);
         (0..u32::MAX).filter(move |token| ((hash(u64::from(*token)) >> 32) & (slots - 1)) < 16)
@@ -291,14 +291,14 @@ mod tests {
         entered(&mut drafter, &tokens, 0);
         assert!(drafter.probes <= 16 * 3000, "{} places looked at", drafter.probes);
         assert!(drafter.probes > 15 * 2900, "they are crafted: {}", drafter.probes);
-        // The latest is known.
+        // The latest is in the index.
         let again: Vec<u32> = tokens.iter().chain(&tokens[2999..]).copied().collect();
         entered(&mut drafter, &again, 0);
         assert_eq!(drafter.found, 3000);
     }
 
     proptest! {
-        /// Where n-grams have no place, they are not found; none is found where it is not.
+        /// N-grams without a place are not found; nothing is found where it is not.
         #[test]
         fn what_is_found_is_there_however_tokens_are_chosen(
             picks in prop::collection::vec(0usize..60, 1..300),
@@ -326,7 +326,7 @@ mod tests {
         assert_eq!(draft, [1, 2, 3, 1, 2, 3, 1]);
         drafter.draft(&tokens, 0, &mut draft);
         assert!(draft.is_empty());
-        // Of other tokens than those entered nothing is said.
+        // Tokens other than those entered get no draft.
         drafter.draft(&tokens[..5], 7, &mut draft);
         assert!(draft.is_empty());
     }
@@ -363,7 +363,7 @@ mod tests {
 
     #[test]
     fn who_is_wrong_for_longer_must_be_right_for_longer() {
-        // "1 2" is followed by something else each time, then by the same for long.
+        // "1 2" is followed by another token each time, then always by the same.
         let wrong = |times: u32| (0..times).flat_map(|at| [1, 2, 100 + at]);
         let drafts_after = |times: u32| {
             let mut tokens: Vec<u32> = wrong(times).collect();

@@ -2,15 +2,15 @@
 use super::config::ConfigError;
 use super::speculate::Lookup;
 
-/// Most tokens that a draft may be asked to have.
+/// Maximum length of a draft, in tokens.
 pub(super) const TOKENS_MAX: u32 = 64;
-/// Fewest sequences that drafts may be given up beyond, as elsewhere.
+/// Minimum of `disable_by_batch_size`, as in vLLM.
 const BATCH_SIZE_MIN: u32 = 2;
 
-/// What drafts are made of. Names as in vLLM's `--speculative-config`.
+/// How drafts are made. Names as in vLLM's `--speculative-config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Speculation {
-    /// Most tokens of a draft: 1 to 64.
+    /// Maximum length of a draft, in tokens: 1 to 64.
     pub num_speculative_tokens: u32,
     /// Where they come from.
     pub method: Method,
@@ -21,14 +21,14 @@ pub struct Speculation {
 /// Where drafts come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Method {
-    /// What a sequence repeats, looked up here.
+    /// The sequence's own n-grams, looked up here.
     Ngram(Lookup),
-    /// A small model, which rank 0 of each replica has.
+    /// A small model on rank 0 of each replica.
     DraftModel,
 }
 
 impl Speculation {
-    /// Checks the bounds; a draft is sampled in one step, of at most `max_num_seqs` rows.
+    /// Checks the bounds; a draft is verified in one step, which has at most `max_num_seqs` rows.
     ///
     /// # Errors
     /// One sentence naming the field, its value and its bound.
@@ -44,7 +44,7 @@ impl Speculation {
         if tokens >= max_num_seqs {
             return Err(ConfigError(format!(
                 "num_speculative_tokens ({tokens}) needs a max_num_seqs of at least {}, which is \
-                 {max_num_seqs}: a step samples at most so many rows, those of drafts included",
+                 {max_num_seqs}: a step samples at most that many rows, including those of drafts",
                 tokens + 1
             )));
         }

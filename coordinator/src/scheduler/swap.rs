@@ -1,13 +1,13 @@
 //! PURE: sequences that leave the KV cache for host memory, and come back.
 //!
-//! Out of KV blocks, a sequence is put back into the queue. Where host memory has room for what was
-//! computed of it, that is copied there instead of being lost. It stays the same sequence with the
-//! same admission: workers remember it, tokens of it that are in flight count when they come, and
-//! nothing of it is computed again. It waits before its equals as any that is put back, so it is
-//! back before anything waiting that is not more urgent.
+//! When KV blocks run out, a sequence returns to the queue. If host memory has room for its KV
+//! blocks, they are copied there instead of being lost. It stays the same sequence with the
+//! same admission: workers remember it, its tokens in flight count when they arrive, and nothing is
+//! recomputed. Like any preempted sequence it waits before those of equal priority, so it is back
+//! before any waiting one that is not more urgent.
 //!
-//! Host blocks are in the plans' order as blocks of the KV cache are: what a plan reads from there
-//! is free with the next plan, for a plan's copies out come before its copies in.
+//! Host blocks follow the order of plans, like KV blocks: what a plan reads from host memory is
+//! free for the next plan, because a plan's copies out come before its copies in.
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
@@ -21,28 +21,28 @@ use super::{Effect, Scheduler, weight};
 /// The blocks in host memory. Every rank has the same ones.
 #[derive(Clone, Debug, Default)]
 pub(super) struct HostPool {
-    /// The lowest first: neighbours travel together.
+    /// Lowest first: neighbours are copied together.
     free: BinaryHeap<Reverse<u32>>,
     total: u32,
 }
 
 impl HostPool {
-    /// All of `total` blocks are free.
+    /// Creates a pool whose `total` blocks are all free.
     pub(super) fn new(total: u32) -> Self {
         Self { free: (0..total).map(Reverse).collect(), total }
     }
 
-    /// Blocks there are.
+    /// Total number of blocks.
     pub(super) fn total(&self) -> u32 {
         self.total
     }
 
-    /// Blocks that somebody has.
+    /// Number of blocks in use.
     pub(super) fn num_used(&self) -> u32 {
         self.total - self.free.len() as u32
     }
 
-    /// Takes `count` blocks, or none.
+    /// Takes `count` blocks, or none if there are fewer.
     fn take(&mut self, count: usize) -> Option<Vec<HostBlockId>> {
         if self.free.len() < count {
             return None;
@@ -59,9 +59,9 @@ impl HostPool {
 /// What a sequence has while it is swapped.
 #[derive(Debug)]
 pub(super) struct Swapped {
-    /// Where its blocks are, in the order of its table.
+    /// Its host blocks, in the order of its block table.
     host: Vec<HostBlockId>,
-    /// Where they were, for what turns out to be corrupted.
+    /// The KV blocks it had, in case they turn out to be corrupted.
     pub(super) was: Vec<BlockId>,
 }
 
@@ -70,7 +70,7 @@ impl Scheduler {
     pub(super) fn swap_out(&mut self, slot: usize) -> bool {
         let Some(seq) = &mut self.sequences[slot] else { return false };
         let others = self.outgoing.iter().map(|swap| weight::swap(swap.blocks.len())).sum();
-        // What the workers have not begun has nothing to be kept.
+        // A sequence that the workers have not begun has nothing to keep.
         if !seq.known || !weight::may_swap(others, seq.blocks.len()) {
             return false;
         }
@@ -82,7 +82,7 @@ impl Scheduler {
         seq.swapped = Some(Swapped { host, was: seq.blocks.clone() });
         self.blocks.give_back(&mut seq.blocks);
         seq.forget_blocks();
-        // Room for an index is for those that are in the batch.
+        // Only sequences in the batch have an index.
         seq.drafter = None;
         seq.wants_draft = false;
         self.no_longer_running(slot, urgency);
@@ -102,20 +102,20 @@ impl Scheduler {
         let count = seq.num_wanted(self.config.max_model_len).min(planning.budget);
         let waits = count == 0 || seq.waits_for_token(self.config.max_model_len);
         let Some(swapped) = seq.swapped.take_if(|_| !waits) else {
-            // Its last token is in flight, or drafts are of which nobody knows what comes.
+            // Its last token is in flight, or drafts whose outcome is unknown.
             return false;
         };
-        // Others may have computed more of the same tokens: what the workers know of this sequence
-        // ends at `computed`.
+        // Others may have computed more of the same tokens, but what the workers know of this
+        // sequence ends at `computed`.
         let full = (seq.computed / self.config.block_size) as usize;
         self.found.truncate(full);
         let num_found = self.found.len() as u32;
         let found_free = self.found.iter().filter(|found| found.is_free).count() as u32;
-        // It may bring more blocks than it needs: those of drafts that were not accepted.
+        // It may have more blocks than it needs: those of drafts that were not accepted.
         let table = self.config.blocks_for(seq.computed + count).max(swapped.host.len() as u32);
         let now = table - num_found + found_free;
-        // As at admission, and a block more for each that runs: or they would soon have to put it
-        // back again.
+        // As at admission, plus a block for each running sequence: otherwise these would soon
+        // preempt it again.
         let ahead = self.config.blocks_for(seq.len_ahead() + 1).max(table);
         let wanted = ahead - num_found + found_free + self.running.len() as u32;
         let num_free = self.blocks.num_free();
@@ -149,21 +149,22 @@ impl Scheduler {
         true
     }
 
-    /// A plan is on its way: host blocks that it leaves are free for the next.
+    /// Adds the pending copies to a plan being sent; host blocks that it reads are free for the
+    /// next.
     pub(super) fn send_swaps(&mut self, plan: &mut StepPlan) {
         plan.swap_out.append(&mut self.outgoing);
         self.host.give_back(self.left.drain(..));
     }
 
-    /// Forgets a swapped sequence that was taken out of everything else.
+    /// Forgets a swapped sequence that was removed from everything else.
     pub(super) fn drop_swapped(&mut self, seq: &Sequence, swapped: Swapped) {
         self.host.give_back(swapped.host);
-        // It may not have left yet.
+        // It may not have been sent yet.
         self.outgoing.retain(|swap| swap.seq != seq.id);
         self.count(seq.request, |owner| owner.swapped -= 1);
     }
 
-    /// The epoch is over, and host memory with it: what was swapped is computed again.
+    /// Drops host memory at the end of an epoch: swapped sequences are recomputed.
     pub(super) fn lose_swapped(&mut self) {
         self.outgoing.clear();
         self.left.clear();

@@ -1,17 +1,17 @@
 //! PURE: the accepted-token log of one sequence.
 //!
-//! The choices of a request share its prompt until their first tokens are accepted: what waits in
-//! the queue takes the memory of one prompt, whatever `n` is.
+//! The choices of a request share its prompt until their first tokens are accepted, so a queued
+//! request takes the memory of one prompt, whatever `n` is.
 use std::ops::Deref;
 use std::sync::Arc;
 
-/// Prompt, then what was accepted.
+/// The prompt, then the accepted tokens.
 #[derive(Clone, Debug)]
 pub(super) enum Tokens {
-    /// The prompt alone, which others may have too.
+    /// The prompt alone, which may be shared.
     Prompt {
         prompt: Arc<[u32]>,
-        /// Most tokens that are accepted.
+        /// Maximum number of tokens accepted after it.
         more: usize,
     },
     /// A log of its own.
@@ -19,7 +19,7 @@ pub(super) enum Tokens {
 }
 
 impl Tokens {
-    /// A prompt that at most `more` tokens follow.
+    /// Creates the log of a prompt that at most `more` tokens follow.
     pub(super) fn new(prompt: Arc<[u32]>, more: usize) -> Self {
         Self::Prompt { prompt, more }
     }

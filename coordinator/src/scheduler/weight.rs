@@ -1,51 +1,51 @@
-//! PURE: how many bytes a plan takes, at most, and a step's masks: each travels as one frame.
+//! PURE: upper bounds on the bytes of a plan and of a step's masks: each travels as one frame.
 use shared::sampling::{LOGIT_BIAS_MAX, SUPPRESSED_MAX};
 use shared::wire::frame::BODY_MAX;
 
 use super::config::{ConfigError, SchedulerConfig};
 use super::sequence::Sequence;
 
-/// Most bytes of an encoded number: one that says how wide it is, then all of its own.
+/// Maximum bytes of an encoded number: one for its width, then all of its own.
 const U32: usize = 5;
 const U64: usize = 9;
-/// What a plan has but for its lists: the message's variant, epoch, step, lengths of the five
+/// A plan without its lists' contents: the message's variant, epoch, step, lengths of the five
 /// lists.
 const HEAD: usize = U32 + 7 * U64;
-/// A `SequenceStep` but for its blocks and its drafts.
+/// A `SequenceStep` without its blocks and drafts.
 const SHARE: usize = U64 + 2 * U32 + 2 * U64 + 3;
-/// A `NewSequence` but for its tokens and the lists of its sampling parameters.
+/// A `NewSequence` without its tokens and the lists of its sampling parameters.
 const NEW: usize = 2 * U64 + 2 * U32 + SAMPLING;
-/// `SamplingParams` but for their lists: six floats, three numbers, the seed, two lengths, three
-/// that may be absent.
+/// `SamplingParams` without their lists: six floats, three numbers, the seed, two lengths, three
+/// optional numbers.
 const SAMPLING: usize = 6 * 4 + 3 * U32 + 3 * U64 + 3 * (1 + U32);
 const BIAS: usize = U32 + 4;
 
-/// Most bytes of what one plan admits.
+/// Maximum bytes of what one plan admits.
 pub(super) const ADMITTED_MAX: usize = BODY_MAX as usize / 2;
-/// Most bytes of the masks of all guided sequences that are admitted: those of a step travel in a
-/// frame of their own. The rest is for what the message has beside them, a byte for each included.
+/// Maximum bytes of the masks of all admitted guided sequences: a step's masks travel in a frame of
+/// their own. The rest is for the message's other fields, including a byte for each mask.
 pub(super) const MASKS_MAX: usize = BODY_MAX as usize / 16 * 15;
-/// Most bytes of copies out of the KV cache, and as many of copies in.
+/// Maximum bytes of copies out of the KV cache, and again of copies in.
 const SWAPS_MAX: usize = BODY_MAX as usize / 32;
-/// Most bytes of a step's embeddings: they are reported in one frame.
+/// Maximum bytes of a step's embeddings, which are reported in one frame.
 const EMBEDDINGS_MAX: usize = BODY_MAX as usize / 4;
-/// An embedding's report but for its numbers.
+/// An embedding's report without its numbers.
 const REPORT: usize = 64;
-/// Numbers that an embedding is taken to have where that is not known: more than any model in use.
+/// Length assumed for an embedding where it is unknown: more than any model in use has.
 const HIDDEN_SIZE_MAX: u32 = 1 << 16;
 const BATCH_MAX: usize = BODY_MAX as usize - ADMITTED_MAX - 2 * SWAPS_MAX;
-/// A swapped sequence but for its blocks.
+/// A swapped sequence without its blocks.
 const SWAP: usize = 2 * U64;
-/// One of its blocks: two names, and that in the sequence's new table.
+/// One of its blocks: two ids, and the one in the sequence's new table.
 const SWAPPED_BLOCK: usize = 3 * U32;
 
 // Every model and batch in use fits: a million tokens of context, 4,096 sequences, 256 Ki tokens.
 const _: () = assert!(longest(1 << 20, 16) <= ADMITTED_MAX);
 const _: () = assert!(batch(4096, 256 << 10, 16) <= BATCH_MAX);
 
-/// Bytes of admitting a sequence: its tokens, and all the blocks that it may begin behind.
+/// Bytes of admitting a sequence: its tokens, and the blocks it may start with.
 const fn new_sequence(tokens: usize, block_size: usize, biases: usize, suppressed: usize) -> usize {
-    // One block more than full ones, for the token that comes next.
+    // One more than the full blocks, for the next token.
     let blocks = (tokens + 1).div_ceil(block_size) + 1;
     NEW + (tokens + blocks + suppressed) * U32 + biases * BIAS
 }
@@ -54,41 +54,41 @@ const fn longest(max_model_len: usize, block_size: usize) -> usize {
     new_sequence(max_model_len, block_size, LOGIT_BIAS_MAX, SUPPRESSED_MAX)
 }
 
-/// Bytes of a plan's batch: each sequence's share, the blocks that its tokens begin, as many
-/// sequences that are forgotten twice, which were finished before and are preempted by the plan,
-/// and as many drafted tokens, since a step samples no more rows.
+/// Bytes of a plan's batch: each sequence's share; the blocks that its tokens begin; two forgotten
+/// sequences for each, one finished before and one preempted by this plan; and as many drafted
+/// tokens, since a step samples no more rows.
 const fn batch(sequences: usize, tokens: usize, block_size: usize) -> usize {
     let blocks = tokens.div_ceil(block_size) + sequences;
     HEAD + sequences * (SHARE + 2 * U64 + U32) + blocks * U32
 }
 
-/// Bytes of admitting this one.
+/// Bytes of admitting this sequence.
 pub(super) fn of(seq: &Sequence, config: &SchedulerConfig) -> usize {
     let sampling = &seq.sampling;
     let (biases, suppressed) = (sampling.logit_bias.len(), sampling.suppress_until_min.len());
     new_sequence(seq.tokens.len(), config.block_size as usize, biases, suppressed)
 }
 
-/// Most bytes that swapping a sequence of so many blocks takes of a plan: pairs of names, and its
-/// new table, which is told whole when it comes in, be its first blocks copied or found.
+/// Maximum bytes that swapping a sequence of `blocks` blocks takes in a plan: pairs of ids, and its
+/// new table, which is sent whole when it comes in, whether its first blocks are copied or found.
 pub(super) fn swap(blocks: usize) -> usize {
     SWAP + blocks * SWAPPED_BLOCK
 }
 
-/// Whether a plan that swaps so many bytes may swap a sequence of so many blocks. One that may go
-/// out alone may come in alone.
+/// Whether a plan that swaps `others` bytes may also swap a sequence of `blocks` blocks. One that
+/// may go out alone may come in alone.
 pub(super) fn may_swap(others: usize, blocks: usize) -> bool {
     others + swap(blocks) <= SWAPS_MAX
 }
 
-/// Most embeddings that one step may complete, at least 1.
+/// Maximum number of embeddings that one step may complete, at least 1.
 pub(super) fn embeddings_max(config: &SchedulerConfig) -> u32 {
     let hidden_size = if config.hidden_size == 0 { HIDDEN_SIZE_MAX } else { config.hidden_size };
     let count = EMBEDDINGS_MAX / (hidden_size as usize * size_of::<f32>() + REPORT);
     u32::try_from(count).unwrap_or(u32::MAX).max(1)
 }
 
-/// Whether every plan fits into a frame.
+/// Checks that every plan fits into a frame.
 pub(super) fn check(config: &SchedulerConfig) -> Result<(), ConfigError> {
     let SchedulerConfig { max_model_len, max_num_seqs, max_num_batched_tokens, .. } = *config;
     let block_size = config.block_size as usize;

@@ -1,4 +1,4 @@
-//! The most bytes of text that one token can stand for, so that a text too long for the model is
+//! The maximum bytes of text that one token can stand for, so that a text too long for the model is
 //! rejected before it is tokenized.
 //!
 //! Only tokenizers that drop no bytes have such a bound: byte-level BPE, and BPE with byte
@@ -10,7 +10,7 @@ use serde_json::Value;
 /// How much Unicode composition may shorten text at most (UAX #15, maximum expansion of NFD).
 const NFC_FACTOR: usize = 3;
 
-/// Most bytes per token, from a `tokenizer.json`; `None` when that is not known.
+/// Returns the maximum bytes per token, from a `tokenizer.json`; `None` if it is not known.
 #[must_use]
 pub fn bytes_per_token(tokenizer: &Value) -> Option<usize> {
     let model = tokenizer.get("model")?;

@@ -27,7 +27,7 @@ const WINDOW_MAX: usize = 64;
 /// Number of preceding tokens used as context: more than a character takes, and more special tokens
 /// than occur in a row.
 const BEFORE_MAX: usize = 8;
-/// Most bytes of a character in UTF-8.
+/// Maximum bytes of a character in UTF-8.
 const BYTES_MAX: usize = 4;
 
 impl IncrementalDecoder {

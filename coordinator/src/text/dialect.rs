@@ -55,13 +55,13 @@ impl Dialect {
                     let kind = kind.unwrap_or("none");
                     return Err(format!(
                         "structured output needs a tokenizer whose tokens are text by themselves; \
-                         of this model's, the decoder ({kind}) says otherwise"
+                         with this model's decoder ({kind}) they are not"
                     ));
                 }
             }
         }
         if dialect.byte_level == has_spaces {
-            return Err("the tokenizer's decoder is of no known kind".to_owned());
+            return Err("the tokenizer's decoder is of an unknown kind".to_owned());
         }
         Ok(dialect)
     }

@@ -80,7 +80,7 @@ pub struct TextModel {
     pub pooling: Result<Pooling, String>,
     /// Hash of all files that the above was read from: equal on hosts that tokenize alike.
     pub fingerprint: u64,
-    /// Most bytes of text per token, if known.
+    /// Maximum bytes of text per token, if known.
     pub bytes_per_token: Option<usize>,
     /// How its tokens encode text, or why that is not known.
     pub dialect: Result<Dialect, String>,
@@ -197,7 +197,7 @@ impl TextModel {
         self.guides.get_or_init(|| Guides::new(self)).as_ref().map_err(String::clone)
     }
 
-    /// As [`guides`](Self::guides), if already created.
+    /// Like [`guides`](Self::guides), if already created.
     pub(crate) fn guides_made(&self) -> Option<&Guides> {
         self.guides.get()?.as_ref().ok()
     }

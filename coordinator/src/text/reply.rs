@@ -43,10 +43,10 @@ pub struct ReplyReader {
     state: State,
     /// Text that is not parsed yet.
     held: String,
-    /// Bytes of it already searched for the end of a parameter.
+    /// Bytes of the held text already searched for the end of a parameter.
     looked: usize,
     num_calls: u32,
-    /// Parses instead, where the reply is in harmony.
+    /// Parses replies in harmony format instead.
     messages: Option<harmony::Reader>,
 }
 

@@ -59,7 +59,7 @@ pub(crate) fn numbered(words: &[String]) -> Value {
     Value::Object(words.iter().enumerate().map(|(id, word)| (word.clone(), json!(id))).collect())
 }
 
-/// As in Llama 2 and Mistral: the decoder drops a leading space.
+/// Like Llama 2 and Mistral: the decoder drops a leading space.
 pub(crate) fn sentencepiece_bpe() -> TextModel {
     let replace = |from: &str, to: &str| json!({"type": "Replace", "pattern": {"String": from}, "content": to});
     let pieces = pieces();
@@ -79,7 +79,7 @@ pub(crate) fn sentencepiece_bpe() -> TextModel {
     )
 }
 
-/// As in Gemma: the decoder keeps all spaces.
+/// Like Gemma: the decoder keeps all spaces.
 pub(crate) fn sentencepiece_that_keeps_spaces() -> TextModel {
     let pieces = pieces();
     folder(

@@ -13,7 +13,7 @@ pub struct StopMatcher {
 }
 
 impl StopMatcher {
-    /// A matcher of `stops`, none of which may be empty.
+    /// Returns a matcher of `stops`, none of which may be empty.
     #[must_use]
     pub fn new(stops: Vec<String>) -> Self {
         Self { stops, held: String::new(), including: false, found: None }
@@ -61,8 +61,8 @@ impl StopMatcher {
         self.held.clear();
     }
 
-    /// Where the first stop string is that ends behind the first `before` bytes of `held`, its
-    /// length and its index. One that ends before was complete when it was plain text.
+    /// Returns the start, length and index of the first stop string that ends after the first
+    /// `before` bytes of `held`. One that ends earlier was complete while it was plain text.
     fn first_complete(&self, before: usize) -> Option<(usize, usize, usize)> {
         let found = self.stops.iter().enumerate().filter_map(|(index, stop)| {
             let mut from = (before + 1).saturating_sub(stop.len());
@@ -148,16 +148,16 @@ mod tests {
     }
 
     proptest! {
-        /// Pieces that may stop the text and pieces that may not: it ends with the first that may
-        /// and completes a stop string, before the earliest that it completes. What the oracle
-        /// looks at is the whole text up to there.
+        /// Only some pieces may stop the text: it ends at the first such piece that completes a
+        /// stop string, before the earliest one completed. The oracle searches the whole text
+        /// up to there.
         #[test]
         fn only_pieces_that_may_stop_the_text_do(
             pieces in prop::collection::vec(("[abé.]{0,4}", any::<bool>()), 0..12),
             including in any::<bool>(),
         ) {
             let stops = ["ab.", "bb", "abé", "b"];
-            // Without the last of them beginnings are longer than what is found.
+            // Without the last one, beginnings are longer than what is found.
             for stops in [&stops[..], &stops[..3], &stops[1..3]] {
                 let owned = stops.iter().map(|s| (*s).to_owned()).collect();
                 let mut matcher = StopMatcher::new(owned).including(including);
@@ -190,8 +190,8 @@ mod tests {
             }
         }
 
-        /// However the text is split, the result is the text up to the first stop string in it, or
-        /// up to the first that is complete.
+        /// However the text is split, the result is the text up to the first stop string that is
+        /// complete.
         #[test]
         fn pieces_do_not_matter(text in "[ab.]{0,30}", cuts in prop::collection::vec(0usize..31, 0..6)) {
             let stops = ["ab.", "bb"];

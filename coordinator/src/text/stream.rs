@@ -22,7 +22,7 @@ pub struct StopRules {
     pub end_tokens: Vec<u32>,
     /// End tokens that are part of the text.
     pub shown: Vec<u32>,
-    /// Fewest tokens before anything ends the sequence.
+    /// Minimum number of tokens before anything ends the sequence.
     pub min_tokens: u32,
     /// Include the stop string in the text, but not what its last token has after it.
     pub include_stop: bool,
@@ -114,7 +114,7 @@ impl TextStream {
         self.stopped
     }
 
-    /// Appends what was held back; to be called when the choice is finished.
+    /// Appends what was held back; call it when the choice is finished.
     pub fn finish(&mut self, text: &mut String) {
         if self.stopped {
             return;

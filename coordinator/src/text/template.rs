@@ -18,7 +18,7 @@ use serde_json::{Map, json};
 
 use super::reply::CallFormat;
 
-/// Most steps of a template; a long conversation takes a few thousand.
+/// Maximum number of steps of a template; a long conversation takes a few thousand.
 const FUEL: u64 = 1_000_000;
 /// Longest prompt, in bytes: a million tokens take a quarter of it.
 const OUTPUT_MAX: usize = 16 << 20;
@@ -172,7 +172,7 @@ impl ChatTemplate {
     /// Renders a simple conversation, to find errors before the first request.
     ///
     /// # Errors
-    /// As [`ChatTemplate::render`].
+    /// Like [`ChatTemplate::render`].
     pub fn probe(&self) -> Result<(), RenderError> {
         let messages = vec![json!({"role": "user", "content": "Hello"})];
         self.render(&Conversation::new(messages)).map(drop)
@@ -217,7 +217,7 @@ impl ChatTemplate {
         let text = template.render(Serde(variables)).map_err(failed)?;
         if text.len() > OUTPUT_MAX {
             return Err(RenderError::Conversation(format!(
-                "the prompt has {} bytes, the bound is {OUTPUT_MAX}",
+                "the prompt has {} bytes, the limit is {OUTPUT_MAX}",
                 text.len()
             )));
         }

@@ -1,4 +1,4 @@
-// Fibers, meetings and memory of an emulated block. See device.h.
+// Fibers, barriers, warp meetings and memory of an emulated block. See device.h.
 #include "block.h"
 
 #include <sys/mman.h>
@@ -31,7 +31,7 @@ std::function<void(bool)> may_write;
 namespace {
 
 constexpr size_t STACK_BYTES = 256 * 1024;
-// NaN as f32 and as bf16; no index of anything.
+// NaN as f32 and as bf16, and an invalid index.
 constexpr unsigned char POISON = 0xff;
 
 enum class State { runnable, at_barrier, at_meeting, done };
@@ -83,18 +83,18 @@ void perform(const Copy& copy) {
 
 }  // namespace
 
-// A block in flight. Its memory is kept for the next one.
+// The block being run. Its memory is reused for the next one.
 struct Block::State {
     std::vector<Fiber> fibers;
     std::vector<Warp> warps;
     Fiber* current = nullptr;
     uint32_t waiting_at_barrier = 0;
     uint32_t finished = 0;
-    // Of the threads that have ended, those that had waited for the kernels before.
+    // Number of ended threads that had waited for the preceding kernels.
     uint32_t have_waited = 0;
-    // One of them has.
+    // Whether any thread has waited, so that the block may write.
     bool is_free = false;
-    // Of a barrier that counts votes: so far, and of the last one that was complete.
+    // Votes at the current barrier so far, and the result of the last complete one.
     bool votes = true;
     bool verdict = true;
     uint32_t barriers = 0;
@@ -108,7 +108,7 @@ struct Block::State {
 
 namespace {
 
-// The block that runs on this thread of the host.
+// The block that this host thread runs.
 thread_local Block::State* running = nullptr;
 
 #if defined(__x86_64__)
@@ -173,7 +173,7 @@ void start(Fiber& fiber) {
     fiber.group = 0;
 #if defined(__x86_64__)
     void** top = reinterpret_cast<void**>(fiber.stack + STACK_BYTES);
-    // As after a call: 16 k + 8 on entry, with six registers to be popped before.
+    // As after a call: the stack pointer is 16 k + 8 on entry, after six registers are popped.
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(fiber_main);
     for (int i = 0; i < 6; i++) {
@@ -199,7 +199,7 @@ void resume(Fiber& fiber) {
 #endif
 }
 
-// What `guarded(bytes, false)` gave, or null.
+// Frees memory from `guarded(bytes, false)`, or null.
 void release_guarded(void* memory, size_t bytes) {
     if (memory == nullptr) {
         return;
@@ -290,9 +290,8 @@ bool Block::run_one(uint32_t first) {
     return false;
 }
 
-// `order` is of threads, whole warps one behind the other. `in_turn`: all warps go on at the same
-// pace; otherwise each runs as far ahead of the others as barriers let it, which shows what a
-// missing barrier does.
+// `order` lists threads, one whole warp after the other. `in_turn`: all warps proceed in step;
+// otherwise each runs as far ahead of the others as barriers allow, which exposes missing barriers.
 void Block::run(const std::vector<uint32_t>& order, bool in_turn) {
     enter();
     std::vector<Fiber>& fibers = state->fibers;
@@ -377,7 +376,7 @@ bool barrier_and(bool vote) {
         if (peer_memory != nullptr) {
             peer_memory->met();
         }
-        // Yield: the last thread to arrive must not be the first to go on.
+        // Yield: the last thread to arrive must not always be the first to continue.
     } else {
         block.current->state = State::at_barrier;
     }
@@ -480,7 +479,7 @@ void wait_copies(int pending) {
                  copies.end());
 }
 
-// ---- What ranks share: by `peer_memory`, else by the host's own memory and clock. ----
+// ---- Memory that ranks share: `peer_memory` if set, otherwise the host's memory and clock. ----
 
 void push(void* to, const void* from) {
     if (reinterpret_cast<uintptr_t>(to) % 16 != 0) {
@@ -518,7 +517,7 @@ void store_release(uint64_t* at, uint64_t value) {
 }
 
 uint64_t load_acquire(const uint64_t* at) {
-    // A thread that waits lets the block's other threads run, and the other ranks.
+    // A waiting thread lets the block's other threads run, and the other ranks.
     to_scheduler();
     if (peer_memory != nullptr) {
         return peer_memory->load_acquire(at);
@@ -565,7 +564,7 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     if (settings.threads == 0 || settings.threads > 1024 || settings.threads % 32 != 0) {
         fail("threads per block must be a multiple of 32 from 32 to 1024");
     }
-    // Kept from launch to launch, one for each thread of the host.
+    // Reused by all launches of this host thread.
     static thread_local Block block;
     const uint32_t* grid = settings.grid;
 
@@ -577,8 +576,8 @@ void run_grid(const Settings& settings, const std::function<void()>& kernel) {
     const uint64_t blocks = uint64_t{1} * grid[0] * grid[1] * grid[2];
     std::vector<uint64_t> block_order(blocks);
     std::iota(block_order.begin(), block_order.end(), uint64_t{0});
-    // Seed 0 is the order of indices, 1 the reverse; others shuffle blocks, the warps of each and
-    // the lanes of those.
+    // Seed 0 is index order, 1 the reverse; others shuffle blocks, the warps in each block, and the
+    // lanes in each warp.
     if (settings.seed == 1) {
         std::reverse(order.begin(), order.end());
         std::reverse(block_order.begin(), block_order.end());

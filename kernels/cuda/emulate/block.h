@@ -1,4 +1,4 @@
-// Running one block: what `block.cpp` offers to `main.cpp`.
+// Runs emulated blocks: the interface of `block.cpp` for `main.cpp` and `ranks.cpp`.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,34 +15,35 @@ struct Settings {
     uint32_t grid[3];
     uint32_t threads;
     size_t shared_bytes;
-    // Chooses the order of threads and blocks, whether warps run at one pace (0) or far ahead of
-    // each other, and when background copies arrive: as late as they may (even), or at once (odd).
+    // Chooses the order of threads and blocks, whether warps run in step (0) or far ahead of each
+    // other, and when asynchronous copies arrive: as late as allowed (even), or at once (odd).
     uint32_t seed;
 };
 
-// Memory that ends (or, with `at_start`, begins) at a page that faults; a multiple of 16 bytes.
+// Allocates memory that ends (or, with `at_start`, begins) at a page that faults. Its size is
+// rounded up to a multiple of 16 bytes.
 void* guarded(size_t bytes, bool at_start);
 
-// Lets what `guarded` gave be written, or not.
+// Makes memory from `guarded` writable or read-only.
 void protect(void* memory, size_t bytes, bool at_start, bool may_be_written);
 
-// A block whose threads are fibers of the host's thread that calls it.
+// A block whose threads are fibers of the calling host thread.
 class Block {
    public:
     struct State;
     Block();
     ~Block();
 
-    // All its threads are to run `kernel`, which must live until they have. Needs what
-    // `Settings::threads` may be; the grid's number of blocks is of no interest.
+    // Prepares all its threads to run `kernel`, which must outlive them. `Settings::threads` must
+    // be valid; the number of blocks in the grid does not matter.
     void begin(const Settings& settings, dim3 index, const std::function<void()>& kernel);
     bool is_done() const;
-    // Whether its threads had waited for the kernels before when they ended: all of them or none.
+    // Whether its threads, all or none, had waited for the preceding kernels when they ended.
     bool has_waited() const;
-    // Runs all threads to their end.
+    // Runs all threads to completion.
     void run(const std::vector<uint32_t>& order, bool in_turn);
-    // Runs the first thread from `first` on that can run, until it meets others or touches what
-    // ranks share. False when none can.
+    // Runs the first runnable thread from `first` on, until it meets others or is about to access
+    // memory that ranks share. False when no thread is runnable.
     bool run_one(uint32_t first);
 
    private:
@@ -50,8 +51,8 @@ class Block {
     std::unique_ptr<State> state;
 };
 
-// Memory that ranks share; a test decides which rank sees what, and when. While there is one, a thread
-// lets others run before each access. Calls come from the thread that `thread_index` names.
+// Memory that ranks share. A test implements it, to decide which rank sees what, and when. While
+// one is set, a thread lets others run before each access. `thread_index` is the calling thread.
 class PeerMemory {
    public:
     virtual ~PeerMemory() = default;
@@ -60,19 +61,19 @@ class PeerMemory {
     virtual void store_release(uint64_t* at, uint64_t value) = 0;
     virtual uint64_t load_acquire(const uint64_t* at) = 0;
     virtual uint64_t nanoseconds() = 0;
-    // What is going on, for messages.
+    // The current state, for messages.
     virtual const char* where() = 0;
-    // All threads of a block are at a barrier.
+    // Called when all threads of a block are at a barrier.
     virtual void met() = 0;
 };
-// The one of this process, or null: memory is the host's.
+// The one of this process. Null: accesses go to the host's own memory.
 extern PeerMemory* peer_memory;
 
-// Where it is set: is told before each block that nothing may be written, and that it may when the first
-// thread of the block has waited for the kernels before.
+// If set, it is called with false before each block, and with true when the first thread of the
+// block has waited for the preceding kernels: only from then on may the block write.
 extern std::function<void(bool)> may_write;
 
-// Runs `kernel` for every thread of every block, one block after the other.
+// Runs `kernel` for every thread of every block, one block at a time.
 void run_grid(const Settings& settings, const std::function<void()>& kernel);
 
 }  // namespace emulate

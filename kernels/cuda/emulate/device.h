@@ -1,9 +1,9 @@
-// The host's twin of `device.cuh`: enough of CUDA for one block of threads on one CPU thread.
+// The host's counterpart of `device.cuh`: enough of CUDA to run one block on one CPU thread.
 //
-// A thread of the block is a fiber that runs until it meets the others: at __syncthreads, or at an
-// instruction of a whole warp, whose effect is computed once all lanes named in its mask are there.
-// Which runnable thread goes on is the schedule's choice (`Settings::seed`): results must not
-// depend on it. Copies in the background arrive as late, or as early, as they may.
+// A thread of the block is a fiber that runs until it meets the others: at __syncthreads, or at a
+// warp-level instruction, whose effect is computed once all lanes in its mask have arrived. The
+// schedule (`Settings::seed`) picks the next runnable thread: results must not depend on it.
+// Asynchronous copies arrive as late, or as early, as allowed.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -19,7 +19,7 @@
 struct uint2 {
     uint32_t x, y;
 };
-// Alignment is what UBSan checks vector accesses by.
+// The alignment lets UBSan check vector accesses.
 struct alignas(16) uint4 {
     uint32_t x, y, z, w;
 };
@@ -40,22 +40,22 @@ namespace emulate {
 
 extern thread_local dim3 thread_index, block_index, block_size, grid_size;
 
-// The address of a shared array of this block: poisoned at first use in the block.
+// Returns a shared array of this block, poisoned at its first use in the block.
 void* shared_array(const void* key, size_t bytes);
 void* dynamic_shared();
 void barrier();
-// The same, and whether all threads of the block say yes.
+// A barrier that also returns whether all threads of the block vote yes.
 bool barrier_and(bool vote);
 
-// A meeting of the lanes in `mask`. `operands` stays valid while the lane waits; `compute` gets
-// those of all 32 lanes (null where not in the mask).
+// Waits for all lanes in `mask`. `operands` stays valid while the lane waits; `compute` gets those
+// of all 32 lanes (null for lanes not in the mask).
 void meet(uint32_t mask, const char* what, void* operands, void (*compute)(void* const* lanes));
 [[noreturn]] void fail(const char* what);
 // A warp has passed a __syncwarp.
 void count_warp_barrier();
 
-// The thread has waited for the kernels before this one, as it must have before it reads what they write
-// or writes anything.
+// Records, and checks, that the thread has waited for the preceding kernels: it must before it
+// reads their results or writes anything.
 void waited();
 void must_have_waited();
 
@@ -63,7 +63,7 @@ void copy_async(void* to, const void* from, bool valid);
 void commit_copies();
 void wait_copies(int pending);
 
-// What ranks share: see `PeerMemory`. 16 bytes each.
+// Access to memory that ranks share: see `PeerMemory`. `push` and `take` copy 16 bytes.
 void push(void* to, const void* from);
 void take(void* to, const void* from);
 void store_release(uint64_t* at, uint64_t value);
@@ -102,7 +102,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
-// Rounded down: exact sums of f64 are what it is given.
+// Rounded down. The f64 sum must be exact, as it is for all operands used here.
 inline float __fadd_rd(float a, float b) {
     const double sum = static_cast<double>(a) + static_cast<double>(b);
     const float nearest = static_cast<float>(sum);
@@ -124,7 +124,7 @@ inline uint32_t __umulhi(uint32_t a, uint32_t b) {
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>((static_cast<unsigned __int128>(a) * b) >> 64);
 }
-// Selects bytes: digit i of `selector` names byte i of the result among a's 0..3 and b's 4..7.
+// Selects bytes: digit i of `selector` picks byte i of the result among a's 0..3 and b's 4..7.
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
     uint32_t result = 0;
@@ -136,7 +136,7 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
 }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 
-// One thread runs at a time, and only meetings interrupt it: plain code is atomic.
+// Plain code is atomic: one thread runs at a time, and only meetings interrupt it.
 template <class T>
 inline T atomicAdd(T* at, T value) {
     const emulate::Atomically both;
@@ -227,7 +227,7 @@ inline void release_successors() {}
 
 inline uint4 load_weights(const tutti_bf16* at) { return *reinterpret_cast<const uint4*>(at); }
 inline uint32_t load_constant(const uint32_t* at) { return *at; }
-// What kernels before this one write.
+// Written by preceding kernels.
 inline uint4 load_row(const tutti_bf16* at) {
     emulate::must_have_waited();
     return *reinterpret_cast<const uint4*>(at);
@@ -236,7 +236,7 @@ inline uint32_t load_input(const uint32_t* at) { return *at; }
 inline float load_constant(const float* at) { return *at; }
 inline float4 load_constants(const float* at) { return *reinterpret_cast<const float4*>(at); }
 inline void prefetch(const void* at, uint32_t bytes) {
-    // Both ends have to be there, and aligned.
+    // Both ends must be readable and aligned.
     if (reinterpret_cast<uintptr_t>(at) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
         emulate::fail("a prefetch that is not of whole 16 bytes");
     }
@@ -252,7 +252,7 @@ inline tutti_bf16 to_bf16(float x) {
 inline uint32_t pack_bf16(float low, float high) {
     return static_cast<uint32_t>(to_bf16(high)) << 16 | to_bf16(low);
 }
-// Of numbers whose product and sum f32 has exactly, as all that are given to it.
+// For operands whose product and sum are exact in f32, as all operands here are.
 inline uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
     const auto wide = [](uint32_t bits) { return __uint_as_float(bits); };
     return pack_bf16(wide(a << 16) * wide(b << 16) + wide(c << 16),

@@ -1,10 +1,11 @@
-// Launches one kernel on the emulated device: a request on standard input, buffers on standard
-// output. `--list` names all kernels.
+// Launches one kernel on the emulated device: reads a request from standard input, writes the
+// buffers to standard output. `--list` lists all kernels.
 //
 // Request, little endian: u32 length and bytes of the name; u32 grid x, y, z; u32 threads per
-// block; u32 bytes of dynamic shared memory; u32 seed; u32 number of arguments; then each: u32
-// kind, and for kind 0 (null) nothing, 1 (u32, f32) and 2 (u64) 8 bytes, 3 (buffer) u64 length and
-// bytes, 4 (the buffer of an earlier argument) u32 its index and u64 an offset in bytes.
+// block; u32 bytes of dynamic shared memory; u32 seed; u32 number of arguments; then each argument:
+// u32 kind, followed for kind 0 (null) by nothing, 1 (u32, f32) and 2 (u64) by 8 bytes, 3 (buffer)
+// by u64 length and bytes, 4 (into an earlier argument's buffer) by u32 its index and u64 an offset
+// in bytes.
 // Answer: the bytes of every buffer, in order.
 #include <csignal>
 #include <cstdio>
@@ -144,7 +145,7 @@ int main(int count, char** options) {
             raw[i] = read_value<uint64_t>();
         } else if (kind == 3) {
             const auto bytes = static_cast<size_t>(read_value<uint64_t>());
-            // Overruns fault with one placing, underruns with the other.
+            // One placement catches overruns, the other underruns.
             void* memory = emulate::guarded(bytes, settings.seed % 2 == 1);
             Buffer buffer{static_cast<unsigned char*>(memory), bytes};
             memset(buffer.at, 0xff, (bytes + 15) / 16 * 16);
@@ -174,7 +175,7 @@ int main(int count, char** options) {
             return 2;
         }
         running = kernel.name;
-        // On a stack of its own: a fiber's may be what overflowed.
+        // Handle faults on a separate stack: the cause may be an overflow of a fiber's.
         static unsigned char signal_stack[64 * 1024];
         stack_t stack{};
         stack.ss_sp = signal_stack;

@@ -1,20 +1,21 @@
-// Ranks that exchange data, under schedules that a seed decides: the sources of `all_reduce.cu`,
-// every thread of every block of every rank a fiber, one step at a time.
+// Runs the sources of `all_reduce.cu` on several ranks under seeded schedules. Every thread of
+// every block of every rank is a fiber; one step runs at a time.
 //
-// A step runs one thread to its next access of memory that ranks share, its next barrier, or its
-// next meeting with its warp. Which thread is next, how long one block runs ahead of all others,
-// when pushed bytes become visible (in any order, at the latest when a flag is released that comes
-// after them), and whether a take still sees what was there at its thread's last acquire: the seed
-// decides all of it. Each rank makes several launches in a row, of several kinds and sizes, on slots so
-// small that a launch needs many exchanges.
+// A step runs one thread to its next access to memory that ranks share, its next barrier, or its
+// next meeting with its warp. The seed decides which thread is next, how long one block runs ahead
+// of all others, when pushed bytes become visible (in any order, at the latest when a later flag is
+// released), and whether a take still sees the value from its thread's last acquire. Each rank
+// makes several launches in a row, of several kinds and sizes, with slots so small that a launch
+// needs several exchanges.
 //
-// Usage: ranks SCENARIO FROM COUNT [THREADS]: runs these seeds; the first that fails is named, with
-// what went wrong, and ends the program with status 1. Scenarios:
+// Usage: ranks SCENARIO FROM COUNT [THREADS]: runs COUNT seeds from FROM on. The first failure is
+// reported and ends the program with status 1. Scenarios:
 // - whole: all results of all ranks are right, to the bit
-// - abort: the host's word is set at some step, for one rank or for all, of which one may be gone
+// - abort: the host's abort word is set at some step, for one rank, or for all, one of which may
+//   have stopped
 // - die: a rank stops for good; some of its pushes are lost
 // - freeze: a rank stops, and continues when all others have ended
-// In the last three all ranks end soon after, and whatever a rank takes for a result is right.
+// In the last three, all ranks end soon after, and every result that a rank accepts is right.
 #include <unistd.h>
 
 #include <algorithm>
@@ -35,7 +36,7 @@ namespace {
 
 constexpr uint32_t RANKS_MAX = TUTTI_PEERS_MAX;
 constexpr uint64_t NEVER = ~uint64_t{0};
-// How long a block waits: where nothing happens to it, and once another was aborted.
+// How long a block waits: normally, and once another rank was aborted.
 constexpr uint64_t FOR_EVER = uint64_t{1} << 40, SPIN_OF_ABORTED = 20000;
 
 class Random {
@@ -60,7 +61,7 @@ class Random {
 
 enum class Kind { sum, two_shot, norm, gather };
 
-// What every rank launches, alike.
+// A launch, the same on every rank.
 struct Launch {
     Kind kind;
     uint32_t grid, count, rows, live;
@@ -71,15 +72,15 @@ struct Pending {
     float4 value;
 };
 
-// A block of a rank, and those of its pushes that are not visible yet.
+// A block of a rank, and its pushes that are not visible yet.
 struct Running {
     emulate::Block block;
     uint32_t rank = 0;
     bool busy = false;
-    // Of each thread: behind its last barrier. Of the block: before.
+    // Each thread's pushes since the last barrier, and the block's pushes before it.
     std::vector<std::vector<Pending>> own;
     std::vector<Pending> ordered;
-    // What a take may see is no older than this.
+    // Step of each thread's last acquire: its takes see nothing older.
     std::vector<uint64_t> view;
 };
 
@@ -112,8 +113,8 @@ std::string context;
     _exit(1);
 }
 
-// Every value is a small whole number over a power of two times a sign, so that sums are not all
-// exact: a different order of additions gives other bits.
+// Every value is an integer times a power of two, of such different sizes that sums are not all
+// exact: a different order of additions gives different bits.
 float value_of(uint32_t rank, uint32_t launch, uint32_t index) {
     Random random((uint64_t{rank} << 48) ^ (uint64_t{launch} << 32) ^ index);
     const uint64_t bits = random.next();
@@ -121,7 +122,7 @@ float value_of(uint32_t rank, uint32_t launch, uint32_t index) {
            exp2f(static_cast<float>(bits >> 40 & 15) - 20.0f);
 }
 
-// As kernels.h says it: (0 + 1) + (2 + 3).
+// The sum in the order of kernels.h: (0 + 1) + (2 + 3).
 float tree_of(uint32_t first, uint32_t ranks, uint32_t launch, uint32_t index) {
     if (ranks == 1) {
         return value_of(first, launch, index);
@@ -164,7 +165,7 @@ class World : public emulate::PeerMemory {
             Running* block = next();
             if (block == nullptr) {
                 if (scenario == "freeze" && ranks[victim].stopped && ++frozen_until_ended == 1) {
-                    // Late, it finds that it is over.
+                    // It wakes late, after all others have ended.
                     ranks[victim].stopped = false;
                     limit = now + patience();
                     continue;
@@ -255,8 +256,8 @@ class World : public emulate::PeerMemory {
     uint32_t thread() const { return emulate::thread_index.x; }
 
     uint64_t patience() const {
-        // Every launch may wait its time, and look at the clock every 64 looks.
-        // Where it waits without end, the host ends it.
+        // Every wait may last its full time, and a block reads the clock once per 64 polls. If it
+        // would wait forever, the host ends the wait.
         const uint64_t wait = spin == FOR_EVER ? SPIN_OF_ABORTED : spin;
         return 200000 * uint64_t{size} * threads / 32 +
                (wait + 100000) * uint64_t{size} * blocks * RANKS_MAX * 2;
@@ -278,7 +279,7 @@ class World : public emulate::PeerMemory {
                                                           : 2000 + random.below(20000);
         event_at = scenario == "whole" ? NEVER : 1 + random.below(random.of({300u, 3000u, 30000u}));
         if (scenario == "whole") {
-            // All is as slow as the schedule makes it, but it ends.
+            // However slow the schedule, it must end.
             limit = 50000000;
         } else {
             limit = event_at + patience() + 4000000;
@@ -291,7 +292,7 @@ class World : public emulate::PeerMemory {
                 launch.kind = random.of({Kind::norm, Kind::norm, Kind::sum});
             }
             launch.grid = 1 + random.below(blocks);
-            // A few exchanges per block, at most.
+            // At most a few exchanges per block.
             launch.count = 1 + random.below(std::min(slot * launch.grid * 3, DATA_MAX));
             if (launch.kind == Kind::norm) {
                 slot = SLOT_MAX;
@@ -356,7 +357,7 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // A rank that has failed does not touch the others' memory.
+    // Checks that a rank that has failed does not touch the others' memory.
     void touched(const char* what) const {
         if (ranks[running->rank].had_failed) {
             wrong("rank %u %s in a launch after it has failed", running->rank, what);
@@ -377,7 +378,7 @@ class World : public emulate::PeerMemory {
         all.clear();
     }
 
-    // Some push may be seen before any flag.
+    // A push can become visible before any flag.
     void leak() {
         if (leaks == 0 || random.below(leaks) != 0) {
             return;
@@ -392,7 +393,7 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // The block to go on: mostly the one before.
+    // Picks the block that runs next: mostly the previous one.
     Running* next() {
         for (uint32_t r = 0; r < size; r++) {
             if (!ranks[r].stopped && !ranks[r].in_launch && ranks[r].launch < launches.size()) {
@@ -472,7 +473,7 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // A block has ended; with the last one the launch has, and all it did is visible.
+    // Handles the end of a block. The last one ends the launch and makes all its pushes visible.
     void finish(Running& ended) {
         Rank& rank = ranks[ended.rank];
         ended.busy = false;
@@ -532,7 +533,7 @@ class World : public emulate::PeerMemory {
         }
     }
 
-    // Against the kernels that do the same one after the other.
+    // Compares with tutti_add_rmsnorm, launched on the sums.
     template <class Expect>
     void check_norm(const Rank& rank, const Launch& what, uint32_t number, const Expect& expect) {
         static std::vector<float> residual(DATA_MAX), sums(DATA_MAX);
@@ -549,7 +550,7 @@ class World : public emulate::PeerMemory {
             to++;
         }
         if (what.live > 0) {
-            // Aligned as vectors of float are not.
+            // Aligned to 16 bytes, as std::vector<float> is not.
             static auto* r = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
             static auto* d = static_cast<float*>(emulate::guarded(DATA_MAX * 4, false));
             memcpy(r, residual.data(), DATA_MAX * 4);
@@ -577,9 +578,9 @@ class World : public emulate::PeerMemory {
                     ranks[r].abort = 1;
                 }
             }
-            // Where all are told, one may be gone, and only the host's word ends the others.
+            // If all are aborted, one may have stopped; only the abort ends the others.
             ranks[victim].stopped = all && random.below(2) == 0;
-            // Where only one is told, the others notice by their clocks.
+            // If only one is aborted, the others time out.
             for (uint32_t r = 0; r < size && !all; r++) {
                 ranks[r].table.spin_ns = SPIN_OF_ABORTED;
             }

@@ -1,4 +1,4 @@
-//! PURE: what the operations of a device are told: sizes, and what is in a step.
+//! PURE: arguments of a device's operations: sizes, and the contents of a step.
 use crate::error::KernelError;
 use crate::sampling::SampleRow;
 
@@ -11,9 +11,9 @@ pub struct KvShape {
     pub num_kv_heads: usize,
     /// Elements per head.
     pub head_dim: usize,
-    /// Tokens per block.
+    /// Number of tokens per block.
     pub block_size: usize,
-    /// Blocks.
+    /// Number of blocks.
     pub num_blocks: usize,
 }
 
@@ -22,28 +22,28 @@ pub struct KvShape {
 pub struct SeqRows {
     /// First row.
     pub row_start: u32,
-    /// Rows (tokens computed), at least 1.
+    /// Number of rows (tokens computed), at least 1.
     pub num_rows: u32,
     /// Tokens in the KV cache after this step's K and V are written: row `i` of the sequence is the
     /// token at position `context_len - num_rows + i`.
     pub context_len: u32,
-    /// Where its block table begins in `Batch::block_tables`.
+    /// Start of its block table in `Batch::block_tables`.
     pub table_start: u32,
-    /// Blocks in it; covers at least `context_len` tokens.
+    /// Number of blocks in the table; they cover at least `context_len` tokens.
     pub table_len: u32,
 }
 
-/// What is in a step. A backend refuses one that names a block beyond the cache's `num_blocks`, or
-/// a position beyond the RoPE tables.
+/// Contents of a step. A backend rejects a block beyond the cache's `num_blocks` and a position
+/// beyond the RoPE tables.
 #[derive(Clone, Copy, Debug)]
 pub struct Batch<'a> {
     /// Position of every row's token in its sequence, `[rows]`.
     pub positions: &'a [u32],
-    /// Where every row's K and V are written: block id * block_size + offset, `[rows]`.
+    /// Slot that every row's K and V are written to: block id * block_size + offset, `[rows]`.
     pub slots: &'a [u32],
     /// The sequences, in row order, covering all rows.
     pub seqs: &'a [SeqRows],
-    /// Block tables, concatenated.
+    /// Concatenated block tables.
     pub block_tables: &'a [u32],
 }
 
@@ -62,7 +62,7 @@ pub struct RopeTable<V> {
 pub struct QkvWeights<M, V> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, hidden]`: q rows, then k rows, then v rows.
     pub weight: M,
-    /// Same number of rows, where the model has biases.
+    /// As many elements as `weight` has rows; only for models with biases.
     pub bias: Option<V>,
     /// RMSNorm over each q head, `[head_dim]` (Qwen3), applied before RoPE.
     pub q_norm: Option<V>,
@@ -81,52 +81,52 @@ pub struct AttentionShape {
     pub head_dim: usize,
     /// Epsilon of `q_norm` and `k_norm`.
     pub norm_eps: f32,
-    /// Attend to the last `n` tokens only, the current one included; `None` attends to all.
+    /// Attend only to the last `n` tokens, including the current one; `None` attends to all.
     pub sliding_window: Option<u32>,
 }
 
-/// What attention is computed for: a layer of the cache, for the sequences of a step.
+/// The layer and the sequences that attention is computed for.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionAt<'a> {
-    /// Of the layer.
+    /// Shape of the layer.
     pub shape: &'a AttentionShape,
-    /// The step's.
+    /// The step's batch.
     pub batch: &'a Batch<'a>,
-    /// Which of the cache's layers.
+    /// Index of the layer in the cache.
     pub layer: usize,
 }
 
-/// What Q, K and V of a layer are made of, in a backend's own buffers, matrices and vectors.
+/// Inputs of a layer's QKV projection, in a backend's own buffers, matrices and vectors.
 #[derive(Debug)]
 pub struct QkvInput<'a, B, M, V> {
     /// `[rows, hidden]`
     pub x: &'a B,
-    /// The projection.
+    /// Weights of the projection.
     pub weights: &'a QkvWeights<M, V>,
-    /// Added to the projection, `[rows, the weights' rows]`.
+    /// Added to the projection, `[rows, rows of the weights]`.
     pub addend: Option<&'a B>,
-    /// How positions rotate.
+    /// RoPE tables.
     pub rope: &'a RopeTable<V>,
 }
 
-/// In [`StepInputs::feed`]: the row's own id is its token.
+/// In [`StepInputs::feed`]: the row's token is its own id.
 pub const NOT_FED: u32 = u32::MAX;
 
 /// In [`ExpertOps::assign`](super::ExpertOps::assign): the row goes to no matrix.
 pub const NOT_ASSIGNED: u32 = u32::MAX;
 
-/// What the gate of an MLP goes through before it is multiplied with up.
+/// Activation of an MLP's gate, before the product with up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Activation {
     /// `x * sigmoid(x)`.
     #[default]
     Silu,
-    /// GELU by its approximation with tanh:
+    /// GELU in its tanh approximation:
     /// `x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))`.
     GeluTanh,
 }
 
-/// What gate and up of an expert become.
+/// How an expert combines gate and up.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum ExpertActivation {
     /// `silu(gate) * up`.
@@ -135,33 +135,33 @@ pub enum ExpertActivation {
     /// `g * sigmoid(alpha * g) * (u + 1)`, with `g` = gate, at most `limit`, and `u` = up, in
     /// `-limit ..= limit`.
     Clamped {
-        /// How steep the sigmoid is.
+        /// Steepness of the sigmoid.
         alpha: f32,
-        /// Above 0.
+        /// Clamping limit, above 0.
         limit: f32,
     },
 }
 
-/// Most slots, of a row at one of its experts each, that a device multiplies at a time if nothing
-/// else is said: it bounds what lies between two products.
+/// Default limit of slots (pairs of a row and one of its experts) that a device multiplies at a
+/// time. It bounds the intermediate results between two products.
 pub const EXPERT_SLOTS: usize = 8192;
 
-/// How the rows of a layer choose among its experts.
+/// How the rows of a layer are routed to its experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Routing {
-    /// Experts of the layer.
+    /// Number of experts in the layer.
     pub num_experts: usize,
-    /// Experts that each row goes to: at least 1, at most `num_experts`.
+    /// Number of experts per row, in `1..=num_experts`.
     pub top_k: usize,
-    /// The weights of a row's experts are divided by their sum.
+    /// Whether the weights of a row's experts are divided by their sum.
     pub normalise: bool,
 }
 
 impl Routing {
-    /// Most experts of a layer, and most of them that a row may go to.
+    /// Upper limits of `num_experts` and `top_k`.
     pub const MOST: (usize, usize) = (1024, 32);
 
-    /// That rows can choose so.
+    /// Checks that the numbers are consistent and within [`Self::MOST`].
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -179,35 +179,35 @@ impl Routing {
     }
 }
 
-/// What rows chose: their experts' numbers, `[rows, top_k]`, and these experts' weights, likewise.
+/// Routing of rows: expert numbers `[rows, top_k]`, and the experts' weights, of the same shape.
 pub type Choices = (Vec<u32>, Vec<f32>);
 
-/// Everything that a step reads, named before it: see [`crate::backend`].
+/// Everything that a step reads, named before it begins: see [`crate::backend`].
 #[derive(Clone, Copy, Debug)]
 pub struct StepInputs<'a> {
-    /// What `embed` will be called with.
+    /// Ids that `embed` will be called with.
     pub ids: &'a [u32],
-    /// What attention will be called with.
+    /// Batch that attention will be called with.
     pub batch: Batch<'a>,
-    /// Likewise, but for the window.
+    /// Shape that attention will be called with, apart from the window.
     pub attention: &'a AttentionShape,
-    /// The windows of all layers, each once, in any order.
+    /// Windows of all layers, each once, in any order.
     pub windows: &'a [Option<u32>],
-    /// What `lm_head` will be called with, when the step samples.
+    /// Rows that `lm_head` will be called with, if the step samples.
     pub sample_rows: &'a [u32],
-    /// What `sample` will be called with, but for masks; empty on ranks that do not sample.
+    /// Rows that `sample` will be called with, apart from masks; empty on ranks that do not sample.
     pub sampling: &'a [SampleRow<'a>],
-    /// Some rows have masks, which come while the step is computed: behind `lm_head` it is handed
-    /// to the device ([`StepOps::launch_step`](super::StepOps::launch_step)), and `sample` or
-    /// `queue_sample` is called later, with the same rows, masks and all tokens in them. In
-    /// between, what was queued before may be fetched.
+    /// Whether some rows have masks that arrive while the step is computed. After `lm_head` the
+    /// step is then handed to the device ([`StepOps::launch_step`](super::StepOps::launch_step)),
+    /// and `sample` or `queue_sample` is called later with the same rows, including masks and all
+    /// tokens. In between, results that were queued earlier can be fetched.
     pub masked: bool,
-    /// Empty, or for every row of the batch the row of the step before, queued by `queue_sample`,
-    /// whose token takes the place of `ids`; [`NOT_FED`] where `ids` has the token.
+    /// For every row of the batch, the row of the previous step (queued by `queue_sample`) whose
+    /// token replaces the one in `ids`, or [`NOT_FED`] to keep `ids`. Empty if nothing is fed.
     pub feed: &'a [u32],
-    /// What `assign` will be called with; empty when it is not.
+    /// Experts that `assign` will be called with; empty if it is not called.
     pub adapters: &'a [u32],
-    /// Nothing else will be called than one forward pass, and `lm_head` and `sample` once each if
-    /// the step samples.
+    /// The step is one forward pass, followed by `lm_head` and `sample` once each if it samples,
+    /// and nothing else.
     pub is_plain: bool,
 }

@@ -1,10 +1,10 @@
-//! Attention, and the cache that it reads.
+//! Attention and its KV cache.
 use super::{AttentionAt, QkvInput, Tensors};
 use crate::error::KernelError;
 
-/// Attention over a paged cache, whose blocks can be swapped to host memory.
+/// Attention over a paged cache whose blocks can be swapped to host memory.
 pub trait AttentionOps: Tensors {
-    /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k where the model has it; RoPE on q
+    /// `qkv = x W^T + bias + addend`; RMSNorm per head of q and k if the model has it; RoPE on q
     /// and k; k and v written to the cache's layer at the batch's slots; q to
     /// `q_out: [rows, num_heads * head_dim]`.
     ///
@@ -34,12 +34,12 @@ pub trait AttentionOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Copies blocks of the cache, with K and V of all layers, to host memory: (block, host block)
-    /// pairs, no host block twice. Not within a step. Whatever is called later, and writes to those
-    /// blocks of the cache, does so behind it.
+    /// Copies blocks of the cache (K and V of all layers) to host memory: (block, host block)
+    /// pairs, no host block twice. Not allowed within a step. Later calls that write to those
+    /// blocks of the cache are ordered after the copy.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when a block is not there or is written twice;
+    /// [`KernelError::Shape`] if a block does not exist or is written twice;
     /// [`KernelError::Device`].
     fn swap_out(
         &mut self,
@@ -49,7 +49,7 @@ pub trait AttentionOps: Tensors {
     ) -> Result<(), KernelError>;
 
     /// Copies blocks from host memory to the cache: (block, host block) pairs, no block twice. Not
-    /// within a step. Whatever is called later sees them.
+    /// allowed within a step. All later calls see the copied blocks.
     ///
     /// # Errors
     /// As [`Self::swap_out`].

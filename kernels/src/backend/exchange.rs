@@ -1,9 +1,9 @@
-//! What ranks exchange.
+//! Exchanges between ranks.
 use super::RowOps;
 use crate::collective::Tally;
 use crate::error::KernelError;
 
-/// Sums and logits of all ranks.
+/// All-reduce, gathering of logits, and broadcast.
 pub trait ExchangeOps: RowOps {
     /// Sums `data` over all ranks, as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`.
     ///
@@ -11,11 +11,11 @@ pub trait ExchangeOps: RowOps {
     /// [`KernelError::Collective`].
     fn all_reduce(&mut self, data: &mut Self::Buffer) -> Result<(), KernelError>;
 
-    /// [`Self::all_reduce`] of `delta`, then [`RowOps::add_rmsnorm`] with it, to the same bits;
-    /// what `delta` holds then is undefined.
+    /// [`Self::all_reduce`] of `delta`, then [`RowOps::add_rmsnorm`] with it, bit for bit. The
+    /// contents of `delta` are undefined afterwards.
     ///
     /// # Errors
-    /// As those two.
+    /// As those two operations.
     fn all_reduce_add_rmsnorm(
         &mut self,
         delta: &mut Self::Buffer,
@@ -29,7 +29,7 @@ pub trait ExchangeOps: RowOps {
     }
 
     /// Collects `local: [rows, vocab_local]` of all ranks (equal widths) into rank 0's
-    /// `full: [rows, world_size * vocab_local]`; other ranks' `full` is untouched, unless
+    /// `full: [rows, world_size * vocab_local]`. Leaves `full` of the other ranks untouched, unless
     /// [`Self::samples_everywhere`].
     ///
     /// # Errors
@@ -40,29 +40,30 @@ pub trait ExchangeOps: RowOps {
         full: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Whether [`Self::samples_everywhere`] may become true: then every rank's buffers have room
-    /// for what rank 0's have.
+    /// Whether [`Self::samples_everywhere`] can become true. If so, every rank's buffers need the
+    /// same capacity as rank 0's.
     fn may_sample_everywhere(&self) -> bool {
         false
     }
 
-    /// Whether `gather_logits` gathers on every rank, so that each samples for itself, and finds
-    /// what the others find.
+    /// Whether `gather_logits` gathers on every rank, so that each rank samples for itself, with
+    /// the same result as the others.
     fn samples_everywhere(&self) -> bool {
         false
     }
 
-    /// Overwrites `tokens` on every rank by rank 0's.
+    /// Overwrites `tokens` on every rank with rank 0's.
     ///
     /// # Errors
     /// [`KernelError::Collective`].
     fn broadcast_tokens(&mut self, tokens: &mut [u32]) -> Result<(), KernelError>;
 
-    /// Time spent in collectives since the last call, and resets it; zero where
-    /// [`Self::samples_everywhere`], since devices that exchange data by themselves do not tell.
+    /// Returns the time spent in collectives since the last call, and resets it. Zero if
+    /// [`Self::samples_everywhere`], because devices that exchange data by themselves do not report
+    /// it.
     fn take_collective_time(&mut self) -> std::time::Duration;
 
-    /// Bytes given to collectives since the last call, and resets them.
+    /// Returns the bytes exchanged in collectives since the last call, and resets them.
     fn take_exchanged(&mut self) -> Tally {
         Tally::default()
     }

@@ -1,16 +1,16 @@
-//! What tests and tools look at.
+//! Access to device contents for tests and tools.
 use super::{Choices, Tensors};
 use crate::error::KernelError;
 
-/// Copies to the host of what the step path leaves on the device: for tests and tools.
+/// Copies to the host of data that steps leave on the device, for tests and tools.
 pub trait Inspect: Tensors {
-    /// Copies a buffer's rows to the host: for tests and tools, not for the step path.
+    /// Copies a buffer's rows to the host. Not for use in steps.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn read_buffer(&mut self, buffer: &Self::Buffer) -> Result<Vec<f32>, KernelError>;
 
-    /// Copies what rows chose to the host: for tests and tools, not for the step path.
+    /// Copies the routing of rows to the host. Not for use in steps.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`], [`KernelError::Device`].

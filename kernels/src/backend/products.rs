@@ -1,8 +1,8 @@
-//! Products with matrices.
+//! Matrix products.
 use super::{Activation, Tensors};
 use crate::error::KernelError;
 
-/// Products with matrices.
+/// Matrix products.
 pub trait ProductOps: Tensors {
     /// `out = x W^T + bias`. `x: [rows, in]`, `out: [rows, out]`.
     ///
@@ -16,7 +16,7 @@ pub trait ProductOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// `out = x[.., first..first + in] W^T + bias`: a product over some of the columns.
+    /// `out = x[.., first..first + in] W^T + bias`: a product over a range of columns.
     /// `x: [rows, at least first + in]`, `out: [rows, out]`.
     ///
     /// # Errors
@@ -46,7 +46,7 @@ pub trait ProductOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// Logits of the rows named: `out[i] = x[rows[i]] W^T`. `out: [rows.len(), vocab_local]`.
+    /// Logits of the given rows: `out[i] = x[rows[i]] W^T`. `out: [rows.len(), vocab_local]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

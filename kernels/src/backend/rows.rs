@@ -4,8 +4,8 @@ use crate::error::KernelError;
 
 /// Embedding, sums and norms.
 pub trait RowOps: Tensors {
-    /// `out[i] = table[ids[i] - first_id] * scale`, or zeros when that row is not on this rank.
-    /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (its rows are set).
+    /// `out[i] = table[ids[i] - first_id] * scale`, or zeros if that row is on another rank.
+    /// `table: [vocab_local, hidden]`, `out: [ids.len(), hidden]` (sets its rows).
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -18,7 +18,7 @@ pub trait RowOps: Tensors {
         out: &mut Self::Buffer,
     ) -> Result<(), KernelError>;
 
-    /// `residual += delta` (when given), then `out = residual / rms(residual) * weight`.
+    /// `residual += delta` (if given), then `out = residual / rms(residual) * weight`.
     /// All `[rows, hidden]`.
     ///
     /// # Errors
@@ -33,8 +33,7 @@ pub trait RowOps: Tensors {
     ) -> Result<(), KernelError>;
 
     /// `residual += delta / rms(delta) * delta_weight`, then
-    /// `out = residual / rms(residual) * weight`: what is added is normalised too. All
-    /// `[rows, hidden]`.
+    /// `out = residual / rms(residual) * weight`: normalises the addend too. All `[rows, hidden]`.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

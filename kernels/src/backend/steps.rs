@@ -1,11 +1,11 @@
-//! A step's beginning and end, and the tokens that come of it.
+//! Beginning and end of a step, and token sampling.
 use super::{StepInputs, Tensors};
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
-/// Steps as a whole, and sampling: see [`crate::backend`].
+/// Step framing and sampling: see [`crate::backend`].
 pub trait StepOps: Tensors {
-    /// A step begins. What an earlier one left unfinished is dropped.
+    /// Begins a step. Drops whatever an earlier step left unfinished.
     ///
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::Device`].
@@ -14,8 +14,8 @@ pub trait StepOps: Tensors {
         Ok(())
     }
 
-    /// Hands what was called of the open step to the device, which computes it while its host waits
-    /// for masks ([`StepInputs::masked`]).
+    /// Hands the calls made so far in the open step to the device, which computes them while the
+    /// host waits for masks ([`StepInputs::masked`]).
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -23,8 +23,7 @@ pub trait StepOps: Tensors {
         Ok(())
     }
 
-    /// The step that began last is complete: all of its work has at least been handed to the
-    /// device, in order.
+    /// Completes the open step: all of its work has at least been handed to the device, in order.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -32,18 +31,18 @@ pub trait StepOps: Tensors {
         Ok(())
     }
 
-    /// Leaves the open step's logits where they are, where that does: `sample` and `queue_sample`
-    /// are then given this rank's own, whose first `count` columns are the tokens from `first_id`
-    /// on, a part of the vocabulary that is not empty on any rank. False when they have to be
-    /// gathered.
+    /// Leaves the open step's logits on their ranks if the backend can: `sample` and `queue_sample`
+    /// are then given this rank's own logits, whose first `count` columns are the tokens from
+    /// `first_id` on, a part of the vocabulary that is not empty on any rank. Returns false if the
+    /// logits have to be gathered.
     fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
         let _ = (first_id, count);
         false
     }
 
-    /// Samples row `first_row + i` of `logits` as `rows[i]` says; only the first `vocab` columns
-    /// count (the rest is padding). Clears and fills `out`. A mask is always one of the whole
-    /// vocabulary, also where logits are kept apart.
+    /// Samples row `first_row + i` of `logits` according to `rows[i]`; only the first `vocab`
+    /// columns count (the rest is padding). Clears and fills `out`. A mask always covers the whole
+    /// vocabulary, even if the logits are kept on their ranks.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -56,14 +55,14 @@ pub trait StepOps: Tensors {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError>;
 
-    /// Whether [`Self::queue_sample`] and what belongs to it can be called.
+    /// Whether [`Self::queue_sample`] and [`Self::take_sampled`] are supported.
     fn queues_samples(&self) -> bool {
         false
     }
 
-    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. Of a row
-    /// that is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is the one that
-    /// it is fed with, whatever stands there.
+    /// As `sample` for all rows, but the results stay on the device until `take_sampled`. For a row
+    /// that is fed ([`StepInputs::feed`]), the last token of [`SampleRow::output`] is a placeholder
+    /// for the token that it is fed with.
     ///
     /// # Errors
     /// [`KernelError::Shape`], [`KernelError::Unsupported`].
@@ -77,7 +76,7 @@ pub trait StepOps: Tensors {
         Err(KernelError::Unsupported("samples cannot be queued here".to_owned()))
     }
 
-    /// Whether `take_sampled` would not have to wait; true when nothing is queued.
+    /// Whether `take_sampled` would return without waiting; true if nothing is queued.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -85,17 +84,17 @@ pub trait StepOps: Tensors {
         Ok(true)
     }
 
-    /// Waits for what was queued first and not taken yet. Clears and fills `out`.
+    /// Waits for the oldest queued results and takes them. Clears and fills `out`.
     ///
     /// # Errors
-    /// [`KernelError::Device`]; [`KernelError::Shape`] when nothing is queued.
+    /// [`KernelError::Device`]; [`KernelError::Shape`] if nothing is queued.
     fn take_sampled(&mut self, out: &mut Vec<Sampled>) -> Result<(), KernelError> {
         out.clear();
         Err(KernelError::Shape { op: "take_sampled", message: "nothing is queued".to_owned() })
     }
 
-    /// Log-probability and rank of `targets[i]` in row `first_row + i` of `logits`, and the `top_n`
-    /// most likely tokens there. Clears and fills `out`; `token` is the target.
+    /// Log-probability and rank of `targets[i]` in row `first_row + i` of `logits`, and the row's
+    /// `top_n` most likely tokens. Clears and fills `out`; `token` is the target.
     ///
     /// # Errors
     /// [`KernelError::Shape`].

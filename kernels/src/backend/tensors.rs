@@ -1,9 +1,9 @@
-//! What a device holds: activations, weights, caches; how they come to it and back.
+//! What a device holds (activations, weights, caches), and copies to and from it.
 use super::{HostMatrix, KvShape};
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
-/// Activations `[rows, width]` with room for more rows.
+/// Activations `[rows, width]` with capacity for more rows.
 pub trait Buffer {
     /// Rows in use.
     fn rows(&self) -> usize;
@@ -12,19 +12,19 @@ pub trait Buffer {
     /// Uses the first `rows` rows. Contents of newly used rows are undefined.
     ///
     /// # Errors
-    /// When `rows` exceeds the capacity given at creation.
+    /// If `rows` exceeds the capacity given at creation.
     fn set_rows(&mut self, rows: usize) -> Result<(), KernelError>;
 }
 
-/// What a device holds. Activations, weights and caches are of its own types.
+/// What a device holds, in its own types.
 pub trait Tensors {
     /// Activations.
     type Buffer: Buffer;
     /// A weight matrix `[out, in]`, in the device's packed layout.
     type Matrix;
-    /// Weight matrices `[out, in]` of one shape, one behind the other: a layer's experts.
+    /// Weight matrices `[out, in]` of one shape, stored one after the other: a layer's experts.
     type Stack;
-    /// Which experts each row of a step goes to, and with what weights.
+    /// The experts of each row of a step, and their weights.
     type Routes;
     /// A vector in f32: norm weights, biases, RoPE tables.
     type Vector;
@@ -33,23 +33,23 @@ pub trait Tensors {
     /// KV blocks in host memory.
     type HostKv;
 
-    /// What it runs on, for the log: `cpu avx512_bf16, 2 threads`.
+    /// Describes the hardware, for the log: `cpu avx512_bf16, 2 threads`.
     fn describe(&self) -> String;
 
-    /// This rank.
+    /// Number of this rank.
     fn rank(&self) -> u32;
 
-    /// Ranks.
+    /// Number of ranks.
     fn world_size(&self) -> u32;
 
-    /// Makes a buffer of `rows_max` x `width`, zeroed.
+    /// Allocates a zeroed buffer of `rows_max` x `width`.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn new_buffer(&mut self, rows_max: usize, width: usize) -> Result<Self::Buffer, KernelError>;
 
-    /// Makes a buffer for the inputs of matrix products: a device may keep its elements in the type
-    /// that its products take.
+    /// Allocates a buffer for the inputs of matrix products; a device can keep its elements in the
+    /// type that its products take.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
@@ -61,39 +61,39 @@ pub trait Tensors {
         self.new_buffer(rows_max, width)
     }
 
-    /// Packs the vertical concatenation of `parts` (equal `cols`); integers of 4 bits as they are
-    /// where [`Self::keeps_int4`] and [`crate::weights::int4_groups`] say so.
+    /// Packs the vertical concatenation of `parts` (equal `cols`). Integers of 4 bits stay as they
+    /// are if [`Self::keeps_int4`] and [`crate::weights::int4_groups`] allow it.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when a part's data is too short or widths differ.
+    /// [`KernelError::Shape`] if a part's data is too short or widths differ.
     fn load_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
-    /// Whether it keeps a matrix of 4 bits in such groups, or a stack of them, in 4 bits: products
-    /// take the integers less their zeros exactly, add them up in f32 for each group of inputs, and
-    /// the groups' sums times their scales. Else weights become bf16.
+    /// Whether the device keeps 4-bit matrices with such groups, or a stack of them, in 4 bits.
+    /// Products then take the integers minus their zeros exactly, sum them in f32 for each group of
+    /// inputs, and multiply the groups' sums by their scales. Otherwise weights become bf16.
     fn keeps_int4(&self, groups: &Int4Groups, is_stack: bool) -> bool {
         let _ = (groups, is_stack);
         false
     }
 
-    /// As [`Self::load_matrix`], quantised to int8 on the way ([`HostMatrix::row_int8`]):
-    /// products take activations as they do otherwise, weights' integers exactly, and multiply each
-    /// sum by its output's scale.
+    /// As [`Self::load_matrix`], quantised to int8 while loading ([`HostMatrix::row_int8`]):
+    /// products take activations as usual and the weights' integers exactly, and multiply each sum
+    /// by its output's scale.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::load_matrix`].
     fn load_int8_matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<Self::Matrix, KernelError>;
 
-    /// Packs each of `matrices`, which have one shape, as [`Self::load_matrix`] does.
+    /// Packs each of `matrices`, which must have the same shape, as [`Self::load_matrix`] does.
     ///
     /// # Errors
-    /// As there, and when shapes differ; [`KernelError::Unsupported`].
+    /// As [`Self::load_matrix`], and if shapes differ; [`KernelError::Unsupported`].
     fn load_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
 
-    /// As [`Self::load_stack`], quantised as [`Self::load_int8_matrix`] does it.
+    /// As [`Self::load_stack`], quantised as in [`Self::load_int8_matrix`].
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::load_stack`].
     fn load_int8_stack(&mut self, matrices: &[HostMatrix<'_>]) -> Result<Self::Stack, KernelError>;
 
     /// Uploads a vector.
@@ -102,28 +102,28 @@ pub trait Tensors {
     /// [`KernelError::OutOfMemory`].
     fn load_vector(&mut self, values: &[f32]) -> Result<Self::Vector, KernelError>;
 
-    /// The inputs that a matrix takes.
+    /// Number of inputs of a matrix.
     fn columns(&self, matrix: &Self::Matrix) -> usize;
 
-    /// Makes a zeroed KV cache.
+    /// Allocates a zeroed KV cache.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn new_kv_cache(&mut self, shape: KvShape) -> Result<Self::KvCache, KernelError>;
 
-    /// Bytes that one block takes over all layers, K and V together.
+    /// Bytes of one block over all layers, K and V together.
     fn kv_block_bytes(&self, shape: &KvShape) -> u64;
 
-    /// Makes room for `shape.num_blocks` KV blocks in host memory.
+    /// Allocates `shape.num_blocks` KV blocks in host memory.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
     fn new_host_kv(&mut self, shape: KvShape) -> Result<Self::HostKv, KernelError>;
 
-    /// Copies some rows of a buffer to `out`, one range behind the other. `out` is cleared first.
+    /// Copies ranges of a buffer's rows to `out`, one after the other. Clears `out` first.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when a row is not in use; [`KernelError::OutOfMemory`],
+    /// [`KernelError::Shape`] if a row is not in use; [`KernelError::OutOfMemory`],
     /// [`KernelError::Device`].
     fn read_rows(
         &mut self,

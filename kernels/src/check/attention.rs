@@ -3,7 +3,7 @@ use super::{Matrix, Vector, ensure, named, shape, shape_error, vector, width};
 use crate::backend::{AttentionAt, AttentionShape, Batch, Buffer, KvShape, QkvInput, RopeTable};
 use crate::error::KernelError;
 
-/// That heads are as they can be, and the cache has them and the layer.
+/// Checks that the heads are valid and that the cache has them and the layer.
 fn heads(
     op: &'static str,
     shape: &AttentionShape,
@@ -32,7 +32,8 @@ fn heads(
     Ok(())
 }
 
-/// That the sequences cover all rows in order and that their tables name blocks of the cache.
+/// Checks that the sequences cover all rows in order and that their tables name blocks of the
+/// cache.
 pub(crate) fn sequences(
     op: &'static str,
     batch: &Batch<'_>,
@@ -72,7 +73,7 @@ pub(crate) fn sequences(
     Ok(())
 }
 
-/// What [`places`] needs to know: positions that the tables have, slots that the cache has.
+/// Limits for [`places`]: the number of positions in the tables and of slots in the cache.
 pub(crate) fn bounds<V: Vector>(
     rope: &RopeTable<V>,
     shape: &AttentionShape,
@@ -81,7 +82,7 @@ pub(crate) fn bounds<V: Vector>(
     (rope.cos.len() / (shape.head_dim / 2).max(1), kv.num_blocks * kv.block_size)
 }
 
-/// That all positions and slots are there.
+/// Checks that all positions and slots exist.
 pub(crate) fn places(
     batch: &Batch<'_>,
     (positions, slots): (usize, usize),
@@ -91,7 +92,7 @@ pub(crate) fn places(
     named(op, "slot", batch.slots, slots)
 }
 
-/// All but [`places`], which a step need not look at again in every layer.
+/// Everything but [`places`], which needs to be checked only once per step, not in every layer.
 pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
     input: &QkvInput<'_, B, M, V>,
     at: AttentionAt<'_>,
@@ -123,7 +124,7 @@ pub(crate) fn qkv<B: Buffer, M: Matrix, V: Vector>(
     Ok(())
 }
 
-/// All but [`sequences`], which a step need not look at again in every layer.
+/// Everything but [`sequences`], which needs to be checked only once per step, not in every layer.
 pub(crate) fn attention<B: Buffer>(
     q: &B,
     sinks: Option<&impl Vector>,
@@ -139,7 +140,7 @@ pub(crate) fn attention<B: Buffer>(
     vector(op, "sinks", sinks, shape.num_heads)
 }
 
-/// (block, host block) pairs that are copied out, or in.
+/// Checks (block, host block) pairs to copy out, or in.
 pub(crate) fn swap(
     op: &'static str,
     cache: &KvShape,
@@ -160,7 +161,7 @@ pub(crate) fn swap(
     }
     let (count, most) = (pairs.len(), host.num_blocks);
     ensure!(op, count <= most, "{count} pairs, host memory has {most} blocks");
-    // All are copied at once: none may be written twice.
+    // All blocks are copied at once, so none may be written twice.
     let target = |(block, host): &(u32, u32)| if out { *host } else { *block };
     let mut targets: Vec<u32> = pairs.iter().map(target).collect();
     targets.sort_unstable();

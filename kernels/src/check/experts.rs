@@ -3,7 +3,7 @@ use super::{Matrix, Vector, columns, ensure, shape_error, vector};
 use crate::backend::{Buffer, NOT_ASSIGNED, Routing};
 use crate::error::KernelError;
 
-/// Matrices of a stack, rows and columns of each.
+/// Number of matrices in a stack; rows and columns of each.
 pub(crate) type StackSizes = (usize, usize, usize);
 
 fn stack(op: &'static str, found: StackSizes, wanted: StackSizes) -> Result<(), KernelError> {
@@ -11,7 +11,7 @@ fn stack(op: &'static str, found: StackSizes, wanted: StackSizes) -> Result<(), 
     Ok(())
 }
 
-/// Rows that choose for themselves.
+/// Checks the routing of rows by a router.
 pub(crate) fn route(
     x: &impl Buffer,
     router: &impl Matrix,
@@ -28,7 +28,7 @@ pub(crate) fn route(
     Ok(())
 }
 
-/// Rows whose expert is said.
+/// Checks the assignment of rows to given experts.
 pub(crate) fn assign(
     experts: &[u32],
     routing: &Routing,
@@ -47,7 +47,7 @@ pub(crate) fn assign(
     }
 }
 
-/// Gate and up of every expert, of `routed` rows.
+/// Checks gate and up of every expert, for `routed` rows.
 pub(crate) fn gate_up<B: Buffer>(
     x: &B,
     found: StackSizes,
@@ -64,7 +64,7 @@ pub(crate) fn gate_up<B: Buffer>(
     Ok(())
 }
 
-/// What experts make of some columns, of `routed` rows; where the columns end.
+/// Checks the down projection over some columns, for `routed` rows; returns the columns' end.
 pub(crate) fn down<B: Buffer>(
     (x, first): (&B, usize),
     found: StackSizes,

@@ -1,4 +1,4 @@
-//! Aborts several things through one handle: the exchanges of hosts and those of devices.
+//! Aborts several groups through one handle: the exchanges of hosts and those of devices.
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::AbortHandle;
@@ -16,7 +16,7 @@ struct State {
 }
 
 impl AbortAll {
-    /// Adds `handle`; aborts it at once if this was aborted before.
+    /// Adds `handle`; aborts it immediately if `self` was already aborted.
     pub fn add(&self, handle: Arc<dyn AbortHandle>) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         if state.aborted {

@@ -1,4 +1,5 @@
-//! The operations of a collective in terms of one: each rank shows its data to all others.
+//! The operations of a collective in terms of a single one, in which each rank shows its data to
+//! all.
 //!
 //! A transport moves words (`u32`, or the bits of `f32`) in rounds of at most
 //! [`Transport::round_max`] words. Sums are computed here, in the same order on every rank, so that
@@ -8,7 +9,7 @@ use std::sync::Arc;
 use super::{AbortHandle, Collective};
 use crate::error::CollectiveError;
 
-/// The purpose of a round. Ranks whose rounds differ get an error instead of mixed data.
+/// Purpose of a round. Ranks whose rounds differ get an error instead of mixed data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum Op {
@@ -35,7 +36,7 @@ impl Op {
 pub(super) trait Transport: Send + std::fmt::Debug {
     fn rank(&self) -> u32;
     fn world_size(&self) -> u32;
-    /// Most words per round.
+    /// Maximum number of words per round.
     fn round_max(&self) -> usize;
     /// Shows `mine` to all ranks, then calls `see(rank, words)` for every rank in order, including
     /// this one. The words of all ranks have the same length.
@@ -57,11 +58,11 @@ pub(super) struct Exchange<T> {
     tree: Tree,
 }
 
-/// Adds up the ranks' data as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`. A rank
-/// that holds the sum of what two other ranks would hold therefore does not change the result.
+/// Sums the ranks' data as a binary tree over the ranks in order: `(0 + 1) + (2 + 3)`. The result
+/// is therefore the same if one rank holds the sum of two.
 #[derive(Debug, Default)]
 struct Tree {
-    /// Subtrees, larger ones first; entries from `len` on are memory for reuse.
+    /// Subtrees, larger ones first; entries from `len` on are reusable memory.
     levels: Vec<Vec<f32>>,
     len: usize,
     /// Number of ranks added so far.
@@ -130,7 +131,7 @@ impl<T: Transport> Exchange<T> {
         if let Some(global) = &global
             && global.len() != local.len() * ranks
         {
-            // Other ranks may be in this operation already, or are about to be.
+            // Other ranks may already be in this operation, or about to enter it.
             self.transport.abort_handle().abort();
             return Err(CollectiveError::Setup(format!(
                 "{}: room for {} elements, {} are gathered",

@@ -43,7 +43,7 @@ unsafe impl RegionMemory for Heap {
 /// Creates the collectives of `ranks` ranks in this process, one for each rank's thread.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] when `ranks` is not in 1..=64.
+/// [`CollectiveError::Setup`] if `ranks` is not in 1..=64.
 pub fn local_group(
     ranks: usize,
     timeout: Duration,

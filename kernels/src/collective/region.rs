@@ -5,10 +5,10 @@
 //! a rank writes its words into its slot `r % 2`, sets its counter to `r` (release), waits until
 //! every rank's counter is at least `r` (acquire), and reads all slots `r % 2`.
 //!
-//! - A slot is read only after the owner's release of `r` was acquired, so the reader sees what was
+//! - A slot is read only after acquiring the owner's release of `r`, so the reader sees what was
 //!   written.
 //! - A slot is written again in round `r + 2`, after all counters have reached `r + 1`. A rank sets
-//!   its counter to `r + 1` only after it has read round `r`. So no rank is still reading it.
+//!   its counter to `r + 1` only after it has read round `r`, so no rank still reads the slot.
 //!
 //! A waiting rank first spins, then sleeps on the counter's futex, in slices, between which it
 //! checks the abort word, the deadline and the peer's process.
@@ -22,19 +22,19 @@ use super::AbortHandle;
 use super::exchange::{Op, Transport};
 use crate::error::CollectiveError;
 
-/// Most ranks in a region.
+/// Maximum number of ranks in a region.
 pub(super) const RANKS_MAX: usize = 64;
 /// Words per slot: a message of 128 KiB takes one round.
 pub(super) const SLOT_WORDS: usize = 32 * 1024;
-/// How long to spin before sleeping, where every rank has a core.
+/// Time to spin before sleeping, if every rank has a core.
 const SPIN: Duration = Duration::from_micros(30);
-/// How long to sleep before the next check.
+/// Time to sleep before the next check.
 const SLICE: Duration = Duration::from_millis(20);
 
 /// One rank's part of the header, on separate cache lines.
 #[repr(C, align(128))]
 struct RankHeader {
-    /// The last round that this rank has written.
+    /// Last round that this rank has written.
     round: AtomicU32,
     /// Number of ranks sleeping on `round`.
     sleepers: AtomicU32,
@@ -51,7 +51,7 @@ pub(super) struct Header {
     pub(super) magic: AtomicU64,
     /// Number of ranks that have mapped the region.
     pub(super) attached: AtomicU32,
-    /// Nonzero: the group was aborted, every rank must leave.
+    /// Nonzero if the group was aborted and every rank must leave.
     aborted: AtomicU32,
     ranks: [RankHeader; RANKS_MAX],
 }
@@ -67,8 +67,8 @@ pub(super) const fn region_bytes(ranks: usize) -> usize {
 /// Memory of a region: aligned for [`Header`], initially zero, valid as long as the value lives.
 ///
 /// # Safety
-/// `base` returns the same address each time, valid for [`region_bytes`] of its ranks, shared by
-/// all ranks of the group and nobody else.
+/// `base` must return the same address each time. It must be valid for [`region_bytes`] of its
+/// ranks and shared only by the ranks of the group.
 pub(super) unsafe trait RegionMemory: Send + Sync + fmt::Debug + 'static {
     fn base(&self) -> *mut u8;
 }
@@ -91,7 +91,7 @@ impl<M: RegionMemory> Region<M> {
         Self { memory, rank, ranks, round: 0, timeout, spin }
     }
 
-    /// Announces this rank's process id, so that other ranks notice when it ends.
+    /// Publishes this rank's process id, so that other ranks notice when it ends.
     pub(super) fn announce(&self, pid: u32) {
         header(&*self.memory).ranks[self.rank].pid.store(pid, Ordering::Release);
     }
@@ -121,12 +121,14 @@ impl<M: RegionMemory> Region<M> {
                 continue;
             }
             if waited >= self.timeout {
-                // The group is unusable now: other ranks need not wait until their own deadline.
+                // The group is unusable now: spare the other ranks the wait until their own
+                // deadline.
                 abort(&*self.memory);
                 return Err(CollectiveError::TimedOut { op: op.name(), waited, rank: rank as u32 });
             }
             peer.sleepers.fetch_add(1, Ordering::SeqCst);
-            // The rank may have arrived, or the group been aborted, before it could see a sleeper.
+            // The rank may have arrived, or the group may have been aborted, before it could see a
+            // sleeper.
             if peer.round.load(Ordering::SeqCst) == round
                 && header.aborted.load(Ordering::SeqCst) == 0
             {

@@ -1,7 +1,7 @@
 //! Ranks that are processes of one host: a POSIX shared memory object.
 //!
 //! Rank 0 creates the object, the others open it. Its name is removed as soon as all ranks have
-//! mapped it, so that nothing is left behind however the processes end.
+//! mapped it, so that nothing is left behind, no matter how the processes end.
 #![allow(unsafe_code, reason = "shared memory objects of the operating system")]
 use std::ffi::CString;
 use std::io;
@@ -76,7 +76,7 @@ pub const fn shared_memory_bytes(ranks: usize) -> usize {
 /// `is_given_up` returns true.
 ///
 /// # Errors
-/// [`CollectiveError::Setup`] naming the problem, also when other ranks do not arrive in time;
+/// [`CollectiveError::Setup`] naming the problem, also if other ranks do not arrive in time;
 /// [`CollectiveError::Aborted`].
 pub fn shared_memory(
     options: &SharedMemoryOptions,
@@ -156,8 +156,8 @@ fn create(name: &CString, len: usize) -> io::Result<Mapping> {
     mapping
 }
 
-/// Gives the object its size and its memory. A size alone would promise memory that may not be
-/// there: writing to it would then end the process.
+/// Allocates the object's memory. Setting only its size would not guarantee that there is memory,
+/// and writing to it could then kill the process.
 fn reserve(fd: libc::c_int, len: usize) -> io::Result<()> {
     loop {
         // SAFETY: the descriptor is ours.

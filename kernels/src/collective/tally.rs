@@ -1,6 +1,6 @@
 //! Bytes that a rank has sent to other ranks, by transport.
 
-/// Most transports counted separately; a process uses one or two.
+/// Maximum number of transports counted separately; a process uses one or two.
 const WAYS: usize = 4;
 
 /// Byte counters; see the module's documentation.
@@ -36,7 +36,7 @@ mod tests {
         for (way, bytes) in [("a", 3), ("b", 1), ("a", 4), ("c", 1), ("d", 1), ("e", 1)] {
             tally.add(way, bytes);
         }
-        // A transport too many is not counted.
+        // One transport too many: not counted.
         assert_eq!(tally.iter().collect::<Vec<_>>(), [("a", 7), ("b", 1), ("c", 1), ("d", 1)]);
     }
 }

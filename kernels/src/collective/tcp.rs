@@ -1,7 +1,7 @@
-//! Ranks on different hosts: a TCP connection between every two of them.
+//! Ranks on different hosts: a TCP connection between each pair.
 //!
-//! A way to try a cluster on CPUs, not a fast path: every rank sends its words to every other.
-//! `meeting` is how they find each other.
+//! Meant for trying out a cluster on CPUs, not for speed: every rank sends its words to every
+//! other. `meeting` is how the ranks find each other.
 #![allow(unsafe_code, reason = "poll(2)")]
 mod meeting;
 
@@ -16,30 +16,30 @@ use super::exchange::{Exchange, Op, Transport};
 use super::{AbortHandle, Collective};
 use crate::error::CollectiveError;
 
-/// Bytes before a round's words: op, then how many words, 4 bytes each.
+/// Bytes before a round's words: operation and number of words, 4 bytes each.
 const HEADER: usize = 8;
-/// Words of one round.
+/// Maximum number of words per round.
 const ROUND_WORDS: usize = 256 * 1024;
-/// How long to wait before looking at the abort flag and the deadline.
+/// Time to wait before checking the abort flag and the deadline.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// How to connect.
+/// Options of a connection.
 #[derive(Clone, Debug)]
 pub struct TcpOptions<'a> {
-    /// Where this rank is reached; bound already, and usable again afterwards.
+    /// Listener of this rank; already bound, and usable again afterwards.
     pub listener: &'a TcpListener,
     /// Every rank's address, in rank order.
     pub ranks: &'a [SocketAddr],
     /// This rank.
     pub rank: u32,
-    /// Tells this group from others and from its own earlier formations.
+    /// Distinguishes this group from others and from its own earlier formations.
     pub token: u64,
-    /// Deadline of connecting, and of every round of an operation.
+    /// Deadline for connecting, and for every round of an operation.
     pub timeout: Duration,
 }
 
-/// Connects this process as one rank; returns when all ranks are connected, or soon after
-/// `is_given_up` says so.
+/// Connects this process as one rank. Returns when all ranks are connected, or soon after
+/// `is_given_up` returns true.
 ///
 /// # Errors
 /// [`CollectiveError::Setup`] naming the rank that cannot be reached; [`CollectiveError::Aborted`].
@@ -69,7 +69,7 @@ pub fn tcp(
     })))
 }
 
-/// One other rank, and where this round's bytes to and from it are.
+/// Another rank, and the progress of this round's transfers to and from it.
 #[derive(Debug)]
 struct Peer {
     stream: TcpStream,
@@ -79,7 +79,7 @@ struct Peer {
 }
 
 impl Peer {
-    /// Over a connection that both sides know to be good.
+    /// Takes a connection that both sides have confirmed.
     fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nonblocking(true)?;
         Ok(Self { stream, sent: 0, received: Vec::new(), arrived: 0 })
@@ -96,7 +96,7 @@ impl AbortHandle for TcpAbort {
     fn abort(&self) {
         self.aborted.store(true, Ordering::Release);
         for stream in &self.streams {
-            // Frees the other side too: it reads the end of the stream.
+            // Also releases the other side: it reads the end of the stream.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
@@ -113,7 +113,7 @@ struct Mesh {
     words: Vec<u8>,
     /// Scratch: the words of one peer.
     theirs: Vec<u32>,
-    /// Scratch: what is waited for.
+    /// Scratch: file descriptors to poll.
     waits: Vec<libc::pollfd>,
 }
 
@@ -126,7 +126,7 @@ impl Mesh {
         CollectiveError::LinkLost { rank: rank as u32, message: error.to_string() }
     }
 
-    /// Moves what can be moved; returns whether anything was, and whether all is done.
+    /// Transfers as much as possible without blocking; returns (anything transferred, all done).
     fn advance(&mut self) -> Result<(bool, bool), CollectiveError> {
         let (mut moved, mut done) = (false, true);
         for rank in 0..self.peers.len() {
@@ -150,7 +150,7 @@ impl Mesh {
         Ok((moved, done))
     }
 
-    /// Waits until some connection can move.
+    /// Waits until some connection is ready.
     fn wait(&mut self) {
         let fds = &mut self.waits;
         fds.clear();
@@ -174,7 +174,7 @@ impl Mesh {
     }
 }
 
-/// A count of bytes moved; 0 where the connection is not ready, an error where it has ended.
+/// Number of bytes transferred; 0 if the connection is not ready, an error if it has ended.
 fn progress(moved: io::Result<usize>) -> io::Result<usize> {
     match moved {
         Ok(0) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed")),
@@ -271,7 +271,7 @@ impl Transport for Mesh {
 }
 
 impl Mesh {
-    /// A rank whose header is here and is not ours: (rank, its words).
+    /// A rank whose header has arrived and differs from ours: (rank, its number of words).
     fn mismatch(&self) -> Option<(u32, u64)> {
         let differs =
             |peer: &Peer| peer.arrived >= HEADER && peer.received[..HEADER] != self.words[..HEADER];

@@ -1,5 +1,5 @@
-//! Attention of a step: its rows cut into tasks, which threads take head by head; and the cache
-//! that it reads.
+//! Attention of a step, with its rows cut into tasks that threads take head by head; and the
+//! swapping of its cache.
 use super::attention::{self, Attention};
 use super::gemm::{self, Output};
 use super::memory::Disjoint;
@@ -64,9 +64,9 @@ impl AttentionOps for CpuBackend {
             out: Disjoint::new(out.values_mut()),
         };
         let workers = Disjoint::new(&mut self.workers);
-        // Head by head: each thread has K and V of its own heads in its cache, and long rows as
-        // well as short ones. Tasks differ by their rows' positions, so they are handed out in
-        // small numbers.
+        // Head by head, so that each thread has K and V of its own heads in its cache, and long
+        // rows as well as short ones. Tasks differ by their rows' positions, so they are handed out
+        // in small batches.
         let tasks = tiles.len() * shape.num_kv_heads;
         let group = shape.num_heads / shape.num_kv_heads;
         let grain = (GRAIN / (positions * group * shape.head_dim).max(1)).max(1);

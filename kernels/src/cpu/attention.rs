@@ -21,9 +21,9 @@ use super::simd::{Plain, Simd};
 use crate::backend::{AttentionShape, Batch, KvShape, SeqRows};
 use crate::error::KernelError;
 
-/// Most queries processed together.
+/// Maximum number of queries processed together.
 const QUERIES: usize = 8;
-/// Most rows per task.
+/// Maximum number of rows per task.
 const TILE_ROWS: u32 = 16;
 
 /// The rows of one sequence that one task computes for one KV head.
@@ -136,7 +136,7 @@ impl Attention<'_> {
         let head = kv_head * group + index % group;
         let row = tile.seq.row_start as usize + row;
         let offset = (row * self.shape.num_heads + head) * self.shape.head_dim;
-        // Without sinks, one of weight zero.
+        // No sink is the same as a sink of weight zero.
         let sink = self.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
         Query { offset, start, end, sink }
     }

@@ -1,4 +1,4 @@
-//! What ranks exchange: sums, and the logits of all.
+//! Exchanges between ranks: all-reduce and gathering of logits.
 use std::time::{Duration, Instant};
 
 use super::{CpuBackend, CpuBuffer, WAY};
@@ -38,7 +38,7 @@ impl ExchangeOps for CpuBackend {
         let result = collective.gather(local.values(), gathered, 0);
         self.collective_time += start.elapsed();
         result?;
-        // From one block per rank to one row per row.
+        // Reorders one block per rank into one row per row.
         for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
             let (rank, row) = (i / rows, i % rows);
             full.values_mut()[(row * world + rank) * width..][..width].copy_from_slice(from);

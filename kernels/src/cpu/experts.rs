@@ -1,6 +1,5 @@
 //! Mixtures of experts (MoE): chooses experts for rows, groups rows by expert, and adds up the
-//! weighted results of a row's experts. Products are those of `gemm`, except the router's
-//! (`router`).
+//! weighted results of a row's experts. Products use `gemm`, except the router's (`router`).
 use super::elementwise;
 use super::gemm::{self, Group, Grouped, Task};
 use super::math::exp;

@@ -48,9 +48,9 @@ use layout::{Layout, Part};
 #[cfg(target_arch = "x86_64")]
 use one_term::Ahead;
 
-/// Most rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
+/// Maximum number of rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
-/// Panels that one row is multiplied with at once, to hide latency.
+/// Number of panels that one row is multiplied with at once, to hide latency.
 const WIDE: usize = 4;
 /// Pairs of inputs per block when there are several tiles: the block's weights (128 KiB) stay in
 /// the L2 cache from tile to tile. Smaller blocks would stay in the L1 cache, but sums would go to
@@ -66,8 +66,8 @@ const FEW_TILES: usize = 8;
 const TASK_COST: usize = 32 * 1024;
 /// Prefetch distance for the weights of a single tile, in pairs.
 const AHEAD: usize = 16;
-/// Most pairs of int8 weights converted to bf16 at a time (32 KiB), for several tiles, or for inner
-/// loops that only support bf16.
+/// Maximum number of pairs of int8 weights converted to bf16 at a time (32 KiB), for several tiles,
+/// or for inner loops that only support bf16.
 const ROOM_PAIRS: usize = 128;
 /// The same for a single tile: converted weights that are used at once should take little of the L1
 /// cache.
@@ -144,7 +144,7 @@ fn run_panels(
     let cost = weight.num_pairs() * acts.rows;
     if cost >= TASK_COST && pool.num_threads() > 1 {
         // One panel per task, so that threads end at about the same time; with many rows, each
-        // thread gets those that it has in its cache.
+        // thread gets the rows that it has in its cache.
         let parts = acts.num_parts().min(pool.num_threads());
         return pool.run(parts * panels, &|index, worker| {
             let (part, panel) = (index / panels, index % panels);
@@ -199,7 +199,7 @@ impl Product<'_> {
         }
     }
 
-    /// Most pairs of weights converted to bf16 in memory at a time.
+    /// Maximum number of pairs of weights converted to bf16 in memory at a time.
     fn room_pairs(&self) -> usize {
         let is_single = num_tiles(self.acts.rows) == 1;
         match self.acts.layout {
@@ -338,7 +338,7 @@ impl Product<'_> {
         let (line, lines) = match (tiles, index) {
             (1, _) => (0, 4),
             (_, 0) if weights.int8().is_some() => (0, 2),
-            // The first tile converted these: there is nothing to prefetch.
+            // The first tile converted the weights: there is nothing to prefetch.
             _ if self.weight.scales().is_some() => (0, 0),
             (2, _) => (index * 2, 2),
             (3, 0) => (0, 2),

@@ -21,13 +21,13 @@ impl Isa {
     /// All sets, the fastest first.
     pub const ALL: [Self; 4] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2Fma, Self::Portable];
 
-    /// The fastest set that this machine has.
+    /// The fastest set that this machine supports.
     #[must_use]
     pub fn detect() -> Self {
         Self::ALL.into_iter().find(|isa| isa.is_supported()).unwrap_or(Self::Portable)
     }
 
-    /// Whether this machine has it.
+    /// Whether this machine supports it.
     #[must_use]
     pub fn is_supported(self) -> bool {
         #[cfg(target_arch = "x86_64")]

@@ -26,15 +26,15 @@ pub struct CpuKvCache {
 #[derive(Debug)]
 enum Tiles {
     Float32(AlignedVec<f32>),
-    /// In pairs, two per word.
+    /// Pairs of elements, two per word.
     Bfloat16(AlignedVec<u32>),
 }
 
-/// The cache as tasks write to it, each to its own tiles.
+/// The cache as tasks write it, each to its own tiles.
 pub(crate) enum TilesMut<'a> {
     /// As in [`CpuKvCache`].
     Float32(Disjoint<'a, f32>),
-    /// In pairs, two per word.
+    /// Pairs of elements, two per word.
     Bfloat16(Disjoint<'a, u32>),
 }
 
@@ -171,7 +171,7 @@ impl TilesMut<'_> {
     /// words at `start`.
     ///
     /// # Safety
-    /// Nobody else reads or writes that tile meanwhile.
+    /// Nothing else may read or write that tile at the same time.
     pub(crate) unsafe fn write_token(
         &self,
         isa: Isa,

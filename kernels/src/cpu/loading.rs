@@ -1,4 +1,4 @@
-//! What the backend holds, and how weights come to it.
+//! Buffers, caches and weights of the backend, and their loading.
 use std::ops::Range;
 
 use super::pack::Format;

@@ -13,7 +13,7 @@ const ALIGNMENT: usize = 64;
 /// Allocations of at least this size are aligned to it, and request huge pages.
 const HUGE_PAGE: usize = 2 << 20;
 
-/// Types for which all-zero bytes are a valid value, and which need no drop.
+/// Types for which all-zero bytes are a valid value and that need no drop.
 ///
 /// # Safety
 /// Implementors must be valid when all bytes are zero.
@@ -92,7 +92,7 @@ impl<T: Zeroable> fmt::Debug for AlignedVec<T> {
     }
 }
 
-/// Scratch memory that is reused from call to call, and grows when a call needs more than all
+/// Scratch memory that is reused from call to call and grows when a call needs more than any
 /// before.
 #[derive(Debug)]
 pub(crate) struct Scratch<T: Zeroable> {
@@ -114,7 +114,7 @@ impl<T: Zeroable> Scratch<T> {
         Ok(&mut self.room[..len])
     }
 
-    /// As [`get`](Self::get), for a `len` for which an earlier `get` has made room.
+    /// As [`get`](Self::get), for a `len` that an earlier `get` has made room for.
     pub(crate) fn reserved(&mut self, len: usize) -> &mut [T] {
         &mut self.room[..len]
     }
@@ -137,7 +137,7 @@ impl<'a, T> Disjoint<'a, T> {
         Self { data: slice.as_mut_ptr(), len: slice.len(), borrow: PhantomData }
     }
 
-    /// A copy for another user, who keeps the same promise.
+    /// A copy for another user, who must keep the same promise.
     pub(crate) fn again(&self) -> Self {
         Self { data: self.data, len: self.len, borrow: PhantomData }
     }
@@ -145,8 +145,8 @@ impl<'a, T> Disjoint<'a, T> {
     /// The elements `start..start + len`.
     ///
     /// # Safety
-    /// While the returned slice lives, no other slice got from `self`, or from what
-    /// [`Disjoint::again`] made of it, overlaps it.
+    /// While the returned slice lives, no other slice obtained from `self`, or from its copies
+    /// ([`Disjoint::again`]), may overlap it.
     #[allow(clippy::mut_from_ref, reason = "the caller keeps the ranges disjoint")]
     pub(crate) unsafe fn slice(&self, start: usize, len: usize) -> &mut [T] {
         assert!(start <= self.len && len <= self.len - start, "a task left its slice");

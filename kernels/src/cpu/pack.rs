@@ -8,7 +8,7 @@
 //!   and a mask widen it to f32. Weights of bf16 files are kept bit for bit, others are rounded to
 //!   the nearest bf16 (ties to even).
 //! - int8: the even input's byte precedes the odd one's; one scale per output.
-//! - 4 bits, where files have them: four pairs at a time (`int4`).
+//! - 4 bits, if the file has them: four pairs at a time (`int4`).
 use std::ops::Range;
 
 use super::memory::AlignedVec;
@@ -199,7 +199,7 @@ pub(crate) enum Format {
 }
 
 impl Format {
-    /// The format for matrices that shall be kept as their files have them.
+    /// Returns the format that preserves the matrices as in their files.
     pub(crate) fn of(matrices: &[HostMatrix<'_>]) -> Self {
         int4_groups(matrices).map_or(Self::Bf16, Self::Int4)
     }

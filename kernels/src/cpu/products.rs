@@ -1,4 +1,4 @@
-//! Products with matrices. Of gate and up: one product of both, and the activation of one times the
+//! Matrix products. Gate and up are one product of both, then the activation of one times the
 //! other.
 use super::gemm::{self, Output};
 use super::memory::Disjoint;

@@ -18,7 +18,7 @@ impl RowOps for CpuBackend {
         check::width("embed", "out", out, width)?;
         out.set_rows(ids.len())?;
         let out = Disjoint::new(out.values_mut());
-        // A row is gathered from as many cache lines as it has pairs.
+        // A row is gathered from one cache line per pair of inputs.
         self.pool.run_ranges(ids.len(), (GRAIN / 8 / width).max(1), &|range, _| {
             for i in range {
                 // SAFETY: every row belongs to one task.
@@ -83,7 +83,7 @@ impl RowOps for CpuBackend {
 }
 
 impl CpuBackend {
-    /// Calls `norm` with every row's number, its residual and its result, of buffers of one width.
+    /// Calls `norm` with every row's number, residual and result, for buffers of one width.
     fn each_normed(
         &mut self,
         residual: &mut CpuBuffer,

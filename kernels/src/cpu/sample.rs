@@ -89,7 +89,7 @@ impl Sampler {
         if greedy {
             return Some(arg_max(&self.logits));
         }
-        // Of a smaller one the inverse would be infinite, and times 0 no number.
+        // The inverse of a smaller one would be infinite, and NaN when multiplied by 0.
         let inverse = 1.0 / params.temperature.max(f32::MIN_POSITIVE);
         // The most likely token has weight 1, so min-p can be compared with the weights directly.
         let min_p = params.min_p;

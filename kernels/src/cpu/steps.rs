@@ -1,4 +1,4 @@
-//! Sampling: what each row of logits gives, rows in parallel. Steps need no beginning and end here.
+//! Sampling, rows in parallel. Steps need no framing on CPUs.
 use super::memory::Disjoint;
 use super::sample::Sampler;
 use super::{CpuBackend, CpuBuffer};
@@ -41,7 +41,7 @@ impl StepOps for CpuBackend {
 }
 
 impl CpuBackend {
-    /// Fills `out` with what `operation` makes of rows `0..count`, rows in parallel.
+    /// Fills `out` with the results of `operation` for rows `0..count`, rows in parallel.
     fn each_row(
         &mut self,
         count: usize,

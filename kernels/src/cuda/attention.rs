@@ -1,5 +1,5 @@
-//! What the QKV product becomes, and attention over the cache: by rows of prompts, by parts of
-//! sequences that are decoded, or, for heads without kernels of their own, by neither.
+//! What follows the QKV product, and attention over the cache: tiles of prompt rows, split
+//! sequences for decoding, and a generic kernel for head dimensions without kernels of their own.
 use super::backend::{CudaBackend, Which};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
@@ -12,7 +12,7 @@ use crate::check::attention as check;
 use crate::check::ensure;
 use crate::error::KernelError;
 
-/// What heads have to be here besides.
+/// Checks the limits on heads that only GPUs have.
 fn heads(op: &'static str, shape: &AttentionShape) -> Result<(), KernelError> {
     let (heads, kv_heads, head_dim) = (shape.num_heads, shape.num_kv_heads, shape.head_dim);
     ensure!(op, head_dim <= HEAD_DIM_MAX, "head_dim is {head_dim}: GPUs take up to {HEAD_DIM_MAX}");

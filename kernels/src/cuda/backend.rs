@@ -1,4 +1,4 @@
-//! A rank on a GPU: what its operations share. Scratch, inputs of a step, copies to and
+//! A rank on a GPU, and what its operations share: scratch memory, inputs of a step, copies to and
 //! from the host.
 use std::fmt;
 use std::time::{Duration, Instant};
@@ -17,9 +17,9 @@ use crate::check::ensure;
 use crate::collective::{Collective, Tally};
 use crate::error::KernelError;
 
-/// A rank on a GPU. Stays on the thread that made it.
+/// A rank on a GPU. Not `Send`: it stays on the thread that created it.
 pub struct CudaBackend {
-    // Dropped in this order: graphs before the memory they name, all before the device.
+    // Dropped in this order: graphs before the memory they refer to, everything before the device.
     pub(super) step: Step,
     pub(super) sampling: Sampling,
     wide: Scratch,
@@ -29,18 +29,18 @@ pub struct CudaBackend {
     gathered: Scratch,
     widened: Scratch,
     best: Scratch,
-    /// The open step's logits stay on their ranks.
+    /// Set while the open step's logits are kept on their ranks.
     pub(super) apart: Option<Part>,
     pub(super) uploader: Option<Uploader>,
     pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
     pub(super) exchanged: Tally,
-    /// The most bytes that a step needs room for, of each [`Exchanged`].
+    /// Largest size in bytes that any step needs, for each [`Exchanged`].
     exchanged_most: [usize; 2],
     pub(super) host: Vec<f32>,
     pub(super) readback: Readback,
-    /// Collective operations do nothing: other ranks may still be loading.
+    /// Collective operations do nothing, because other ranks may still be loading.
     pub(super) alone: bool,
     pub(super) options: CudaOptions,
     pub(super) device: Device,
@@ -53,10 +53,10 @@ impl fmt::Debug for CudaBackend {
 }
 
 impl CudaBackend {
-    /// A backend on a GPU.
+    /// Creates a backend on a GPU.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`], in one line, when the driver, the GPU or the kernels cannot be
+    /// [`KernelError::Unsupported`], in one line, if the driver, the GPU or the kernels cannot be
     /// used; [`KernelError::OutOfMemory`]; [`KernelError::Device`].
     pub fn new(options: CudaOptions, collective: Box<dyn Collective>) -> Result<Self, KernelError> {
         let device = Device::new(&options)?;
@@ -88,12 +88,11 @@ impl CudaBackend {
         Ok(made)
     }
 
-    /// Exchanges data through `collective` from now on; the old one, and whatever group the device
-    /// was in, is left and dropped.
+    /// Exchanges data through `collective` from now on. Leaves the group of devices, if any, and
+    /// drops the old collective.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the GPU does not come to rest; the collective is set
-    /// nonetheless.
+    /// [`KernelError::Device`] if the GPU does not become idle; the collective is set nonetheless.
     pub fn set_collective(&mut self, collective: Box<dyn Collective>) -> Result<(), KernelError> {
         let left = self.leave();
         self.collective = collective;
@@ -101,18 +100,19 @@ impl CudaBackend {
         left
     }
 
-    /// Ranks that have not joined exchange data through host memory.
+    /// Switches graphs off for ranks that have not joined, since they exchange data through host
+    /// memory.
     fn rest_graphs(&mut self) {
         let ranks = self.collective.world_size();
         self.step.use_graphs((ranks > 1).then_some("ranks exchange data through host memory"));
     }
 
-    /// Leaves the group of devices: what waits for other ranks is freed, graphs go first.
+    /// Leaves the group of devices: aborts whatever waits for other ranks, and drops graphs first.
     fn leave(&mut self) -> Result<(), KernelError> {
-        // Whatever is given up below may have to wait for what the stream waits for.
+        // Dropping things below may block on work that waits for other ranks, so abort that first.
         let group = &self.device.context.group;
         let _ = group.call(|group| group.abort_handle().abort());
-        // A step that another rank's end broke off is no reason against graphs.
+        // A capture that failed because another rank ended the step is no reason to give up graphs.
         let stream = &self.device.stream;
         if self.step.abandon(stream) && stream.take_capture_fault() {
             self.step.capture_failed("a step failed while its graph was captured");
@@ -123,21 +123,21 @@ impl CudaBackend {
         self.device.context.group.leave(&self.device.stream)
     }
 
-    /// Whether the ranks exchange data on their devices.
+    /// Whether the ranks exchange data directly between their devices.
     pub(super) fn is_grouped(&self) -> bool {
         !self.device.context.group.is_empty()
     }
 
-    /// While `alone`, collective operations do nothing, and what becomes of other ranks is nothing
-    /// to this one: for loading, and for steps whose results nobody reads. What
-    /// graphs came of them is forgotten, since other ranks have not made such steps.
+    /// While `alone`, collective operations do nothing and failures of other ranks are ignored: for
+    /// loading, and for steps whose results nobody reads. Forgets all graphs, since other ranks
+    /// have not recorded those of such steps.
     pub fn set_alone(&mut self, alone: bool) {
         self.alone = alone;
         self.device.context.group.rest(alone);
         self.step.forget_graphs();
     }
 
-    /// Memory that is free on the GPU now, and all there is, in bytes.
+    /// Free and total memory of the GPU, in bytes.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -145,7 +145,7 @@ impl CudaBackend {
         self.device.context.memory()
     }
 
-    /// Waits for all work, and frees what only loading needed.
+    /// Waits for all work and frees memory that only loading needed.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -155,27 +155,27 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// Whether decode steps become graphs, as all ranks of the epoch find alike.
+    /// Whether decode steps become graphs; all ranks of an epoch agree on this.
     #[must_use]
     pub fn captures(&self) -> bool {
         self.step.captures()
     }
 
-    /// How many graphs there are.
+    /// Number of graphs.
     #[must_use]
     pub fn num_graphs(&self) -> usize {
         self.step.num_graphs()
     }
 
-    /// Why decode steps are no graphs for good, or their kernels do not begin before those before
-    /// them are complete, if either failed: steps are right all the same, and slower.
+    /// Why graphs, or the overlap of kernels, were given up for good, if either failed. Results
+    /// stay correct; steps are slower.
     #[must_use]
     pub fn given_up(&self) -> Option<&str> {
         self.step.given_up()
     }
 
-    /// Whether decode steps become graphs from now on, and kernels begin before those before them
-    /// are complete, as far as the options and the GPU allow: for measuring what each is worth.
+    /// Switches graphs and the overlap of kernels on or off, as far as the options and the GPU
+    /// allow: for measuring what each of them gains.
     pub fn set_modes(&mut self, graphs: bool, overlap: bool) {
         self.rest_graphs();
         if !graphs {
@@ -190,12 +190,12 @@ impl CudaBackend {
     /// # Errors
     /// [`KernelError::Device`].
     pub fn set_carveout(&mut self, percent: Option<u8>) -> Result<(), KernelError> {
-        // Graphs keep what their kernels asked for.
+        // Graphs keep the setting that they were recorded with.
         self.step.forget_graphs();
         self.device.set_carveout(percent)
     }
 
-    /// Fills a buffer's memory with NaN, so that a test sees what was not written.
+    /// Fills a buffer's memory with NaN, so that a test notices elements that were not written.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -203,15 +203,16 @@ impl CudaBackend {
         buffer.poison(&self.device.stream, 0xff)
     }
 
-    /// Makes room for what is exchanged with other ranks, as soon as it is: all that any step will
-    /// need, so that no rank has to move it, and forgets its graphs, when others do not.
+    /// Reserves room for data exchanged with other ranks, now or once this rank joins a group: for
+    /// the largest step, so that no rank moves its scratch, and thereby forgets its graphs, when
+    /// others do not.
     pub(super) fn reserve(&mut self, which: Exchanged, bytes: usize) -> Result<(), KernelError> {
         let most = &mut self.exchanged_most[which as usize];
         *most = bytes.max(*most);
         if self.is_grouped() { self.reserve_exchanged() } else { Ok(()) }
     }
 
-    /// Makes room for all that was asked for by [`CudaBackend::reserve`].
+    /// Reserves everything requested by [`CudaBackend::reserve`].
     pub(super) fn reserve_exchanged(&mut self) -> Result<(), KernelError> {
         let [gathered, best] = self.exchanged_most;
         for (which, bytes) in [(Which::Gathered, gathered), (Which::Best, best)] {
@@ -222,7 +223,7 @@ impl CudaBackend {
         Ok(())
     }
 
-    /// A piece of scratch; graphs that named its old place are forgotten.
+    /// Returns scratch memory; forgets graphs that refer to its old address.
     pub(super) fn scratch(&mut self, which: Which, bytes: usize) -> Result<DevicePtr, KernelError> {
         let scratch = match which {
             Which::Wide => &mut self.wide,
@@ -240,7 +241,7 @@ impl CudaBackend {
         Ok(ptr)
     }
 
-    /// Puts a batch where the kernels read it, unless the step has done so.
+    /// Uploads a batch for the kernels, unless the step has already done so.
     pub(super) fn stage(
         &mut self,
         batch: &Batch<'_>,
@@ -283,10 +284,10 @@ impl CudaBackend {
         all.into_iter().try_for_each(|scratch| scratch.fill(&self.device, byte))
     }
 
-    /// Overwrites a buffer's rows, rounded to its type: for tests.
+    /// Overwrites a buffer's rows, rounded to its element type: for tests.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when there are more values than room.
+    /// [`KernelError::Shape`] if there are more values than the buffer has room for.
     pub fn write_buffer(
         &mut self,
         buffer: &mut CudaBuffer,
@@ -310,35 +311,35 @@ impl CudaBackend {
     }
 }
 
-/// A rank's own logits.
+/// The part of the vocabulary that a rank's own logits cover.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// The token of the first column.
+    /// Token of the first column.
     pub(super) first_id: u32,
-    /// Columns that are tokens.
+    /// Number of columns that are tokens.
     pub(super) count: usize,
 }
 
-/// The pieces of scratch.
+/// Kinds of scratch memory.
 #[derive(Clone, Copy)]
 pub(super) enum Which {
     /// f32 results.
     Wide,
     /// bf16 inputs.
     Narrow,
-    /// Attention's.
+    /// Partial results of attention.
     Partials,
     /// Row numbers.
     Index,
-    /// Logits of all ranks, one behind the other.
+    /// Logits of all ranks, one rank after the other.
     Gathered,
-    /// The best of each rank's own logits, and of all ranks'.
+    /// The best of each rank's own logits, and those of all ranks.
     Best,
-    /// Quantised weights in bf16.
+    /// Quantised weights converted to bf16.
     Widened,
 }
 
-/// Pieces of scratch that only ranks in a group need.
+/// Scratch memory that only ranks in a group need.
 #[derive(Clone, Copy)]
 pub(super) enum Exchanged {
     /// [`Which::Gathered`]
@@ -348,7 +349,7 @@ pub(super) enum Exchanged {
 }
 
 impl CudaBackend {
-    /// Puts row numbers into the scratch for them.
+    /// Uploads row numbers to the scratch memory for them.
     pub(super) fn index_upload(&mut self, rows: &[u32]) -> Result<(), KernelError> {
         self.index.upload(&self.device, rows)
     }

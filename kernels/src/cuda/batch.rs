@@ -1,8 +1,8 @@
-//! PURE: a step's inputs as the kernels read them: one block of words, uploaded by one copy.
+//! PURE: a step's inputs in the layout of the kernels: one block of words, uploaded in one copy.
 //!
-//! Arrays lie at offsets that follow from their capacities alone, the block tables last: so a graph
-//! finds each array of a bucket's steps at the same place. Of block tables what is used is copied,
-//! of all else what there is room for.
+//! The offsets of the arrays depend only on their capacities, with the block tables last, so a
+//! graph finds each array at the same place in all steps of its bucket. Only the used part of the
+//! block tables is copied; the other arrays are copied in full.
 use super::parts::{self, SPLITS_MAX, Splits, Windows, least_split};
 use super::sample_lists::PARAMS;
 use crate::backend::{Batch, SeqRows};
@@ -12,10 +12,10 @@ use crate::error::KernelError;
 const SEQ: usize = 5;
 /// Words of `TuttiTile`.
 const TILE: usize = 2;
-/// Queries of a tile: `TUTTI_PREFILL_QUERIES`.
+/// Queries per tile: `TUTTI_PREFILL_QUERIES`.
 const TILE_QUERIES: usize = 64;
 
-/// How many items of each kind a block has room for.
+/// Maximum number of items of each kind in a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Capacity {
     /// Rows (tokens).
@@ -24,8 +24,8 @@ pub struct Capacity {
     pub seqs: usize,
     /// Tiles of prefill attention.
     pub tiles: usize,
-    /// Parts that decode attention splits sequences of one row in: of each window as many as of the
-    /// one that has most.
+    /// Parts that decode attention splits sequences of one row into; every window has room for as
+    /// many as the window with the most.
     pub parts: usize,
     /// Rows of logits.
     pub samples: usize,
@@ -36,10 +36,10 @@ pub struct Capacity {
 pub struct Cut {
     /// Query heads that share a KV head.
     pub group: usize,
-    /// Sequences of one row are tiles as well, none is an item: a row's result is the same bits
-    /// then, whether it is a prompt's or a sampled token's.
+    /// Sequences of one row are tiles as well, and none is an item. A row then gets the same bits
+    /// whether it belongs to a prompt or to a sampled token.
     pub all_tiles: bool,
-    /// What layers see.
+    /// Sliding windows of the layers.
     pub windows: Windows,
 }
 
@@ -47,12 +47,12 @@ impl Cut {
     /// For a step without attention.
     pub const NONE: Self = Self { group: 1, all_tiles: false, windows: Windows::ALL };
 
-    /// Whether a sequence is an item: decoded by attention that is split over its tokens.
+    /// Whether a sequence is an item, that is, decoded with its context split into parts.
     fn is_item(self, seq: &SeqRows) -> bool {
         seq.num_rows == 1 && !self.all_tiles
     }
 
-    /// Tiles of a sequence that is no item.
+    /// Number of tiles of a sequence that is not an item.
     fn tiles_of(self, seq: &SeqRows) -> usize {
         self.tiles_of_rows(seq.num_rows as usize)
     }
@@ -61,13 +61,13 @@ impl Cut {
         (rows * self.group).div_ceil(TILE_QUERIES)
     }
 
-    /// Items and tiles of `rows` sequences of one row each.
+    /// Number of items and of tiles for `rows` sequences of one row each.
     #[must_use]
     pub fn of_single_rows(self, rows: usize) -> (usize, usize) {
         if self.all_tiles { (0, rows * self.tiles_of_rows(1)) } else { (rows, 0) }
     }
 
-    /// Items of a batch.
+    /// Number of items in a batch.
     #[must_use]
     pub fn items(self, batch: &Batch<'_>) -> usize {
         self.all_items(batch).count()
@@ -77,14 +77,14 @@ impl Cut {
         batch.seqs.iter().filter(move |seq| self.is_item(seq))
     }
 
-    /// Parts of a batch's items, as [`Capacity`] has them.
+    /// Number of parts of a batch's items, counted as in [`Capacity::parts`].
     fn parts(self, batch: &Batch<'_>) -> usize {
         let least = least_split(self.items(batch));
         let of = |window| parts::count(self.all_items(batch), window, least);
         self.windows.count() * self.windows.iter().map(of).max().unwrap_or(0)
     }
 
-    /// The most parts that `items` sequences can have, likewise.
+    /// Maximum number of parts of `items` sequences, counted likewise.
     #[must_use]
     pub fn most_parts(self, items: usize) -> usize {
         self.windows.count() * items * SPLITS_MAX as usize
@@ -103,25 +103,25 @@ pub struct Layout {
     pub slots: usize,
     /// `TuttiSeq [seqs]`
     pub seqs: usize,
-    /// `TuttiTile [tiles]`: sequences of several rows.
+    /// `TuttiTile [tiles]`: tiles of sequences of several rows.
     pub tiles: usize,
     /// `u32 [seqs]`: sequences of one row.
     pub items: usize,
-    /// `u32 [windows, parts of each]`: what those are split in.
+    /// `u32 [windows, parts of each]`: parts that the items are split into.
     pub parts: usize,
     /// `u32 [samples]`
     pub sample_rows: usize,
     /// `TuttiSampleParams [samples]`
     pub params: usize,
-    /// `u32 [rows]`: rows of the step before whose tokens are fed in.
+    /// `u32 [rows]`: rows of the previous step whose tokens are fed in.
     pub feed: usize,
-    /// `u32 [rows]`: which adapter each row has.
+    /// `u32 [rows]`: adapter of each row.
     pub adapters: usize,
-    /// u32, as many as there are.
+    /// `u32 [..]`: block tables.
     pub tables: usize,
 }
 
-/// Words at the beginning of a block: how many items of each kind there are.
+/// Word offsets of the counts at the beginning of a block.
 pub mod live {
     /// Rows.
     pub const ROWS: usize = 0;
@@ -133,14 +133,14 @@ pub mod live {
     pub const SAMPLES: usize = 3;
     /// Sequences.
     pub const SEQS: usize = 4;
-    /// Parts of sequences of one row, for each window.
+    /// Parts of sequences of one row, one count per window.
     pub const PARTS: usize = 5;
-    /// All of them, rounded up to 16 bytes.
+    /// Number of these words, rounded up to 16 bytes.
     pub(super) const WORDS: usize = 8;
 }
 
 impl Layout {
-    /// Places the arrays, each at a multiple of 16 bytes.
+    /// Lays out the arrays, each at a multiple of 16 bytes.
     #[must_use]
     pub fn new(capacity: Capacity) -> Self {
         let mut next = live::WORDS;
@@ -166,19 +166,19 @@ impl Layout {
         }
     }
 
-    /// Where the list of parts for one of the windows is.
+    /// Offset of the list of parts for a window.
     #[must_use]
     pub fn parts_of(&self, place: usize, windows: Windows) -> usize {
         self.parts + place * (self.capacity.parts / windows.count().max(1))
     }
 
-    /// Words of a block with `tables` words of block tables.
+    /// Number of words of a block with `tables` words of block tables.
     #[must_use]
     pub fn words(&self, tables: usize) -> usize {
         self.tables + tables
     }
 
-    /// Whether steps of these sizes can be laid out so.
+    /// Whether a step of these sizes fits.
     #[must_use]
     pub fn holds(&self, sizes: &Capacity) -> bool {
         let own = &self.capacity;
@@ -189,8 +189,8 @@ impl Layout {
             && sizes.samples <= own.samples
     }
 
-    /// Fills a block; `block` has [`Layout::words`] words or more, the sizes fit; `found` is
-    /// scratch.
+    /// Fills a block. `block` must have at least [`Layout::words`] words, and the sizes must fit;
+    /// `found` is scratch.
     ///
     /// # Errors
     /// [`KernelError::Shape`].
@@ -219,7 +219,7 @@ impl Layout {
                 items += 1;
                 continue;
             }
-            // The last tiles see the most tokens: they begin first.
+            // Later tiles have longer contexts, so they come first.
             for tile in (0..cut.tiles_of(seq)).rev() {
                 let words = [index as u32, (tile * TILE_QUERIES) as u32];
                 block[self.tiles + tiles * TILE..][..TILE].copy_from_slice(&words);
@@ -248,7 +248,7 @@ fn seq_words(seq: &SeqRows) -> [u32; SEQ] {
     [seq.row_start, seq.num_rows, seq.context_len, seq.table_start, seq.table_len]
 }
 
-/// How many items of each kind a step has.
+/// Number of items of each kind in a step.
 #[must_use]
 pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capacity {
     let tiled = batch.seqs.iter().filter(|seq| !cut.is_item(seq));
@@ -261,11 +261,11 @@ pub fn sizes(rows: usize, batch: &Batch<'_>, cut: Cut, samples: usize) -> Capaci
     }
 }
 
-/// The largest block that steps of at most `rows` rows, `samples` of them sampled, can need, where
+/// The largest capacity needed by steps of at most `rows` rows, with `samples` of them sampled, if
 /// no more sequences are decoded than sampled.
 #[must_use]
 pub fn largest(rows: usize, samples: usize, cut: Cut) -> Capacity {
-    // A sequence has at most one tile that is not full; those of one row have none but with
+    // A sequence has at most one tile that is not full; sequences of one row have tiles only with
     // `all_tiles`.
     let seqs = if cut.all_tiles { rows } else { rows / 2 };
     let tiles = cut.tiles_of_rows(rows) + seqs;
@@ -360,7 +360,7 @@ mod tests {
         for (rows, cut) in cuts {
             let most = Layout::new(largest(rows, rows, cut));
             for each in 1..=rows {
-                // As many sequences of `each` rows as there is room for.
+                // As many sequences of `each` rows as fit.
                 let seqs: Vec<SeqRows> =
                     (0..rows / each).map(|i| seq((i * each) as u32, each as u32, 8199)).collect();
                 let all: Vec<u32> = vec![0; rows / each * each];

@@ -1,14 +1,14 @@
-//! PURE: which decode steps share a graph, which products share a plan, and what is kept of both.
+//! PURE: which decode steps share a graph, which products share a plan, and a cache for both.
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// Rows that decode graphs are captured for: a step takes the smallest that holds it. Close
-/// together where a step is short, since a graph computes nothing for rows that are not there but
+/// Row counts that decode graphs are captured for; a step takes the smallest that holds it. They
+/// are close together for short steps: a graph computes nothing for missing rows, but still
 /// launches their blocks.
 const ROWS: [u32; 22] =
     [1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512];
 
-/// The bucket of a decode step of `rows` rows, where steps have at most `rows_max`; none when it is
+/// The bucket of a decode step of `rows` rows, with steps limited to `rows_max`; `None` if it is
 /// too large for a graph.
 #[must_use]
 pub fn decode_bucket(rows: u32, rows_max: u32) -> Option<u32> {
@@ -18,7 +18,7 @@ pub fn decode_bucket(rows: u32, rows_max: u32) -> Option<u32> {
     ROWS.into_iter().find(|bucket| *bucket >= rows).map(|bucket| bucket.min(rows_max))
 }
 
-/// The buckets of all decode steps that have a graph, where steps have at most `rows_max` rows.
+/// The buckets of all decode steps that have a graph, with steps limited to `rows_max` rows.
 #[must_use]
 pub fn decode_buckets(rows_max: u32) -> Vec<u32> {
     let mut all: Vec<u32> = (1..=rows_max.min(ROWS[ROWS.len() - 1]))
@@ -28,8 +28,9 @@ pub fn decode_buckets(rows_max: u32) -> Vec<u32> {
     all
 }
 
-/// The rows for which a product's algorithm is chosen: close together where a tile more or less
-/// matters, and closest where decode steps are: what is best for 33 rows need not be for 64.
+/// The row count that a product's algorithm is chosen for. Buckets are close together where a tile
+/// more or less matters, and closest for decode steps: the best for 33 rows need not be the best
+/// for 64.
 #[must_use]
 pub fn product_bucket(rows: u32) -> u32 {
     let step = match rows {
@@ -41,26 +42,26 @@ pub fn product_bucket(rows: u32) -> u32 {
     rows.max(1).div_ceil(step).saturating_mul(step)
 }
 
-/// What stands under a key: nothing yet, a first run that made everything ready, or a value.
+/// State of a key: seen in a warm-up run, or with its value.
 #[derive(Debug)]
 enum Entry<V> {
     Warm,
     Made(V),
 }
 
-/// What to do with a key.
+/// Action for a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Never seen: run as it is, so that whatever is loaded or chosen at first use is.
+    /// First use: run as is, so that everything loaded or chosen at first use is ready.
     Warm,
-    /// Seen: make the value.
+    /// Second use: make the value.
     Make,
-    /// Made: use it.
+    /// Later uses: use the value.
     Use,
 }
 
-/// A bounded cache whose keys are seen once before their value is made. The one that was used
-/// longest ago goes first.
+/// A bounded cache whose keys are seen once before their value is made. Evicts the least recently
+/// used key.
 #[derive(Debug)]
 pub struct StagedCache<K, V> {
     entries: HashMap<K, (Entry<V>, u64)>,
@@ -69,13 +70,13 @@ pub struct StagedCache<K, V> {
 }
 
 impl<K: Hash + Eq + Copy, V> StagedCache<K, V> {
-    /// Holds at most `capacity` keys.
+    /// Creates a cache of at most `capacity` keys.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         Self { entries: HashMap::new(), capacity: capacity.max(1), clock: 0 }
     }
 
-    /// What to do with `key` now; marks it used.
+    /// Returns the action for `key` and marks it as used.
     pub fn stage(&mut self, key: K) -> Stage {
         self.clock += 1;
         let clock = self.clock;
@@ -90,7 +91,7 @@ impl<K: Hash + Eq + Copy, V> StagedCache<K, V> {
         Stage::Warm
     }
 
-    /// The value under `key`.
+    /// Returns the value of `key`, if it has one.
     #[must_use]
     pub fn get(&self, key: &K) -> Option<&V> {
         match self.entries.get(key) {
@@ -99,7 +100,7 @@ impl<K: Hash + Eq + Copy, V> StagedCache<K, V> {
         }
     }
 
-    /// Puts a value under `key`.
+    /// Sets the value of `key`.
     pub fn insert(&mut self, key: K, value: V) {
         self.clock += 1;
         self.put(key, Entry::Made(value));
@@ -120,7 +121,7 @@ impl<K: Hash + Eq + Copy, V> StagedCache<K, V> {
         self.entries.clear();
     }
 
-    /// How many values there are.
+    /// Number of values.
     #[must_use]
     pub fn made(&self) -> usize {
         self.entries.values().filter(|(entry, _)| matches!(entry, Entry::Made(_))).count()
@@ -143,7 +144,7 @@ mod tests {
         }
         assert_eq!(decode_bucket(0, 512), None);
         assert_eq!(decode_bucket(513, 1024), None);
-        // Buffers are made for rows_max: no bucket is larger.
+        // Buffers have `rows_max` rows: no bucket is larger.
         assert_eq!(decode_bucket(9, 10), Some(10));
         assert_eq!(decode_bucket(11, 10), None);
     }
@@ -166,7 +167,7 @@ mod tests {
         assert_eq!(product_bucket(513), 768);
         assert_eq!(product_bucket(2049), 3072);
         assert_eq!(product_bucket(u32::MAX), u32::MAX);
-        // Fewer rows are multiplied by other kernels, but where somebody measures.
+        // Fewer rows are multiplied by other kernels, except in measurements.
         let buckets: std::collections::HashSet<u32> = (33..=8192).map(product_bucket).collect();
         assert!(buckets.len() <= 24, "{} plans per matrix", buckets.len());
         assert!((1..=8192).all(|rows| product_bucket(rows) >= rows));

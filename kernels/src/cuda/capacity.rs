@@ -1,4 +1,4 @@
-//! PURE: how a GPU's memory is divided, and what to say when a model does not fit.
+//! PURE: division of a GPU's memory, and the message for models that do not fit.
 
 /// Kept free for what is there only after memory was divided: graphs (some 170 of about a
 /// megabyte), and code that is loaded when it first runs (of cuBLASLt what was not planned before,
@@ -6,25 +6,25 @@
 /// estimate.
 const RESERVE: u64 = 384 << 20;
 
-/// A GPU's memory when weights and activations are in it and the largest step has run once.
+/// A GPU's memory after loading weights and activations and running the largest step once.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Measured {
-    /// All of its memory, in bytes.
+    /// Total memory in bytes.
     pub total: u64,
-    /// What is free, in bytes.
+    /// Free memory in bytes.
     pub free: u64,
-    /// The share of `total` that may be in use altogether, by this process and others.
+    /// Fraction of `total` that may be in use, by this process and others together.
     pub utilization: f64,
 }
 
 impl Measured {
-    /// Bytes that may be taken in use altogether.
+    /// Bytes that may be in use, by this process and others together.
     #[must_use]
     pub fn allowed(&self) -> u64 {
         (self.total as f64 * self.utilization.clamp(0.0, 1.0)) as u64
     }
 
-    /// Bytes that the KV cache may take.
+    /// Bytes available for the KV cache.
     #[must_use]
     pub fn kv_bytes(&self) -> u64 {
         let used = self.total.saturating_sub(self.free);
@@ -33,28 +33,28 @@ impl Measured {
     }
 }
 
-/// What a model needs at a tensor-parallel degree, on each rank.
+/// Memory that a model needs on each rank at a tensor-parallel degree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Need {
-    /// The degree.
+    /// Tensor-parallel degree.
     pub degree: u32,
-    /// Weights, in bytes.
+    /// Size of the weights in bytes.
     pub weights: u64,
-    /// Activations of the largest step, in bytes.
+    /// Size of the activations of the largest step in bytes.
     pub activations: u64,
-    /// KV cache of one sequence of the greatest length, in bytes.
+    /// Size of the KV cache of one sequence of maximum length in bytes.
     pub one_sequence: u64,
 }
 
 impl Need {
-    /// All of it.
+    /// Total size in bytes.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.weights.saturating_add(self.activations).saturating_add(self.one_sequence)
     }
 }
 
-/// Whether `need` fits in what `memory` leaves free before anything is loaded; if not, one line:
+/// Checks that `need` fits into the free `memory` before anything is loaded. If not, one line says
 /// how much is missing and which of the degrees in `others` would fit.
 ///
 /// # Errors
@@ -73,8 +73,8 @@ pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), 
             .to_owned(),
     };
     Err(format!(
-        "the model does not fit on the GPU: {} missing (weights {}, activations {}, KV cache of one \
-         sequence {}; {} of {} may be used and {} are free); {advice}",
+        "the model does not fit on the GPU: {} are missing (weights {}, activations {}, KV cache \
+         of one sequence {}; {} of {} may be used and {} are free); {advice}",
         bytes_text(missing),
         bytes_text(need.weights),
         bytes_text(need.activations),
@@ -85,7 +85,7 @@ pub fn check_fit(memory: &Measured, need: &Need, others: &[Need]) -> Result<(), 
     ))
 }
 
-/// `1.5 GiB`
+/// Formats a size: `1.5 GiB`.
 #[must_use]
 pub fn bytes_text(bytes: u64) -> String {
     const MIB: f64 = (1u64 << 20) as f64;

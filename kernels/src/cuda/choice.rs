@@ -1,71 +1,71 @@
-//! PURE: how the ranks of a replica exchange data on their devices. Every rank knows what all can
-//! do and decides for itself; since all decide by the same facts, they decide alike.
+//! PURE: how the ranks of a replica exchange data on their devices. Every rank knows the
+//! capabilities of all and decides for itself; since they decide by the same facts, they agree.
 use std::fmt;
 
 use super::launch::PEER_BLOCKS;
 
-/// What an operator wants ranks on GPUs to exchange data by.
+/// How an operator wants ranks on GPUs to exchange data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Exchange {
-    /// Whatever is fastest and there on every rank.
+    /// The fastest that is available on every rank.
     #[default]
     Auto,
-    /// Host memory: no GPU sees another's.
+    /// Host memory: no GPU accesses another's.
     Host,
-    /// NCCL, or an error; nothing else besides.
+    /// NCCL alone, or an error.
     Nccl,
-    /// This project's own kernels on GPUs that see each other's memory, or an error.
+    /// This project's own kernels on GPUs that access each other's memory, or an error.
     Peers,
 }
 
 impl Exchange {
-    /// All, by name.
+    /// All variants, by name.
     pub const NAMES: [(&'static str, Self); 4] =
         [("auto", Self::Auto), ("host", Self::Host), ("nccl", Self::Nccl), ("peers", Self::Peers)];
 
-    /// The name of one.
+    /// Name of a variant.
     #[must_use]
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, exchange)| *exchange == self).map_or("", |(name, _)| name)
     }
 }
 
-/// The oldest NCCL that this program works with: 2.19.0, the first whose communicators are made
-/// without blocking and aborted safely while collectives are in graphs.
+/// Minimum version of NCCL: 2.19.0, the first whose communicators can be created without blocking
+/// and aborted safely while collectives are in graphs.
 pub const NCCL_MIN: u32 = 21_900;
-/// The oldest NCCL that lets several ranks share a GPU.
+/// Minimum version of NCCL for several ranks on one GPU.
 pub const NCCL_SHARING_MIN: u32 = 23_000;
 
-/// What one rank can do.
+/// Capabilities of one rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capability {
-    /// What its operator wants.
+    /// What its operator asks for.
     pub wish: Exchange,
-    /// Its host, as the kernel names it (boot id); zeros when unknown.
+    /// Its host, by the kernel's boot id; zeros if unknown.
     pub host: [u8; 16],
-    /// Its GPU (UUID).
+    /// UUID of its GPU.
     pub gpu: [u8; 16],
-    /// NCCL's version, 22809 being 2.28.9; 0 when there is none that can be used.
+    /// NCCL's version (22809 is 2.28.9); 0 if there is no usable one.
     pub nccl: u32,
-    /// NCCL is told that ranks share GPUs (`NCCL_MULTI_RANK_GPU_ENABLE=1`).
+    /// Whether NCCL is told that ranks share GPUs (`NCCL_MULTI_RANK_GPU_ENABLE=1`).
     pub nccl_shares: bool,
-    /// It captures graphs.
+    /// Whether it can capture graphs.
     pub graphs: bool,
-    /// A row's bits are not to depend on its batch.
+    /// Whether a row's bits must not depend on its batch.
     pub batch_invariant: bool,
-    /// Its process: a number that no other has.
+    /// Number that identifies its process.
     pub process: u64,
-    /// Multiprocessors of its GPU.
+    /// Number of multiprocessors of its GPU.
     pub multiprocessors: u32,
-    /// Compute capability of its GPU: 9, 0.
+    /// Compute capability of its GPU, such as 9, 0.
     pub compute: [u8; 2],
 }
 
-/// Bytes of a capability.
+/// Size of an encoded capability in bytes.
 pub const CAPABILITY_BYTES: usize = 54;
 
 impl Capability {
-    /// As bytes: all ranks are of one build, so this form is nobody else's.
+    /// Encodes a capability; only ranks of the same build exchange this form.
     #[must_use]
     pub fn to_bytes(&self) -> [u8; CAPABILITY_BYTES] {
         let mut bytes = [0; CAPABILITY_BYTES];
@@ -83,7 +83,7 @@ impl Capability {
         bytes
     }
 
-    /// What [`Capability::to_bytes`] made; none of other bytes.
+    /// Decodes the result of [`Capability::to_bytes`]; `None` if the bytes are invalid.
     #[must_use]
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let part = |at: usize| bytes.get(at..at + 16)?.try_into().ok();
@@ -102,7 +102,7 @@ impl Capability {
     }
 }
 
-/// What ranks exchange data by.
+/// How ranks exchange data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Choice {
     /// Host memory.
@@ -111,39 +111,39 @@ pub enum Choice {
     Nccl,
 }
 
-/// What is used, and why.
+/// The decision, and the reason for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chosen {
-    /// What.
+    /// How ranks exchange data, apart from `peers`.
     pub choice: Choice,
-    /// Small messages, or all of them, go through memory of GPUs that see each other's; all ranks
-    /// try.
+    /// Small messages, or all of them, go through memory of GPUs that access each other's; all
+    /// ranks attempt it.
     pub peers: bool,
-    /// Nothing else will do.
+    /// Whether anything else is an error.
     pub insists: bool,
-    /// Steps become graphs, if they exchange data on their devices.
+    /// Whether steps become graphs, if ranks exchange data on their devices.
     pub graphs: bool,
-    /// For people, in one line.
+    /// The reason, in one line for people.
     pub reason: String,
 }
 
-/// Chooses for ranks that can do this, rank 0 first.
+/// Chooses for ranks with these capabilities, rank 0 first.
 ///
 /// # Errors
-/// In one line: what some rank's operator wants cannot be.
+/// One line, if the wish of some rank's operator cannot be met.
 pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
     let mut wishes = ranks.iter().map(|rank| rank.wish).filter(|wish| *wish != Exchange::Auto);
     let wish = wishes.next().unwrap_or_default();
     if let Some(other) = wishes.find(|other| *other != wish) {
         return Err(format!(
-            "ranks are told different things: --cuda-exchange {} and {}",
+            "ranks have different settings: --cuda-exchange {} and {}",
             wish.name(),
             other.name()
         ));
     }
-    // It decides which kernels add up.
+    // It determines which kernels compute sums.
     if ranks.iter().any(|rank| rank.batch_invariant != ranks[0].batch_invariant) {
-        return Err("some ranks are told --batch-invariant, others are not".to_owned());
+        return Err("some ranks have --batch-invariant, others do not".to_owned());
     }
     let graphs = ranks.iter().all(|rank| rank.graphs);
     let peers = match (wish, peers_obstacle(ranks)) {
@@ -170,9 +170,9 @@ pub fn choose(ranks: &[Capability]) -> Result<Chosen, String> {
     Ok(host(reason))
 }
 
-/// What may go wrong without anybody's noticing where ranks' GPUs are of unlike kinds, in one line:
-/// their tensor cores may round unlike, which is a rounding in a sum, but another expert in a
-/// choice.
+/// A warning, in one line, if ranks' GPUs are of different kinds: their tensor cores may round
+/// differently. That is only a rounding error in a sum, but a different expert in a routing choice,
+/// and nobody would notice.
 #[must_use]
 pub fn unlike(ranks: &[Capability]) -> Option<String> {
     let (first, rest) = ranks.split_first()?;
@@ -187,7 +187,7 @@ pub fn unlike(ranks: &[Capability]) -> Option<String> {
     ))
 }
 
-/// Why these ranks cannot see each other's memory, as far as it is known before they try.
+/// Why these ranks cannot access each other's memory, as far as known before they try.
 fn peers_obstacle(ranks: &[Capability]) -> Option<String> {
     if ![2, 4, 8].contains(&ranks.len()) {
         return Some(format!("there are {} ranks, not 2, 4 or 8", ranks.len()));
@@ -208,16 +208,17 @@ fn peers_obstacle(ranks: &[Capability]) -> Option<String> {
     None
 }
 
-/// Why this rank's GPU is too small for all ranks on it. Blocks of one wait for blocks of another,
-/// so all must find room at once: a multiprocessor each, as they are compiled. Processes that take
-/// turns would do with less, but whether they do is not known (MPS).
+/// Why this rank's GPU is too small for all ranks on it. Blocks of one rank wait for blocks of
+/// another, so all must be resident at once: as compiled, one per multiprocessor. Time-sliced
+/// processes would need less, but whether they are time-sliced is unknown (MPS).
 fn crowded(ranks: &[Capability], rank: usize) -> Option<String> {
     let Capability { gpu, multiprocessors: has, .. } = ranks[rank];
     let sharing = ranks.iter().filter(|other| other.gpu == gpu).count();
     let needs = sharing * PEER_BLOCKS;
     (sharing > 1 && needs > has as usize).then(|| {
         format!(
-            "{sharing} ranks share rank {rank}'s GPU, which has {has} multiprocessors, not {needs}"
+            "{sharing} ranks share rank {rank}'s GPU, which has {has} multiprocessors, but {needs} \
+             are needed"
         )
     })
 }
@@ -236,7 +237,7 @@ fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
             let (found, wanted) = (Version(own.nccl), Version(NCCL_MIN));
             return Some(format!("rank {rank} has NCCL {found}, older than {wanted}"));
         }
-        // Versions whose second number differs do not speak with each other.
+        // NCCL versions with different major or minor numbers are incompatible.
         if own.nccl / 100 != ranks[0].nccl / 100 {
             let (found, first) = (Version(own.nccl), Version(ranks[0].nccl));
             return Some(format!("rank {rank} has NCCL {found}, rank 0 has {first}"));
@@ -246,7 +247,7 @@ fn nccl_obstacle(ranks: &[Capability]) -> Option<String> {
             && (least(ranks) < NCCL_SHARING_MIN || !ranks.iter().all(|rank| rank.nccl_shares))
         {
             return Some(format!(
-                "ranks {twin} and {rank} share a GPU: NCCL takes that from {} on, with \
+                "ranks {twin} and {rank} share a GPU: NCCL allows that from {} on, with \
                  NCCL_MULTI_RANK_GPU_ENABLE=1",
                 Version(NCCL_SHARING_MIN)
             ));
@@ -341,7 +342,7 @@ mod tests {
             let chosen = choose(&ranks).unwrap();
             assert_eq!(chosen.choice, Choice::Host);
             assert!(chosen.reason.contains(words), "{}", chosen.reason);
-            // Who insists is told.
+            // An operator who insists gets an error.
             let mut insists = ranks;
             insists[1].wish = Exchange::Nccl;
             let error = choose(&insists).unwrap_err();
@@ -360,7 +361,7 @@ mod tests {
         assert!(choose(&[rank(0), twin]).unwrap().peers);
         assert!(choose(&[rank(0), rank(0)]).unwrap().peers);
         assert!(choose(&vec![rank(0); 4]).unwrap().peers);
-        // A small GPU is no obstacle to a rank that has it for itself: blocks come one after
+        // A small GPU is no obstacle for a rank that has it to itself: blocks then run one after
         // another.
         let small = |gpu| Capability { multiprocessors: 16, ..rank(gpu) };
         assert!(choose(&[small(0), small(1)]).unwrap().peers);
@@ -373,7 +374,10 @@ mod tests {
             (vec![rank(0), rank(1), rank(2)], "3 ranks"),
             (vec![rank(0), Capability { host: [1; 16], ..rank(1) }], "another host"),
             (vec![rank(0), Capability { process: 0, ..rank(1) }], "one process"),
-            (vec![Capability { multiprocessors: 16, ..rank(0) }; 2], "16 multiprocessors, not 64"),
+            (
+                vec![Capability { multiprocessors: 16, ..rank(0) }; 2],
+                "16 multiprocessors, but 64 are needed",
+            ),
             (vec![rank(0); 8], "8 ranks share rank 0's GPU"),
         ];
         for (ranks, words) in cases {

@@ -1,5 +1,5 @@
-//! Whether products of a real model's sizes are right: this project's kernels against cuBLASLt, and
-//! both against sums in f64 of some results. For `tests/gpu`.
+//! Checks products of a real model's sizes: this project's kernels against cuBLASLt, and a sample
+//! of both against sums in f64. For `tests/gpu`.
 use std::fmt;
 
 use super::backend::CudaBackend;
@@ -8,28 +8,28 @@ use super::measure::{Multiplier, fill, multiply, product_of, random_words};
 use super::memory::{DeviceMemory, Pinned};
 use crate::error::KernelError;
 
-/// Results that are added up in f64.
+/// Number of results checked against sums in f64.
 const SAMPLES: usize = 512;
-/// What a result may be off by, in units of what results are like: sums of f32 in another order,
-/// and tensor cores' own rounding, stay far below; any product too many or too few does not.
+/// Largest error, relative to the typical size of results. f32 sums in another order and the tensor
+/// cores' own rounding stay far below; a missing or extra term does not.
 const TOLERANCE: f64 = 2e-3;
 
-/// How far results are from each other and from the truth, in units of their own size.
+/// Errors of products, relative to the typical size of results.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Agreement {
-    /// The largest difference between both, over all results.
+    /// Largest difference between the two, over all results.
     pub apart: f64,
-    /// The largest difference of this project's own from sums in f64.
+    /// Largest error of this project's kernels against sums in f64.
     pub own: f64,
-    /// That of cuBLASLt's.
+    /// Largest error of cuBLASLt against sums in f64.
     pub library: f64,
 }
 
 impl Agreement {
-    /// Whether both are right.
+    /// Whether both are within the tolerance.
     #[must_use]
     pub fn is_right(&self) -> bool {
-        // NaN is not.
+        // False for NaN.
         [self.apart, self.own, self.library].iter().all(|off| *off <= TOLERANCE)
     }
 }
@@ -53,10 +53,10 @@ fn bf16(words: &[u32], element: usize) -> f64 {
 }
 
 impl CudaBackend {
-    /// Which cuBLASLt makes products of many rows.
+    /// Version of the cuBLASLt that computes products of many rows.
     ///
     /// # Errors
-    /// Why there is none: such products are right without it, and slow.
+    /// Why there is none: such products are then computed correctly but slowly.
     pub fn library_of_products(&self) -> Result<String, String> {
         match &self.device.matmul {
             Ok(matmul) => Ok(format!("version {}", matmul.version())),
@@ -83,7 +83,7 @@ impl CudaBackend {
         let product = product_of((rows, n, k), stride)?;
         let mut results = Vec::new();
         for by in [Multiplier::Own, Multiplier::Library] {
-            // What is not written is NaN.
+            // Elements that are not written stay NaN.
             out.fill(&self.device.stream, 0xff)?;
             let operands = [x.ptr(), weights.ptr(), out.ptr()];
             // SAFETY: operands and result have the rows and columns that are named.
@@ -94,7 +94,7 @@ impl CudaBackend {
             results.push(found);
         }
         let (own, library) = (results[0].as_slice(), results[1].as_slice());
-        // What a sum of so many products is like.
+        // Typical size of a sum of `k` such products.
         let square = (0..2 * w_words.len()).map(|at| bf16(&w_words, at).powi(2)).sum::<f64>()
             / (2 * w_words.len()) as f64;
         let unit = (k as f64).sqrt() * square;

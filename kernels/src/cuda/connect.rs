@@ -1,5 +1,5 @@
-//! How a rank joins the others' devices: says what it can do over the host's collective, learns
-//! what all can do, and sets up what that makes all of them choose.
+//! How a rank joins the other ranks' devices: ranks exchange their capabilities through the host's
+//! collective, choose accordingly, and set up the exchange.
 use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,15 +14,15 @@ use crate::backend::Tensors as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
 
-/// What joining needs of those around it.
+/// What joining needs from its caller.
 pub struct GroupSetup<'a> {
-    /// How long setting up, and later each step, may wait for other ranks.
+    /// Deadline for set-up, and later for each step's wait for other ranks.
     pub timeout: Duration,
-    /// Whether the epoch is over already.
+    /// Whether the epoch is already over.
     pub is_given_up: &'a dyn Fn() -> bool,
-    /// The way from rank 0 to the others that strangers cannot read.
+    /// A way from rank 0 to the other ranks that strangers cannot read.
     pub relay: &'a mut dyn Relay,
-    /// Is told of a handle that frees the group, before it waits for anybody.
+    /// Called with a handle that aborts the group, before the group waits for anyone.
     pub on_abort_handle: &'a mut dyn FnMut(Arc<dyn AbortHandle>),
 }
 
@@ -32,42 +32,42 @@ impl fmt::Debug for GroupSetup<'_> {
     }
 }
 
-/// Brings a few bytes from rank 0 to all other ranks, once for each group.
+/// Carries a few bytes from rank 0 to all other ranks, once per group.
 pub trait Relay {
-    /// Rank 0 says what the others shall get.
+    /// Sends the bytes; called by rank 0.
     ///
     /// # Errors
     /// [`CollectiveError::Setup`].
     fn send(&mut self, bytes: &[u8]) -> Result<(), CollectiveError>;
 
-    /// Another rank gets it.
+    /// Receives the bytes; called by all other ranks.
     ///
     /// # Errors
     /// [`CollectiveError::Aborted`], [`CollectiveError::TimedOut`] after `timeout`.
     fn receive(&mut self, timeout: Duration) -> Result<Vec<u8>, CollectiveError>;
 }
 
-/// What joining came to.
+/// Result of joining.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Joining {
-    /// `nccl`, `host`: how the ranks exchange data.
+    /// How the ranks exchange data: `nccl`, `host`, ..
     pub algorithm: &'static str,
-    /// Why so, in one line.
+    /// Reason for it, in one line.
     pub reason: String,
-    /// What this rank lacks for something faster, in one line.
+    /// What this rank lacks for a faster exchange, in one line.
     pub missing: Option<String>,
-    /// What nobody would notice of ranks' GPUs that are of unlike kinds, in one line.
+    /// Warning about GPUs of different kinds, in one line.
     pub unlike: Option<String>,
-    /// How long it took.
+    /// Duration of joining.
     pub took: Duration,
 }
 
-/// Every rank's `own` bytes, in rank order.
+/// Gathers every rank's `own` bytes, in rank order.
 pub(super) fn gather_bytes(
     collective: &mut dyn Collective,
     own: &[u8],
 ) -> Result<Vec<Vec<u8>>, CollectiveError> {
-    // Collectives carry numbers: each byte is one.
+    // Collectives carry f32: one per byte.
     let local: Vec<f32> = own.iter().map(|byte| f32::from(*byte)).collect();
     let mut all = vec![0.0; local.len() * collective.world_size() as usize];
     collective.all_gather(&local, &mut all)?;
@@ -76,8 +76,8 @@ pub(super) fn gather_bytes(
 }
 
 impl CudaBackend {
-    /// Joins the other ranks' devices as far as all of them can: called by every rank after its
-    /// collective was set, before it computes anything.
+    /// Joins the other ranks' devices, as far as all of them can. Every rank calls this after its
+    /// collective was set and before it computes anything.
     ///
     /// # Errors
     /// [`KernelError::Collective`]; [`KernelError::Device`].
@@ -102,7 +102,7 @@ impl CudaBackend {
             Choice::Nccl => match self.try_nccl(&mut setup)? {
                 Ok(group) => Some(Box::new(group)),
                 Err(why) => {
-                    reason = format!("NCCL does not connect the ranks: {why}");
+                    reason = format!("NCCL cannot connect the ranks: {why}");
                     missing = Some(reason.clone());
                     None
                 }
@@ -119,7 +119,7 @@ impl CudaBackend {
         self.step.allow_parts(group.is_some());
         if let Some(group) = group {
             self.device.context.group.join(group, timeout);
-            // What this rank would find out later than others.
+            // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }
         Ok(Joining { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
@@ -136,13 +136,15 @@ impl CudaBackend {
         NcclGroup::connect(context, (folders, nccl_lib.as_deref()), place, setup, patience)
     }
 
-    /// As above, where ranks may do without: when NCCL does not connect one, all hear of it and do
-    /// without, for the reason that is given. That the epoch is over is no such failure.
+    /// As [`Self::connect_nccl`], but falls back: if NCCL does not connect some rank, all ranks
+    /// learn of it and do without, for the returned reason. The end of the epoch is an error
+    /// instead.
     fn try_nccl(
         &mut self,
         setup: &mut GroupSetup<'_>,
     ) -> Result<Result<NcclGroup, String>, KernelError> {
-        // Who fails at once waits for those who wait in vain, and that is not to be too long.
+        // A rank that fails early waits for those that time out, so their timeout must be shorter
+        // than its own.
         let connected = self.connect_nccl(setup, setup.timeout * 3 / 4);
         let failure = match &connected {
             Ok(_) => None,
@@ -164,7 +166,7 @@ impl CudaBackend {
         }
     }
 
-    /// Puts a group of GPUs that see each other's memory before `group`, where that can be.
+    /// Puts a group of GPUs that access each other's memory in front of `group`, if possible.
     fn join_peers(
         &mut self,
         group: Option<Box<dyn DeviceGroup>>,
@@ -202,7 +204,7 @@ impl CudaBackend {
         }
     }
 
-    /// What this rank can do, and why not more.
+    /// This rank's capabilities, and what it lacks.
     fn capability(&self) -> (Capability, Option<String>) {
         let CudaOptions { folders, nccl_lib, exchange, .. } = &self.options;
         let nccl = match exchange {
@@ -227,7 +229,7 @@ impl CudaBackend {
     }
 }
 
-/// The kernel's name for this run of the host.
+/// The kernel's id of this boot of the host.
 fn host_id() -> Option<[u8; 16]> {
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
     let digits: Vec<char> = text.chars().filter(char::is_ascii_hexdigit).collect();

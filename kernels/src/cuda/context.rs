@@ -1,4 +1,4 @@
-//! A GPU as the driver knows it: which there are, what they can do, and this thread's context on
+//! GPUs as the driver knows them: which ones exist, their properties, and this thread's context on
 //! one of them.
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int};
@@ -12,9 +12,9 @@ use super::group::GroupSlot;
 use super::libraries::{self, Missing, Wanted};
 use crate::error::KernelError;
 
-/// The oldest driver whose programming interface the embedded kernels were built for: CUDA 13.0.
+/// Minimum driver: the CUDA version whose API the embedded kernels were built for, 13.0.
 pub const DRIVER_MIN: u32 = 13_000;
-/// The oldest architecture that the embedded kernels have an image for.
+/// Minimum architecture that the embedded kernels have an image for.
 pub const CAPABILITY_MIN: (u32, u32) = (8, 0);
 
 /// Turns a status into a result.
@@ -22,7 +22,7 @@ pub(super) fn check(status: sys::CUresult, what: &'static str) -> Result<(), Ker
     check_bytes(status, what, 0)
 }
 
-/// As [`check`], where `bytes` of memory were asked for.
+/// As [`check`], for an allocation of `bytes`.
 pub(super) fn check_bytes(
     status: sys::CUresult,
     what: &'static str,
@@ -37,39 +37,38 @@ pub(super) fn check_bytes(
 /// One GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Its number among the visible ones.
+    /// Its number among the visible GPUs.
     pub ordinal: u32,
-    /// As `NVIDIA H200`.
+    /// Its name, such as `NVIDIA H200`.
     pub name: String,
-    /// As `GPU-01234567-89ab-cdef-0123-456789abcdef`.
+    /// Its UUID, such as `GPU-01234567-89ab-cdef-0123-456789abcdef`.
     pub uuid: String,
-    /// The same as bytes.
+    /// The UUID as bytes.
     pub uuid_bytes: [u8; 16],
-    /// Its PCI address, as `0000:17:00.0`.
+    /// Its PCI address, such as `0000:17:00.0`.
     pub pci: String,
-    /// Compute capability, as (9, 0).
+    /// Its compute capability, such as (9, 0).
     pub capability: (u32, u32),
-    /// Streaming multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Shared memory that a thread block may ask for, in bytes.
+    /// Maximum shared memory of a thread block, in bytes.
     pub shared_memory: u32,
-    /// All of its memory, in bytes.
+    /// Total memory in bytes.
     pub memory_total: u64,
 }
 
-/// Proof that the driver's library is loaded, complete and initialised: whoever holds it may call
-/// the driver.
+/// Proof that the driver's library is loaded, complete and initialised; required for calling the
+/// driver.
 #[derive(Clone, Copy, Debug)]
 pub struct Driver {
     version: u32,
 }
 
 impl Driver {
-    /// Loads and initialises the driver; `folders` are searched before the system's loader is
-    /// asked.
+    /// Loads and initialises the driver; searches `folders` before it asks the system's loader.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] in one line: no driver, too old, no GPU visible.
+    /// [`KernelError::Unsupported`], in one line: no driver, too old, or no GPU visible.
     pub fn load(folders: &[PathBuf]) -> Result<Self, KernelError> {
         let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
         libraries::find(Wanted::Driver, folders).map_err(unusable)?;
@@ -80,8 +79,8 @@ impl Driver {
         let version = u32::try_from(version).unwrap_or(0);
         if version < DRIVER_MIN {
             return Err(KernelError::Unsupported(format!(
-                "the NVIDIA driver is of CUDA {}, this program needs CUDA {} or later: update the \
-                 driver",
+                "the NVIDIA driver supports CUDA {}, but this program needs CUDA {} or later: \
+                 update the driver",
                 version_text(version),
                 version_text(DRIVER_MIN)
             )));
@@ -91,13 +90,13 @@ impl Driver {
         Ok(Self { version })
     }
 
-    /// CUDA's version that it is of: 13000 is 13.0.
+    /// CUDA version of the driver: 13000 is 13.0.
     #[must_use]
     pub fn version(self) -> u32 {
         self.version
     }
 
-    /// How many GPUs are visible.
+    /// Number of visible GPUs.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -108,10 +107,10 @@ impl Driver {
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// What there is to know of a GPU without making a context on it.
+    /// Properties of a GPU, without creating a context on it.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] when there is no GPU of this number.
+    /// [`KernelError::Unsupported`] if there is no GPU of this number.
     pub fn device(self, ordinal: u32) -> Result<DeviceInfo, KernelError> {
         let device = self.handle(ordinal)?;
         let mut name: [c_char; 128] = [0; 128];
@@ -151,7 +150,7 @@ impl Driver {
         })
     }
 
-    /// Whether one GPU can reach the memory of another.
+    /// Whether one GPU can access the memory of another.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -191,22 +190,22 @@ impl Driver {
     }
 }
 
-/// The primary context of a GPU, current on the thread that made it: all that is made from it is
-/// used on that thread alone.
+/// The primary context of a GPU, current on the thread that created it. Everything created from it
+/// is used only on that thread.
 #[derive(Debug)]
 pub struct Context {
     device: sys::CUdevice,
     info: DeviceInfo,
     driver: Driver,
-    /// The ranks that this one exchanges data with on its device: whoever waits for the device
-    /// looks at them, too.
+    /// Group of ranks that exchange data on their devices; everything that waits for the device
+    /// polls it, too.
     pub(super) group: GroupSlot,
-    /// Work on it never ends: whatever waits for that would not, either.
+    /// The GPU's work never ends, so anything that waits for it would not return either.
     hangs: Cell<bool>,
     raw: Current,
 }
 
-/// A GPU's context, for another thread than the one that owns it.
+/// A GPU's context, for threads other than the one that owns it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Current(sys::CUcontext);
 // SAFETY: the driver lets any thread use a context.
@@ -215,9 +214,9 @@ unsafe impl Send for Current {}
 unsafe impl Sync for Current {}
 
 impl Current {
-    /// Makes it this thread's. One that is gone is refused by the driver, which is as good as none.
+    /// Makes it this thread's context. The driver refuses one that is gone, which is harmless.
     pub(super) fn set(self) {
-        // SAFETY: a context that was retained; a thread's current one may be any.
+        // SAFETY: the context was retained; any context may be current on a thread.
         let _ = unsafe { sys::cuCtxSetCurrent(self.0) };
     }
 }
@@ -226,7 +225,7 @@ impl Context {
     /// Makes the context current on this thread.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`]: no such GPU, too old, busy; [`KernelError::OutOfMemory`].
+    /// [`KernelError::Unsupported`]: no such GPU, too old, or busy; [`KernelError::OutOfMemory`].
     pub fn new(driver: Driver, ordinal: u32) -> Result<Rc<Self>, KernelError> {
         let info = driver.device(ordinal)?;
         if info.capability < CAPABILITY_MIN {
@@ -255,7 +254,7 @@ impl Context {
         Ok(made)
     }
 
-    /// The GPU.
+    /// Properties of the GPU.
     #[must_use]
     pub fn info(&self) -> &DeviceInfo {
         &self.info
@@ -267,24 +266,24 @@ impl Context {
         self.driver
     }
 
-    /// For another thread.
+    /// The context, for another thread.
     pub(super) fn current(&self) -> Current {
         self.raw
     }
 
-    /// The GPU's work does not end, for this reason. From now on nothing is given back to the
-    /// driver, which would wait for that work first: the process has to end.
+    /// Records that the GPU's work does not end, for this reason. From now on nothing is returned
+    /// to the driver, which would wait for that work first: the process has to end.
     pub(super) fn hangs(&self, reason: String) -> KernelError {
         self.hangs.set(true);
         KernelError::Device(reason)
     }
 
-    /// Whether things may be given back to the driver.
+    /// Whether resources may be returned to the driver.
     pub(super) fn is_usable(&self) -> bool {
         !self.hangs.get()
     }
 
-    /// Memory that is free now, and all there is, in bytes.
+    /// Free and total memory in bytes.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -307,7 +306,7 @@ impl Drop for Context {
     }
 }
 
-/// `13.0` for 13000.
+/// Formats a CUDA version: `13.0` for 13000.
 #[must_use]
 pub fn version_text(version: u32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
@@ -321,7 +320,7 @@ fn text(buffer: &[c_char]) -> String {
     )
 }
 
-/// As `nvidia-smi -L` writes it.
+/// Formats a UUID as `nvidia-smi -L` does.
 fn uuid_text(bytes: [u8; 16]) -> String {
     let mut text = String::from("GPU-");
     for (i, byte) in bytes.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! A GPU made ready: context, stream, kernels, cuBLASLt; what launches go through.
+//! A GPU ready for launches: context, stream, kernels and cuBLASLt.
 use std::fmt;
 use std::path::PathBuf;
 use std::rc::Rc;
@@ -24,34 +24,35 @@ const NOT_FOUND: u32 = 500;
 /// Which GPU, and with what.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
-    /// The GPU's number among the visible ones.
+    /// The GPU's number among the visible GPUs.
     pub ordinal: u32,
-    /// Folders that are searched for NVIDIA's libraries first.
+    /// Folders to search for NVIDIA's libraries first.
     pub folders: Vec<PathBuf>,
-    /// A folder of `.fatbin` files to use instead of the embedded kernels.
+    /// Folder of `.fatbin` files to use instead of the embedded kernels.
     pub kernels: Option<PathBuf>,
-    /// Capture decode steps as graphs.
+    /// Whether to capture decode steps as graphs.
     pub graphs: bool,
-    /// Let kernels begin before those before them are complete, where the GPU can do that.
+    /// Whether kernels begin before earlier ones are complete (programmatic dependent launch), if
+    /// the GPU supports it.
     pub overlap: bool,
-    /// How many per cent of the cache all kernels but those of prompts ask for as shared memory;
-    /// left to the driver when nothing is said.
+    /// Percentage of the L1 cache that all kernels except prefill attention request as shared
+    /// memory; `None` leaves it to the driver.
     pub carveout: Option<u8>,
-    /// Compute every row so that its bits depend on nothing else in the batch, nor on whether it is
-    /// a prompt's or was sampled.
+    /// Whether a row's bits depend on nothing else in the batch, nor on whether the row belongs to
+    /// a prompt or was sampled.
     pub batch_invariant: bool,
-    /// Slots (a row at one of its experts) that are grouped and multiplied at a time: what lies
-    /// between two products is that large. Results do not depend on it.
+    /// Slots (pairs of a row and one of its experts) that are grouped and multiplied at a time,
+    /// which bounds the intermediate results. Does not affect the results.
     pub expert_slots: usize,
-    /// How long a step may take before the GPU is thought to hang.
+    /// How long a step may take before the GPU is considered hung.
     pub patience: Duration,
-    /// What ranks exchange data by.
+    /// How ranks exchange data.
     pub exchange: Exchange,
-    /// Up to which size which of this project's exchanges is used; measured when none are given.
+    /// Message sizes up to which this project's own exchanges are used; measured if `None`.
     pub thresholds: Option<Thresholds>,
-    /// The largest message that is measured for it, in bytes; alike on all ranks.
+    /// Largest message to measure for the thresholds, in bytes; the same on all ranks.
     pub measured_most: usize,
-    /// NCCL's library, when it is not to be searched for.
+    /// Path of NCCL's library; searched for if `None`.
     pub nccl_lib: Option<PathBuf>,
 }
 
@@ -81,7 +82,7 @@ pub fn has_kernels() -> bool {
     fatbin::built_with_kernels()
 }
 
-/// See the module's documentation.
+/// A GPU ready for launches; see the module.
 pub(super) struct Device {
     kernels: Vec<Kernel>,
     pub(super) matmul: Result<Matmul, KernelError>,
@@ -104,7 +105,7 @@ impl Device {
         let kernels =
             (0..NAMES.len()).map(|i| find(&modules, Entry(i))).collect::<Result<_, _>>()?;
         let stream = Stream::new(&context, options.patience)?;
-        // Products of few rows do without, and those of many are slow but right.
+        // Products of few rows do without cuBLASLt; those of many are slow without it, but correct.
         let matmul = Matmul::new(&context, &options.folders);
         let device = Self { kernels, matmul, late: Late::default(), stream, context };
         if options.carveout.is_some() {
@@ -113,24 +114,23 @@ impl Device {
         Ok(device)
     }
 
-    /// Whether kernels may begin before those before them are complete, where that was allowed when
-    /// they were loaded.
+    /// Switches programmatic dependent launch, if it was enabled when the kernels were loaded.
     pub(super) fn set_overlap(&mut self, overlap: bool) {
         for kernel in &mut self.kernels {
             kernel.set_overlap(overlap);
         }
     }
 
-    /// See [`CudaOptions::carveout`]. Prompts' attention has one or two blocks on a multiprocessor,
-    /// which take what they take.
+    /// See [`CudaOptions::carveout`]. Excludes prefill attention, which runs one or two blocks per
+    /// multiprocessor and needs its shared memory.
     pub(super) fn set_carveout(&self, percent: Option<u8>) -> Result<(), KernelError> {
         let others =
             self.kernels.iter().filter(|kernel| !kernel.name().starts_with("tutti_prefill_"));
         others.into_iter().try_for_each(|kernel| kernel.set_carveout(percent))
     }
 
-    /// Whether this GPU has the shared memory that a launch takes: those of capability 8.6, 8.9 and
-    /// 12.0 have 99 KiB, less than prefill attention takes for heads of 256.
+    /// Whether this GPU has enough shared memory for a launch: those of capability 8.6, 8.9 and
+    /// 12.0 have 99 KiB, less than prefill attention needs for heads of 256.
     pub(super) fn has_room(&self, call: &Call) -> bool {
         self.kernels.get(call.entry.0).is_some_and(|kernel| kernel.has_room(call.launch.shared))
     }
@@ -155,12 +155,12 @@ impl Device {
             op: "launch",
             message: format!("there is no kernel {}", call.entry.0),
         })?;
-        // SAFETY: the arguments are as the header says, which the tests of `launch` compare; the
-        // pointers by this function's contract.
+        // SAFETY: the arguments match the header, which the tests of `launch` compare; the pointers
+        // are valid by this function's contract.
         unsafe { kernel.launch(&self.stream, call.launch, &mut call.args) }
     }
 
-    /// A product of many rows; false, with nothing queued, where the library cannot.
+    /// Queues a product of many rows; returns false, with nothing queued, if the library cannot.
     ///
     /// # Safety
     /// As [`Matmul::run`].
@@ -232,8 +232,8 @@ impl Scratch {
         Self { memory: None, what }
     }
 
-    /// At least `bytes` with undefined contents, and whether the place is new. What the old place
-    /// was used for has been waited for.
+    /// Returns at least `bytes` with undefined contents, and whether the address is new. Waits for
+    /// the stream before the memory moves.
     pub(super) fn get(
         &mut self,
         device: &Device,
@@ -245,7 +245,7 @@ impl Scratch {
             return Ok((memory.ptr(), false));
         }
         device.stream.synchronize()?;
-        // The old one first: both at once may be too much.
+        // Frees the old memory first: there may not be enough for both.
         self.memory = None;
         let bytes = bytes.max(1).next_multiple_of(256);
         let memory = DeviceMemory::zeroed(&device.context, &device.stream, bytes, self.what)?;

@@ -1,4 +1,4 @@
-//! What of CUDA there is on this host, and why it cannot be used if it cannot: for people.
+//! Survey of CUDA on this host, and why it cannot be used if it cannot: for people.
 use std::cmp::Reverse;
 use std::path::{Path, PathBuf};
 
@@ -9,12 +9,12 @@ use super::libraries::{self, Missing, Wanted};
 use super::nccl;
 use crate::error::KernelError;
 
-/// One GPU as it was found.
+/// A GPU that was found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FoundDevice {
-    /// What it is.
+    /// Its properties.
     pub info: DeviceInfo,
-    /// Free memory, in bytes, or why no context can be made on it; 0 where that was not tried.
+    /// Free memory in bytes, or why no context can be created on it; 0 if that was not tried.
     pub memory_free: Result<u64, String>,
 }
 
@@ -34,29 +34,29 @@ impl FoundDevice {
     }
 }
 
-/// What there is.
+/// What was found.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Survey {
-    /// The driver's CUDA version (13000 is 13.0), or why there is none.
+    /// The driver's CUDA version (13000 is 13.0), or why there is no driver.
     pub driver: Result<u32, String>,
     /// The GPUs.
     pub devices: Vec<FoundDevice>,
-    /// Whether cuBLASLt is there, or why not. Without it prompts are computed slowly.
+    /// Whether cuBLASLt is available, or why not. Prompts are slow without it.
     pub cublas_lt: Result<(), String>,
-    /// NCCL's version (22809 is 2.28.9), or why there is none.
+    /// NCCL's version (22809 is 2.28.9), or why there is no NCCL.
     pub nccl: Result<u32, String>,
-    /// Whether there are kernels: embedded, or in the folder that was named.
+    /// Whether there are kernels: embedded, or in the given folder.
     pub has_kernels: bool,
 }
 
-/// Looks at everything; makes, and leaves, a context on each GPU. Never panics.
+/// Surveys everything. Creates and releases a context on each GPU. Never panics.
 #[must_use]
 pub fn survey(folders: &[PathBuf], kernels: Option<&Path>, nccl: Option<&Path>) -> Survey {
     survey_for(folders, kernels, nccl, None)
 }
 
-/// As [`survey`] for one who wants GPU `only`, if that is said: no context is made on any other,
-/// which takes time and memory there from each of the workers that begin at once.
+/// As [`survey`], but creates a context only on GPU `only`, if given: contexts on the others would
+/// take time and memory in each of the workers that start at the same time.
 #[must_use]
 pub fn survey_for(
     folders: &[PathBuf],
@@ -99,7 +99,7 @@ fn find(driver: Driver, ordinal: u32, only: Option<u32>) -> Option<FoundDevice> 
 }
 
 impl Survey {
-    /// Why CUDA cannot be used here at all, in one line; none when it can.
+    /// Why CUDA cannot be used here at all, in one line; `None` if it can.
     #[must_use]
     pub fn unusable(&self) -> Option<String> {
         if let Err(reason) = &self.driver {
@@ -118,18 +118,18 @@ impl Survey {
         })
     }
 
-    /// The GPUs that can be used, if there are kernels for them.
+    /// The GPUs that can be used, provided that there are kernels for them.
     pub fn usable(&self) -> impl Iterator<Item = &FoundDevice> {
         self.devices.iter().filter(|device| device.unusable().is_none())
     }
 
-    /// The usable GPUs, the one with the most free memory first.
+    /// The usable GPUs, in order of decreasing free memory.
     pub fn by_room(&self) -> impl Iterator<Item = u32> + use<> {
         let mut usable: Vec<_> = match self.unusable() {
             None => self.usable().collect(),
             Some(_) => Vec::new(),
         };
-        // Stable: equals stay in the driver's order.
+        // Stable: ties stay in the driver's order.
         usable.sort_by_key(|device| Reverse(*device.memory_free.as_ref().unwrap_or(&0)));
         let ordinals: Vec<u32> = usable.iter().map(|device| device.info.ordinal).collect();
         ordinals.into_iter()
@@ -141,7 +141,7 @@ impl Survey {
         self.by_room().next()
     }
 
-    /// Why GPU `ordinal` cannot be used, in one line; none when it can.
+    /// Why GPU `ordinal` cannot be used, in one line; `None` if it can.
     #[must_use]
     pub fn refusal(&self, ordinal: u32) -> Option<String> {
         if let Some(device) = self.devices.iter().find(|device| device.info.ordinal == ordinal) {
@@ -152,7 +152,7 @@ impl Survey {
         }))
     }
 
-    /// The options for a GPU that was found.
+    /// Options for a GPU that was found.
     #[must_use]
     pub fn options(ordinal: u32, folders: &[PathBuf], kernels: Option<&Path>) -> CudaOptions {
         CudaOptions {
@@ -163,7 +163,7 @@ impl Survey {
         }
     }
 
-    /// `2.28.9`, or why there is no NCCL.
+    /// NCCL's version such as `2.28.9`, or why there is no NCCL.
     #[must_use]
     pub fn nccl_text(&self) -> String {
         match &self.nccl {
@@ -172,7 +172,7 @@ impl Survey {
         }
     }
 
-    /// `CUDA 13.0`, or why there is no driver.
+    /// The driver's version such as `CUDA 13.0`, or why there is no driver.
     #[must_use]
     pub fn driver_text(&self) -> String {
         match &self.driver {

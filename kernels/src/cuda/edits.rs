@@ -1,11 +1,11 @@
-//! PURE: rows whose logits are edited before they are looked at, among others: which are sampled by
-//! one launch, and which tokens of their lists only the device knows.
+//! PURE: rows whose logits are edited before sampling, mixed with others: which rows one launch
+//! samples, and which tokens of their lists only the device knows.
 use super::sample_lists::{PARAMS, word::OUTPUT};
 use crate::backend::NOT_FED;
 
-/// Bytes of scratch for logits that are edited at a time, and for counts of their tokens.
+/// Bytes of scratch for edited logits and for counts of their tokens.
 const SCRATCH: usize = 64 << 20;
-/// Rows that are edited at a time, at least and at most.
+/// Minimum and maximum number of rows that are edited at a time.
 const ROWS: (usize, usize) = (32, 512);
 
 /// Rows that one launch samples.
@@ -13,17 +13,17 @@ const ROWS: (usize, usize) = (32, 512);
 pub(super) struct Together {
     pub(super) first: usize,
     pub(super) count: usize,
-    /// Some of them are edited: each needs scratch.
+    /// Whether some of them are edited; each then needs scratch.
     pub(super) edited: bool,
 }
 
-/// Rows of so many tokens that are edited at a time.
+/// Number of rows of `vocab` tokens that are edited at a time.
 pub(super) fn at_once(vocab: usize) -> usize {
     (SCRATCH / (vocab.max(1) * 8)).clamp(ROWS.0, ROWS.1)
 }
 
-/// Cuts rows into launches: from an edited row on, up to `at_once` as far as others are edited; and
-/// all that stand between those.
+/// Splits rows into launches: each begins with an edited row and extends to the last edited one of
+/// at most `at_once` rows, or consists of the unedited rows in between.
 pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
     let (mut all, mut first) = (Vec::new(), 0);
     while first < edited.len() {
@@ -41,17 +41,17 @@ pub(super) fn together(edited: &[bool], at_once: usize) -> Vec<Together> {
     all
 }
 
-/// Tokens of lists that the step before sampled.
+/// Tokens in lists that the previous step sampled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct FedIds {
-    /// The first of them in the lists.
+    /// Index of the first of them in the lists.
     pub(super) first: usize,
-    /// For it and those behind it the row of the step before; `NOT_FED` where the list has the
+    /// For it and the tokens after it, the row of the previous step; `NOT_FED` if the list has the
     /// token.
     pub(super) rows: Vec<u32>,
 }
 
-/// Which tokens of packed lists are fed: of rows whose last token is, it is the last of their
+/// Finds the tokens of packed lists that are fed: for each row that is fed, the last token of its
 /// output.
 pub(super) fn fed_ids(params: &[u32], fed: &[u32]) -> Option<FedIds> {
     let places: Vec<(usize, u32)> = params

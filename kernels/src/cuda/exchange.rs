@@ -1,5 +1,5 @@
-//! What ranks exchange in a step: partial sums and logits. On their devices, in stream order, where
-//! they have joined a group; through host memory otherwise.
+//! Exchanges between ranks within a step: partial sums and logits. On their devices, in stream
+//! order, if the ranks have joined a group; otherwise through host memory.
 use std::time::{Duration, Instant};
 
 use super::backend::{CudaBackend, Exchanged, Which};
@@ -14,7 +14,7 @@ use crate::check;
 use crate::collective::Tally;
 use crate::error::KernelError;
 
-/// The best logit of each of `rows` rows: this rank's, and every rank's.
+/// Bytes for the best logit of each of `rows` rows: this rank's, and every rank's.
 pub(super) fn best_bytes(world: usize, rows: usize) -> usize {
     (1 + world) * rows * 8
 }
@@ -26,7 +26,8 @@ impl ExchangeOps for CudaBackend {
         let grouped = self.is_grouped();
         let (rows, width) = (data.rows(), data.width());
         if self.alone || !(grouped || self.world_size() > 1) {
-            // So that what is measured now is all that will be needed, by steps of fewer rows, too.
+            // Reserves now what smaller steps will need as well, so that it is included in
+            // measurements.
             let rows = if self.is_skinny(rows) { rows } else { SKINNY_MAX };
             let bytes = self.world_size() as usize * rows * width * 4;
             return if self.alone { self.reserve(Exchanged::Gathered, bytes) } else { Ok(()) };
@@ -98,7 +99,7 @@ impl ExchangeOps for CudaBackend {
         let (rows, width) = (local.rows(), local.width());
         let grouped = self.is_grouped();
         if self.alone {
-            // As above; of graphs that are made for more rows, too.
+            // As above, also for graphs that are made for more rows.
             let Launched { rows: most, .. } =
                 self.step.launched_samples(op, rows, local.rows_max())?;
             self.reserve(Exchanged::Gathered, world * most * width * 4)?;
@@ -121,7 +122,7 @@ impl ExchangeOps for CudaBackend {
         gathered.clear();
         gathered.resize(world * rows * width, 0.0);
         self.timed(|collective| collective.gather(&values, &mut gathered, 0))?;
-        // From one block per rank to one row per row.
+        // Reorders one block per rank into one row per row.
         let mut whole = vec![0.0; world * rows * width];
         for (i, from) in gathered.chunks_exact(width.max(1)).enumerate() {
             let (rank, row) = (i / rows, i % rows);
@@ -164,9 +165,9 @@ impl CudaBackend {
         self.sum_rows(at.ptr, (count, width), live)
     }
 
-    /// Rows that this project's own kernels multiply are added up in one order, too, whoever's they
-    /// are: where the group does not, each rank gets all ranks' and adds. Of more rows the sums are
-    /// the group's own.
+    /// Sums over ranks are computed in a fixed order for rows that this project's own kernels
+    /// multiply, whatever the group: if the group does not guarantee the order, each rank gathers
+    /// the data of all ranks and sums it. For more rows, the group sums in its own order.
     fn sum_rows(
         &mut self,
         at: DevicePtr,
@@ -175,9 +176,9 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let (ranks, bytes) = (self.world_size() as usize, rows * width * 4);
         let group = &self.device.context.group;
-        // Two numbers have one sum.
+        // Two numbers have only one possible sum.
         let is_ordered = ranks <= 2
-            // Not by what libraries this rank has: all have to decide alike.
+            // Not decided by the libraries that this rank has: all ranks have to agree.
             || !(rows <= SKINNY_MAX || self.options.batch_invariant)
             || group.call(|group| group.sums_in_order(bytes)).unwrap_or(true);
         if is_ordered {
@@ -194,14 +195,13 @@ impl CudaBackend {
         unsafe { device.launch(call) }
     }
 
-    /// Bytes that this rank gives, by the way they take: also those of a graph, which are rows that
-    /// are there.
+    /// Counts bytes that this rank sends, by transport. Steps of a graph count their actual rows.
     pub(super) fn count(&mut self, bytes: usize) {
         let group = &self.device.context.group;
         self.exchanged.add(group.call(|group| group.algorithm(bytes)).unwrap_or("host"), bytes);
     }
 
-    /// Both have the same rows, and `full` is as wide as all ranks' `local`.
+    /// `local` and `full` have the same rows, and `full` is as wide as the `local` of all ranks.
     fn gather_on_devices(
         &mut self,
         local: &CudaBuffer,

@@ -1,5 +1,5 @@
-//! Mixtures of experts on the GPU: rows choose, are grouped by expert, and are multiplied without
-//! the host's knowing of it, so a decode step with experts is recorded as any other.
+//! Mixtures of experts on the GPU: rows are routed, grouped by expert and multiplied without
+//! involving the host, so a decode step with experts is recorded like any other.
 use super::backend::{CudaBackend, Which};
 use super::context::Context;
 use super::device::Device;
@@ -15,38 +15,38 @@ use crate::error::KernelError;
 
 /// Bytes of a `TuttiExpertTile`.
 const TILE: usize = 12;
-/// Slots of the smallest tiles.
+/// Slots per tile of the smallest tiles.
 const TILE_SLOTS_LEAST: usize = 8;
 
-/// Weight matrices of one shape, one behind the other.
+/// Weight matrices of one shape, one after the other.
 #[derive(Debug)]
 pub struct CudaStack {
-    /// All their rows.
+    /// The rows of all matrices.
     pub(super) all: CudaMatrix,
-    /// How many matrices.
+    /// Number of matrices.
     pub(super) count: usize,
 }
 
 impl CudaStack {
-    /// Matrices, rows and columns of each.
+    /// Number of matrices; rows and columns of each.
     fn sizes(&self) -> StackSizes {
         (self.count, self.all.rows() / self.count.max(1), self.all.cols())
     }
 }
 
-/// What rows chose, grouped by expert.
+/// The experts chosen by rows, grouped by expert.
 #[derive(Debug)]
 pub struct CudaRoutes {
     routing: Routing,
     rows: usize,
     rows_max: usize,
-    /// Rows that are grouped together.
+    /// Number of rows that are grouped together.
     chunk_rows: usize,
-    /// Tiles from one chunk's first to the next one's.
+    /// Number of tiles from one chunk's first to the next one's.
     tiles_stride: usize,
     /// u32 `[rows, top_k]`
     experts: DeviceMemory,
-    /// Where the experts are that others chose, if they did.
+    /// Address of experts that were assigned instead of routed, if any.
     assigned: Option<DevicePtr>,
     /// f32 `[rows, top_k]`
     weights: DeviceMemory,
@@ -67,7 +67,7 @@ impl CudaRoutes {
         routing.check()?;
         let chunk_rows = (chunk_slots / routing.top_k).max(1);
         let slots = rows_max.saturating_mul(routing.top_k);
-        // The kernels count slots by 32 bits.
+        // The kernels count slots in 32 bits.
         ensure!("new_routes", u32::try_from(slots).is_ok(), "{slots} slots are too many");
         let chunks = rows_max.div_ceil(chunk_rows);
         let tiles_stride = experts::tiles_most(
@@ -91,7 +91,7 @@ impl CudaRoutes {
         })
     }
 
-    /// What was grouped of `count` rows, chunk `index`.
+    /// Chunk `index` of the groups of `count` rows.
     fn grouped(&self, count: usize, index: usize) -> experts::Grouped {
         let Routing { num_experts, top_k, .. } = self.routing;
         let tile_slots = experts::tile_slots(count, &self.routing);
@@ -109,7 +109,7 @@ impl CudaRoutes {
         count.div_ceil(self.chunk_rows)
     }
 
-    /// Rows of a chunk.
+    /// Rows of chunk `index`.
     fn rows_of(&self, count: usize, index: usize) -> std::ops::Range<usize> {
         let first = index * self.chunk_rows;
         first..(first + self.chunk_rows).min(count)
@@ -145,9 +145,9 @@ impl ExpertOps for CudaBackend {
         let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
         let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
-        // Always this project's own product, whose sums depend on k alone: another algorithm on
-        // another rank, or for another number of rows, could choose another expert, and no rank
-        // could tell.
+        // Always this project's own product, whose order of sums depends only on k: another
+        // algorithm, on another rank or for another number of rows, could choose another expert
+        // without any rank noticing.
         let sizes = (count, num_experts, x.width());
         let bias = bias.map(CudaVector::ptr);
         let call = launch::skinny((from, None), router.at(), bias, out, sizes, live);
@@ -160,11 +160,11 @@ impl ExpertOps for CudaBackend {
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(routes.experts.ptr(), &grouped, &routes.routing, sizes, live);
-        // SAFETY: slots and tiles have room for what so many rows choose.
+        // SAFETY: slots and tiles have room for the choices of `count` rows.
         unsafe { self.device.launch(call) }
     }
 
-    // Within a step rows go where its inputs say.
+    // Within a step, rows go to the experts named in its inputs.
     fn assign(&mut self, experts: &[u32], routes: &mut CudaRoutes) -> Result<(), KernelError> {
         let op = "assign";
         check::assign(experts, &routes.routing, routes.rows_max)?;
@@ -187,7 +187,7 @@ impl ExpertOps for CudaBackend {
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(at, &grouped, &routes.routing, sizes, live);
-        // SAFETY: slots and tiles have room for what so many rows choose.
+        // SAFETY: slots and tiles have room for the choices of `count` rows.
         unsafe { self.device.launch(call) }
     }
 
@@ -217,7 +217,7 @@ impl ExpertOps for CudaBackend {
             let grouped = routes.grouped(count, chunk);
             let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
             let call = experts::gate_up(from, w, activation, to, &grouped, sizes);
-            // SAFETY: shapes were checked; tiles name slots of live rows alone.
+            // SAFETY: shapes were checked; tiles name only slots of live rows.
             unsafe { self.device.launch(call) }?;
         }
         Ok(())
@@ -238,7 +238,7 @@ impl ExpertOps for CudaBackend {
         let top_k = routes.routing.top_k;
         let (rows, width, cols) = (routes.rows, out.width(), weight.all.cols());
         let mut from = x.of(Element::Bf16, op, "x")?;
-        // What follows may be a product.
+        // The result may be the input of another product.
         let rounded = routes.assigned.and_then(|_| out.of(Element::Bf16, op, "out").ok());
         let to = match rounded {
             Some(rounded) => rounded.ptr,
@@ -254,7 +254,7 @@ impl ExpertOps for CudaBackend {
         if first.is_multiple_of(8) {
             from.ptr = from.ptr.offset(first * 2);
         } else {
-            // Also of slots that nobody uses: there are as many as were launched for.
+            // Also copies unused slots, as many as were launched for.
             let slots = count * top_k;
             let stride = cols.next_multiple_of(8);
             let copy = Rows { ptr: self.scratch(Which::Narrow, slots * stride * 2)?, stride };
@@ -271,7 +271,7 @@ impl ExpertOps for CudaBackend {
             let first_slot = own.start * top_k;
             let w = (w, bias.map(CudaVector::ptr));
             let call = experts::down(from, w, parts, &grouped, (first_slot, width, cols));
-            // SAFETY: shapes were checked; tiles name slots of this chunk's live rows alone.
+            // SAFETY: shapes were checked; tiles name only slots of this chunk's live rows.
             unsafe { self.device.launch(call) }?;
             let sums = to.offset(own.start * width * 4);
             let first = (own.start, live);

@@ -1,10 +1,10 @@
-//! PURE: what a CUDA or cuBLASLt status means, in one line that says what to do about it.
+//! PURE: error messages for CUDA and cuBLASLt statuses, in one line that says what to do.
 use crate::error::KernelError;
 
-/// A status that has a meaning of its own here: code, NVIDIA's name, what to do about it.
+/// A status with a specific message: code, NVIDIA's name, what to do about it.
 type Known = (u32, &'static str, &'static str);
 
-/// Of the driver (`CUresult`).
+/// Statuses of the driver (`CUresult`).
 const OUT_OF_MEMORY: u32 = 2;
 const DRIVER: &[Known] = &[
     (1, "CUDA_ERROR_INVALID_VALUE", "a bug in this program"),
@@ -22,7 +22,7 @@ const DRIVER: &[Known] = &[
         "the GPU is busy: another process has it for itself (compute mode), or it is being reset",
     ),
     (100, "CUDA_ERROR_NO_DEVICE", "no GPU is visible: look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
-    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU of this number"),
+    (101, "CUDA_ERROR_INVALID_DEVICE", "there is no GPU with this number"),
     (200, "CUDA_ERROR_INVALID_IMAGE", "the embedded kernels cannot be read by this driver"),
     (201, "CUDA_ERROR_INVALID_CONTEXT", "the context is not current: a bug in this program"),
     (205, "CUDA_ERROR_MAP_FAILED", "memory cannot be mapped into this process"),
@@ -58,19 +58,19 @@ const DRIVER: &[Known] = &[
     (
         400,
         "CUDA_ERROR_INVALID_HANDLE",
-        "something of another GPU's, or that is gone, was used: a bug in this program",
+        "a resource of another GPU, or one that is gone, was used: a bug in this program",
     ),
     (
         500,
         "CUDA_ERROR_NOT_FOUND",
-        "a kernel that this program wants is not among the embedded ones",
+        "a kernel that this program needs is not among the embedded ones",
     ),
     (600, "CUDA_ERROR_NOT_READY", "not finished yet"),
     (700, "CUDA_ERROR_ILLEGAL_ADDRESS", "a kernel left its memory"),
     (
         701,
         "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES",
-        "a kernel wants more registers or shared memory than there are",
+        "a kernel needs more registers or shared memory than there are",
     ),
     (702, "CUDA_ERROR_LAUNCH_TIMEOUT", "a kernel ran too long for a GPU with a display"),
     (709, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "the context is gone"),
@@ -84,7 +84,7 @@ const DRIVER: &[Known] = &[
     (
         720,
         "CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE",
-        "a cooperative kernel wants more blocks than the GPU runs at once",
+        "a cooperative kernel needs more blocks than the GPU runs at once",
     ),
     (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "a kernel ended without freeing its tensor memory"),
     (800, "CUDA_ERROR_NOT_PERMITTED", "the driver does not allow it here"),
@@ -113,10 +113,11 @@ const DRIVER: &[Known] = &[
 /// Of a status, whether trying again on the same device can help: it cannot for what is missing.
 const MISSING: &[u32] = &[34, 36, 46, 100, 101, 200, 209, 218, 221, 222, 500, 802, 803, 804, 805];
 
-/// What can go wrong while a graph is captured.
+/// Statuses of a failed graph capture.
 const CAPTURE: std::ops::RangeInclusive<u32> = 900..=908;
 
-/// Turns a `CUresult` other than success into an error; `what` was being done, `bytes` were wanted.
+/// Turns a `CUresult` other than success into an error. `what` names the operation; `bytes` is the
+/// size that it requested.
 pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
     if code == OUT_OF_MEMORY {
         return KernelError::OutOfMemory { what, bytes };
@@ -126,7 +127,7 @@ pub(super) fn driver(code: u32, what: &'static str, bytes: u64) -> KernelError {
         None => format!("{what}: CUDA error {code}"),
     };
     if CAPTURE.contains(&code) {
-        // What was to be captured did not run, and nothing is broken by that.
+        // Nothing of the capture has run, and nothing is broken.
         KernelError::Again(line)
     } else if MISSING.contains(&code) {
         KernelError::Unsupported(line)
@@ -154,7 +155,7 @@ pub(super) fn cublas(code: u32, what: &'static str) -> KernelError {
 mod tests {
     use super::*;
 
-    /// Every line is one line that names the operation, NVIDIA's name and the meaning.
+    /// Every message is one line that names the operation, NVIDIA's name and the meaning.
     #[test]
     fn one_clear_line_each() {
         for (code, name, meaning) in DRIVER {

@@ -1,8 +1,7 @@
-//! The compiled kernels, as this build has them. Owns nothing but the bytes; who loads them is the
-//! driver's affair.
+//! The compiled kernels embedded in this build. Owns only the bytes; `module` loads them.
 //!
-//! `kernels/build.rs` compiles them when asked (`TUTTI_CUDA=1`), one image per file of
-//! `kernels/cuda`, each with machine code of every architecture named there, and PTX.
+//! `kernels/build.rs` compiles them on request (`TUTTI_CUDA=1`): one image per file of
+//! `kernels/cuda`, each with machine code for every architecture named there, and PTX.
 
 // `pub(crate) const IMAGES: &[(&str, &[u8])]`: name of the source file without `.cu`, fatbin.
 include!(concat!(env!("OUT_DIR"), "/fatbins.rs"));

@@ -1,9 +1,9 @@
-//! Ranks that exchange data in GPU memory, in the order of a stream, without their hosts.
+//! Ranks that exchange data in GPU memory, in stream order, without involving their hosts.
 //!
-//! The host's [`Collective`](crate::Collective) is always there besides: ranks find each other by
-//! it, agree by it on what they use ([`super::choice`]), and do without a group when there is none.
-//! A group is part of the context that it works in, because every wait for the GPU looks at it: a
-//! rank that does not come would otherwise be waited for for ever.
+//! The host's [`Collective`](crate::Collective) always exists as well: ranks find each other
+//! through it, agree through it on the exchange to use ([`super::choice`]), and fall back to it
+//! without a group. A group is part of its context, because every wait for the GPU polls the group;
+//! otherwise a wait for a missing rank would never end.
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::mem::ManuallyDrop;
@@ -17,14 +17,14 @@ use super::stream::{Stream, pause};
 use crate::collective::AbortHandle;
 use crate::error::{CollectiveError, KernelError};
 
-/// How long a stream may take to come to its end once what it waits for was aborted.
+/// Maximum time for a stream to become idle after the exchange that it waits for was aborted.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Ranks that exchange data in GPU memory, in the order of a stream. Dropped after the graphs that
-/// its calls were recorded in.
+/// Ranks that exchange data in GPU memory, in stream order. Dropped after the graphs that recorded
+/// its calls.
 pub(super) trait DeviceGroup: fmt::Debug {
-    /// Replaces `count` f32 at `data` by their sums over the ranks; bitwise equal on every rank.
-    /// Queued on the stream, not waited for.
+    /// Replaces `count` f32 at `data` with their sums over the ranks, bitwise equal on every rank.
+    /// Queued on the stream; does not wait.
     fn all_reduce_sum(
         &mut self,
         device: &Device,
@@ -41,9 +41,9 @@ pub(super) trait DeviceGroup: fmt::Debug {
         bytes: usize,
     ) -> Result<(), KernelError>;
 
-    /// [`DeviceGroup::all_reduce_sum`] of `io.data`, and [`crate::backend::RowOps::add_rmsnorm`]
-    /// with the result, in one; `io.data` is undefined then. False, with nothing queued, where this
-    /// group cannot, or would be slower. Queued.
+    /// [`DeviceGroup::all_reduce_sum`] of `io.data` and [`crate::backend::RowOps::add_rmsnorm`]
+    /// with the result, fused and queued; `io.data` is undefined afterwards. Returns false, with
+    /// nothing queued, if this group does not support it or would be slower.
     fn all_reduce_add_rmsnorm(
         &mut self,
         device: &Device,
@@ -53,41 +53,41 @@ pub(super) trait DeviceGroup: fmt::Debug {
         Ok(false)
     }
 
-    /// What the group has found wrong by itself (asynchronous errors, aborts). Asked while the host
-    /// waits for the stream, and after.
+    /// Reports errors that the group has detected by itself (asynchronous errors, aborts). Called
+    /// while the host waits for the stream, and afterwards.
     fn poll(&mut self) -> Result<(), CollectiveError>;
 
-    /// Whether calls may be recorded into graphs.
+    /// Whether its calls can be recorded into graphs.
     fn is_capturable(&self) -> bool;
 
-    /// Whether sums of this many bytes are made as a binary tree over the ranks in order, wherever
-    /// in `data` they lie: `(0 + 1) + (2 + 3)`.
+    /// Whether sums of this many bytes are computed as a binary tree over the ranks in order,
+    /// independent of the position in `data`: `(0 + 1) + (2 + 3)`.
     fn sums_in_order(&self, bytes: usize) -> bool {
         let _ = bytes;
         false
     }
 
-    /// `nccl`, `one_shot`, ...: for logs and metrics.
+    /// Name for logs and metrics: `nccl`, `one_shot`, ..
     fn algorithm(&self, bytes: usize) -> &'static str;
 
-    /// Frees this rank from whatever its stream waits for; from any thread; idempotent, never
-    /// blocks.
+    /// Returns a handle that releases this rank from whatever its stream waits for; usable from any
+    /// thread, idempotent, never blocks.
     fn abort_handle(&self) -> Arc<dyn AbortHandle>;
 
-    /// Lets go of what the group holds besides memory, when it was aborted and the stream has come
-    /// to its end.
+    /// Releases what the group holds besides memory, after it was aborted and the stream has become
+    /// idle.
     ///
     /// # Errors
-    /// In words, when that does not come to an end.
+    /// A message, if that does not finish.
     fn end(&mut self) -> Result<(), String> {
         Ok(())
     }
 }
 
-/// What a fused all-reduce, residual add and norm reads and writes.
+/// Operands of a fused all-reduce, residual add and norm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FusedNorm {
-    /// f32 [rows, width]: this rank's part.
+    /// f32 [rows, width]: this rank's partial sums.
     pub(super) data: DevicePtr,
     /// f32 [rows, width]
     pub(super) residual: DevicePtr,
@@ -97,39 +97,39 @@ pub(super) struct FusedNorm {
     pub(super) out: Rows,
     pub(super) width: usize,
     pub(super) eps: f32,
-    /// Launched for so many, of which `*live` are computed.
+    /// Number of rows launched for; `*live` of them are computed.
     pub(super) rows: usize,
     pub(super) live: DevicePtr,
 }
 
-/// A group and how long its exchanges may take.
+/// A group, and the time limit of its exchanges.
 #[derive(Debug)]
 struct Joined {
     group: Box<dyn DeviceGroup>,
     timeout: Duration,
 }
 
-/// The group of a context, if it is in one.
+/// The group of a context, if it has joined one.
 #[derive(Debug, Default)]
 pub(super) struct GroupSlot {
     joined: RefCell<Option<Joined>>,
-    /// Nothing is exchanged for now.
+    /// Set while nothing is exchanged.
     rests: Cell<bool>,
 }
 
 impl GroupSlot {
-    /// Whether there is none.
+    /// Whether there is no group.
     pub(super) fn is_empty(&self) -> bool {
         self.joined.try_borrow().is_ok_and(|joined| joined.is_none())
     }
 
-    /// Joins a group whose exchanges, and what waits for them, may take `timeout`.
+    /// Joins a group; exchanges, and waits for them, may take up to `timeout`.
     pub(super) fn join(&self, group: Box<dyn DeviceGroup>, timeout: Duration) {
         *self.joined.borrow_mut() = Some(Joined { group, timeout });
     }
 
-    /// While it rests nothing is exchanged, and so the group is nothing to those who wait: what
-    /// other ranks do meanwhile is seen later.
+    /// While the group rests, nothing is exchanged and waits do not poll it: errors of other ranks
+    /// are noticed later.
     pub(super) fn rest(&self, rests: bool) {
         self.rests.set(rests);
     }
@@ -139,13 +139,13 @@ impl GroupSlot {
         self.joined.borrow_mut().as_mut().map(|joined| call(joined.group.as_mut()))
     }
 
-    /// What the group has found wrong.
+    /// Reports errors that the group has detected.
     pub(super) fn poll(&self) -> Result<(), KernelError> {
         self.look(None)
     }
 
-    /// As [`GroupSlot::poll`], for one that has waited for so long; a wait that is too long aborts
-    /// the group.
+    /// As [`GroupSlot::poll`], for a wait of this duration so far; aborts the group if it is too
+    /// long.
     pub(super) fn check(&self, waited: Duration) -> Result<(), KernelError> {
         self.look(Some(waited))
     }
@@ -154,7 +154,7 @@ impl GroupSlot {
         if self.rests.get() {
             return Ok(());
         }
-        // A group that waits within a call of its own looks after itself.
+        // A group that waits within a call of its own polls itself.
         let Ok(mut joined) = self.joined.try_borrow_mut() else { return Ok(()) };
         let Some(Joined { group, timeout }) = joined.as_mut() else { return Ok(()) };
         group.poll()?;
@@ -168,23 +168,23 @@ impl GroupSlot {
         }
     }
 
-    /// Leaves the group, if there is one: frees the stream, waits until it has come to its end, and
-    /// drops the group. Its graphs are gone already.
+    /// Leaves the group, if there is one: aborts its exchanges, waits until the stream is idle, and
+    /// drops the group. Its graphs must already have been dropped.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when the stream failed or does not come to its end.
+    /// [`KernelError::Device`] if the stream failed or does not become idle.
     pub(super) fn leave(&self, stream: &Stream) -> Result<(), KernelError> {
         let joined = self.joined.borrow_mut().take();
         joined.map_or(Ok(()), |joined| give_up(joined.group, stream))
     }
 }
 
-/// As [`GroupSlot::leave`], of a group that is in no context.
+/// As [`GroupSlot::leave`], for a group that is in no context.
 ///
 /// # Errors
-/// As there.
+/// As [`GroupSlot::leave`].
 pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<(), KernelError> {
-    // Until the stream is done with what it holds; kept for good when it never is.
+    // Kept alive until the stream no longer uses it, and leaked if that never happens.
     let mut group = ManuallyDrop::new(group);
     group.abort_handle().abort();
     let began = Instant::now();
@@ -192,8 +192,8 @@ pub(super) fn give_up(group: Box<dyn DeviceGroup>, stream: &Stream) -> Result<()
         let waited = began.elapsed();
         if waited > DRAIN_PATIENCE {
             let error = stream.context().hangs(format!(
-                "the GPU goes on {DRAIN_PATIENCE:?} after its exchange with other ranks was \
-                 aborted: it hangs"
+                "the GPU is still running {DRAIN_PATIENCE:?} after its exchange with other ranks \
+                 was aborted: it hangs"
             ));
             return Err(error);
         }

@@ -1,9 +1,9 @@
 //! PURE: every kernel's name, grid and arguments, as `kernels/cuda/kernels.h` lists them.
 //!
-//! Sizes reach the kernels as 32-bit words; the callers have checked that they fit.
+//! Sizes are passed to the kernels as 32-bit words; callers have checked that they fit.
 //!
-//! - `entries`: the names
-//! - `rows`: rows of activations, blocks of the cache
+//! - `entries`: names
+//! - `rows`: rows of activations, and blocks of the cache
 //! - `products`: products with weights
 //! - `attention`: QKV and attention
 //! - `experts`: mixtures of experts
@@ -40,11 +40,11 @@ pub use sample::{SampleIo, argmax, argmax_merge, logprobs, sample};
 /// One launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Call {
-    /// What.
+    /// Kernel to launch.
     pub entry: Entry,
-    /// How.
+    /// Grid, block and shared memory.
     pub launch: Launch,
-    /// With what.
+    /// Arguments of the kernel.
     pub args: Args,
 }
 
@@ -54,7 +54,7 @@ fn call(entry: Entry, grid: (usize, usize, usize), block: u32, args: Args) -> Ca
     Call { entry, launch: Launch { grid, block: (block, 1, 1), shared: 0 }, args }
 }
 
-/// Rows across, since there may be more than a grid is high; elements down.
+/// Rows along x, since there can be more than a grid has along y; elements along y.
 fn wide(entry: Entry, width: usize, rows: usize, args: Args) -> Call {
     call(entry, (rows, width.div_ceil(1024), 1), 256, args)
 }
@@ -67,12 +67,12 @@ fn words<const N: usize>(args: Args, all: [usize; N]) -> Args {
     all.into_iter().fold(args, word)
 }
 
-/// Rows of 16 bits or f32 somewhere on the GPU.
+/// Rows of 16-bit or f32 elements on the GPU.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows {
-    /// The first.
+    /// Address of the first row.
     pub ptr: DevicePtr,
-    /// Elements from one to the next.
+    /// Number of elements from one row to the next.
     pub stride: usize,
 }
 

@@ -1,5 +1,6 @@
-//! Finds NVIDIA's libraries at run time, before `cudarc` looks for them: it panics where a library
-//! or a symbol is missing, so nothing of it is called before this module has seen them all.
+//! Finds NVIDIA's libraries at run time, before `cudarc` looks for them. `cudarc` panics if a
+//! library or a symbol is missing, so none of its functions is called before this module has found
+//! them all.
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
@@ -7,17 +8,17 @@ use std::sync::{Mutex, PoisonError};
 use cudarc::{cublaslt, driver};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
-/// A library that was looked for.
+/// A library to look for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// The driver's own library.
     Driver,
-    /// Matrix products for prefill.
+    /// cuBLASLt: matrix products for prefill.
     CublasLt,
 }
 
 impl Wanted {
-    /// What it is called for people.
+    /// Name for people.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -26,9 +27,9 @@ impl Wanted {
         }
     }
 
-    /// File names in a folder, the best first. The first is what the loader is asked for. Those
-    /// without a version come last: a toolkit's folder of stubs has such a driver, which does
-    /// nothing.
+    /// File names within a folder, the preferred one first; the first is also the name for the
+    /// loader. Names without a version come last: a toolkit's folder of stubs has such a driver,
+    /// which does nothing.
     fn files(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &["libcuda.so.1", "libcuda.so"],
@@ -36,7 +37,7 @@ impl Wanted {
         }
     }
 
-    /// Where Python's packages have it: of CUDA 13 in one folder with the rest of CUDA.
+    /// Folders within Python's packages; for CUDA 13, one folder holds all libraries.
     fn packages(self) -> &'static [&'static str] {
         match self {
             Self::Driver => &[],
@@ -44,7 +45,7 @@ impl Wanted {
         }
     }
 
-    /// Every symbol that this program calls.
+    /// Symbols that this program calls.
     fn symbols(self) -> &'static [&'static str] {
         match self {
             Self::Driver => DRIVER_SYMBOLS,
@@ -117,12 +118,12 @@ const CUBLASLT_SYMBOLS: &[&str] = &[
     "cublasLtMatrixLayoutDestroy",
 ];
 
-/// A library cannot be used. One line.
+/// Why a library cannot be used, in one line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Missing {
-    /// What it is called for people.
+    /// Name of the library, for people.
     pub library: &'static str,
-    /// Why.
+    /// Reason.
     pub reason: String,
 }
 
@@ -134,7 +135,7 @@ impl fmt::Display for Missing {
 
 impl std::error::Error for Missing {}
 
-/// Folders where CUDA's libraries lie on hosts whose loader does not know of them.
+/// Folders of CUDA's libraries on hosts whose loader does not know them.
 pub(super) fn usual_folders() -> Vec<PathBuf> {
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(std::env::var_os);
     homes
@@ -144,8 +145,7 @@ pub(super) fn usual_folders() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Where pip puts libraries for the Pythons that this process's environment knows: `libraries`
-/// within their folders of packages.
+/// Folders of `libraries` within the packages of the Pythons that this process's environment knows.
 pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     let variable = |name| std::env::var_os(name).map(PathBuf::from);
     let mut homes: Vec<PathBuf> =
@@ -172,14 +172,15 @@ pub(super) fn python_folders(libraries: &[&str]) -> Vec<PathBuf> {
     folders
 }
 
-/// Looks for a library in `folders`, of which the first that has one counts, then where the
-/// system's loader does, then (but for the driver) in CUDA's usual folders and in Python's
-/// packages, and checks that it has all that is called here.
+/// Looks for a library in `folders` (the first that has one counts), then where the system's loader
+/// looks, then (except for the driver) in CUDA's usual folders and in Python's packages; checks
+/// that it has all symbols called here.
 ///
 /// # Errors
-/// [`Missing`]; `cudarc` must not be asked for anything of that library then.
+/// [`Missing`]; `cudarc` must then not be asked for anything from that library.
 pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
-    // One at a time: loading twice at once is well defined, but the order of search would not be.
+    // One at a time: loading concurrently is well defined, but the order of the search would not
+    // be.
     static SEARCH: Mutex<()> = Mutex::new(());
     let _one = SEARCH.lock().unwrap_or_else(PoisonError::into_inner);
     let missing = |reason: String| Missing { library: library.name(), reason };
@@ -197,7 +198,7 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
         let _ = others.into_iter().any(|folder| usable(&folder) && is_present(library));
     }
     if !is_present(library) {
-        // What was found and does not load explains more than that nothing else was found.
+        // A library that was found but does not load explains more than one that was not found.
         let reason = if faults.is_empty() { not_found(library) } else { faults.join("; ") };
         return Err(missing(reason));
     }
@@ -207,15 +208,16 @@ pub fn find(library: Wanted, folders: &[PathBuf]) -> Result<(), Missing> {
         let more =
             if others.is_empty() { String::new() } else { format!(" and {} more", others.len()) };
         return Err(missing(format!(
-            "the library that was found lacks {first}{more}: it is too old for this program"
+            "the library found lacks {first}{more}: it is too old for this program"
         )));
     }
     Ok(())
 }
 
-/// Loads the library from `folder`, if it is there, so that later look-ups by bare name find it:
-/// the loader knows it by its SONAME then. Its symbols stay its own: where a look-up by another
-/// name finds another copy, the two must not be mixed. False where the folder has none.
+/// Loads the library from `folder`, if it exists, so that later look-ups by bare name find it: the
+/// loader then knows it by its SONAME. Its symbols stay local, since they must not be mixed with
+/// those of another copy that a look-up by another name finds. Returns false if the folder has
+/// none.
 fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
     for file in library.files() {
         let path = folder.join(file);
@@ -225,7 +227,7 @@ fn preload(library: Wanted, folder: &Path) -> Result<bool, String> {
         // SAFETY: NVIDIA's libraries run initialisers that are safe to run in any process.
         let loaded = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_LOCAL) };
         let loaded = loaded.map_err(|error| format!("{}: {}", path.display(), reason(&error)))?;
-        // Stays for the life of the process.
+        // Stays loaded for the life of the process.
         let _ = loaded.into_raw();
         return Ok(true);
     }
@@ -246,13 +248,13 @@ fn has(library: Wanted, symbol: &str) -> bool {
         Wanted::Driver => {
             // SAFETY: the library is present, so this does not panic.
             let found = unsafe { driver::sys::culib() };
-            // SAFETY: the address is looked at, never called.
+            // SAFETY: the address is only checked, never called.
             unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
         }
         Wanted::CublasLt => {
             // SAFETY: the library is present, so this does not panic.
             let found = unsafe { cublaslt::sys::culib() };
-            // SAFETY: the address is looked at, never called.
+            // SAFETY: the address is only checked, never called.
             unsafe { found.get::<*const ()>(symbol.as_bytes()) }.is_ok()
         }
     }
@@ -271,7 +273,7 @@ fn not_found(library: Wanted) -> String {
     }
 }
 
-/// The loader's own words, in one line.
+/// The loader's own message, in one line.
 pub(super) fn reason(error: &libloading::Error) -> String {
     let source = std::error::Error::source(error);
     let words = source.map_or_else(|| error.to_string(), ToString::to_string);
@@ -289,7 +291,7 @@ mod tests {
         }
     }
 
-    /// Holds on hosts with and without a GPU: no panic, and one line that says which library.
+    /// Holds on hosts with and without a GPU: no panic, and one line that names the library.
     #[test]
     fn a_missing_library_is_an_error_and_no_panic() {
         for library in [Wanted::Driver, Wanted::CublasLt] {

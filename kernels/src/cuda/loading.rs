@@ -1,4 +1,4 @@
-//! What a GPU holds, and how weights come to it.
+//! Buffers, caches and weights of a GPU, and their loading.
 use std::ops::Range;
 use std::rc::Rc;
 
@@ -16,7 +16,7 @@ use crate::check;
 use crate::error::KernelError;
 use crate::weights::Int4Groups;
 
-/// One of the ways of [`Uploader`].
+/// One of the load methods of [`Uploader`].
 type Load =
     fn(&mut Uploader, &Rc<Context>, &Stream, &[HostMatrix<'_>]) -> Result<CudaMatrix, KernelError>;
 
@@ -131,7 +131,7 @@ impl Inspect for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Loads a matrix in one of the uploader's ways.
+    /// Loads a matrix with one of the uploader's methods.
     fn load_with(
         &mut self,
         parts: &[HostMatrix<'_>],
@@ -147,7 +147,7 @@ impl CudaBackend {
         matrix
     }
 
-    /// Likewise matrices of one shape.
+    /// Loads matrices of one shape likewise.
     fn load_stack_with(
         &mut self,
         matrices: &[HostMatrix<'_>],

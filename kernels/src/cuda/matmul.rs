@@ -1,9 +1,9 @@
-//! Matrix products of many rows: cuBLASLt, with the algorithm chosen once per shape: of those that
-//! the library names the quickest, as measured when the shape is first met. It is kept as long as
+//! Matrix products of many rows, with cuBLASLt. The algorithm is chosen once per shape: the fastest
+//! of those that the library proposes, measured when the shape first occurs. It is kept as long as
 //! the backend, so that a product has the same bits in every step.
 //!
-//! `out = x W^T`, bf16 times bf16 to f32, f32 sums. In cuBLASLt's column-major words: D = A^T B
-//! with A = W, B = x, D = out.
+//! `out = x W^T`, bf16 times bf16 to f32, with f32 sums. In cuBLASLt's column-major terms: D = A^T
+//! B with A = W, B = x, D = out.
 //!
 //! - `descriptors`: the library's descriptions of a product
 //! - `measuring`: which algorithm is the quickest
@@ -32,39 +32,39 @@ mod measuring;
 use descriptors::{Preference, Shape};
 use measuring::MEASURING_MOST;
 
-/// What products may use besides their operands: NVIDIA's advice for Hopper.
+/// Size of cuBLASLt's workspace: NVIDIA's recommendation for Hopper.
 const WORKSPACE: usize = 32 << 20;
-/// What the library takes every operand to be aligned to unless it is told otherwise, in bytes.
+/// Alignment of operands in bytes that the library assumes by default.
 const ALIGNMENT_MOST: u64 = 256;
-/// Plans kept: some twenty row counts for a handful of matrix shapes.
+/// Maximum number of plans: some twenty row counts for a handful of matrix shapes.
 const PLANS_MAX: usize = 512;
 /// `CUBLAS_STATUS_NOT_SUPPORTED`
 const NOT_SUPPORTED: u32 = 15;
-/// By these (`INVALID_VALUE`, `ARCH_MISMATCH`, `NOT_SUPPORTED`) the library refuses a product
-/// before anything of it is launched.
+/// Statuses (`INVALID_VALUE`, `ARCH_MISMATCH`, `NOT_SUPPORTED`) with which the library rejects a
+/// product before it launches anything.
 const REFUSED: [u32; 3] = [7, 8, NOT_SUPPORTED];
-/// Algorithms asked for: the library may name some that cannot run.
+/// Number of algorithms to request: the library can propose some that cannot run.
 const CHOICES: usize = 8;
 
 /// A product: `out [rows, n] = x [rows, k] W^T`, W `[n, k]`; strides in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Product {
-    /// Rows of x.
+    /// Number of rows of x.
     pub(super) rows: u32,
-    /// Rows of W.
+    /// Number of rows of W.
     pub(super) n: u32,
-    /// Columns of both.
+    /// Number of columns of both.
     pub(super) k: u32,
-    /// From row to row of x.
+    /// Stride of the rows of x.
     pub(super) x_stride: u32,
-    /// From row to row of W.
+    /// Stride of the rows of W.
     pub(super) w_stride: u32,
-    /// From row to row of the result.
+    /// Stride of the rows of the result.
     pub(super) out_stride: u32,
 }
 
 impl Product {
-    /// The key of its plan, for operands at these addresses.
+    /// Key of its plan, for operands at these addresses.
     fn key(&self, operands: [DevicePtr; 3]) -> Key {
         Key {
             product: Self { rows: product_bucket(self.rows), ..*self },
@@ -73,15 +73,15 @@ impl Product {
     }
 }
 
-/// What a plan is good for.
+/// Products that share a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Key {
     product: Product,
-    /// Bytes that all operands are aligned to.
+    /// Common alignment of all operands in bytes.
     alignment: u32,
 }
 
-/// Bytes that all of these are aligned to: a power of two, as large as matters.
+/// Common alignment of all operands in bytes: a power of two, up to what matters.
 fn alignment(operands: [DevicePtr; 3]) -> u32 {
     let bits = operands.into_iter().fold(ALIGNMENT_MOST, |bits, ptr| bits | ptr.0);
     1 << bits.trailing_zeros()
@@ -91,11 +91,11 @@ fn alignment(operands: [DevicePtr; 3]) -> u32 {
 pub(super) struct Matmul {
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
-    /// None where the library has no algorithm.
+    /// Plan per bucket; `None` if the library has no algorithm.
     plans: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
-    /// Of products that their bucket's plan is refused for: by exact numbers of rows.
+    /// Plans of products that their bucket's plan was rejected for, by exact number of rows.
     refits: HashMap<Key, Option<sys::cublasLtMatmulAlgo_t>>,
-    /// How long the GPU has been measured, all in all.
+    /// Total GPU time spent on measuring.
     measured: Duration,
     version: usize,
     context: Rc<Context>,
@@ -112,7 +112,7 @@ impl Matmul {
     /// Loads the library and makes it ready.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] when it is not there; [`KernelError::Device`].
+    /// [`KernelError::Unsupported`] if it is missing; [`KernelError::Device`].
     pub(super) fn new(context: &Rc<Context>, folders: &[PathBuf]) -> Result<Self, KernelError> {
         let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
         libraries::find(Wanted::CublasLt, folders).map_err(unusable)?;
@@ -127,17 +127,17 @@ impl Matmul {
         Ok(Self { handle, workspace, plans, refits, measured, version, context: context.clone() })
     }
 
-    /// Its version, as 130000.
+    /// Its version, such as 130000.
     pub(super) fn version(&self) -> usize {
         self.version
     }
 
-    /// Computes a product in stream order; false, with nothing queued, where the library has no
-    /// algorithm for it (rows of an odd number of elements, say).
+    /// Queues a product in stream order. Returns false, with nothing queued, if the library has no
+    /// algorithm for it (such as for rows with an odd number of elements).
     ///
     /// # Safety
-    /// The pointers lead to as many elements as the shape says, alive until the stream has come so
-    /// far.
+    /// The pointers must point to as many elements as the shape requires, alive until the stream
+    /// has passed the product.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -162,22 +162,22 @@ impl Matmul {
                 return Ok(true);
             }
         }
-        // The library may refuse to choose while the stream captures (with an internal error, as
-        // reported of 13.3). What is captured has run before, so only shapes beyond `PLANS_MAX`
-        // come here.
+        // The library may fail to choose while the stream captures (an internal error was reported
+        // for 13.3). Captured calls have run before, so only shapes beyond `PLANS_MAX` get here.
         if stream.captures() {
             return Ok(false);
         }
-        // No plan yet, or one that these rows are too few for: that stays, for the others.
+        // There is no plan yet, or one that rejects this number of rows: that one stays, for the
+        // others.
         let is_refit = planned.is_some();
         let kept = if is_refit { self.refits.len() } else { self.plans.len() };
         let is_kept = kept < PLANS_MAX;
         if is_refit && !is_kept {
-            // As when captured: another choice in every step would be another sum.
+            // As during a capture: another choice in every step would change the sums.
             return Ok(false);
         }
         let named = self.choose(&shape, key.alignment)?;
-        // One that is not kept is not measured either: it would be another the next time.
+        // A choice that is not kept is not measured either: it could differ the next time.
         let measures = is_kept && self.measured < MEASURING_MOST;
         let mut quickest = None;
         if measures && named.len() > 1 {
@@ -206,7 +206,7 @@ impl Matmul {
         Ok(chosen.is_some())
     }
 
-    /// Runs one algorithm; false when the library refuses to.
+    /// Runs one algorithm; returns false if the library rejects it.
     ///
     /// # Safety
     /// As [`Matmul::run`].
@@ -221,7 +221,7 @@ impl Matmul {
     ) -> Result<bool, KernelError> {
         let (one, zero) = (1.0f32, 0.0f32);
         let pointer = |ptr: DevicePtr| std::ptr::without_provenance_mut::<c_void>(ptr.0 as usize);
-        // SAFETY: the descriptions are alive; the operands are as they say, by the contract.
+        // SAFETY: the descriptors are alive; the operands match them, by the contract.
         let status = unsafe {
             sys::cublasLtMatmul(
                 self.handle,
@@ -249,8 +249,8 @@ impl Matmul {
         launched.map(|()| true)
     }
 
-    /// What the library names for operands that are aligned to so many bytes, what it takes for the
-    /// best first.
+    /// The algorithms that the library proposes for operands of this alignment, the best first by
+    /// its own estimate.
     fn choose(
         &self,
         shape: &Shape,
@@ -260,7 +260,7 @@ impl Matmul {
         type Found = sys::cublasLtMatmulHeuristicResult_t;
         let mut found = [const { std::mem::MaybeUninit::<Found>::zeroed() }; CHOICES];
         let mut count = 0;
-        // SAFETY: all descriptions are alive; as many results are written at most.
+        // SAFETY: all descriptors are alive; at most `CHOICES` results are written.
         let status = unsafe {
             sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
@@ -323,7 +323,7 @@ mod tests {
         ] {
             assert_ne!(product.key(at), other.key(at), "{other:?}");
         }
-        // What was chosen for aligned operands is not used for others.
+        // A plan for aligned operands is not used for others.
         let less = [DevicePtr(0x1000), DevicePtr(0x2010), DevicePtr(0x3000)];
         assert_ne!(product.key(at), product.key(less));
     }

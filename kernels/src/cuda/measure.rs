@@ -1,6 +1,6 @@
-//! How fast a GPU does what decode steps are made of: for `tests/gpu`, and for whoever chooses
-//! between kernels. What is read is not in the GPU's caches; launches are recorded and replayed, so
-//! that the host's time does not count.
+//! Speed of the parts of decode steps on a GPU: for `tests/gpu`, and for choosing between kernels.
+//! Inputs are not in the GPU's caches. Launches are recorded and replayed, so that the host's time
+//! does not count.
 use std::time::Duration;
 
 use super::backend::CudaBackend;
@@ -15,20 +15,20 @@ use super::stream::{Event, Stream};
 use crate::backend::{AttentionShape, Batch, SeqRows};
 use crate::error::KernelError;
 
-/// Launches that are measured together.
+/// Number of replays that are measured together.
 const TIMES: usize = 5;
-/// Launches of a graph: at least so many, and one for each piece of memory that is taken in turns,
-/// of which there are at most so many. Twenty of a small one would be read from L2 from the second
-/// graph on.
+/// Launches per graph: at least this many, and one for each copy of the inputs (at most
+/// `TURNS_MOST`) that launches use in turn. From the second replay on, twenty copies of a small
+/// input would be read from L2.
 const RECORDED: usize = 20;
 const TURNS_MOST: usize = 256;
-/// Enough for `cold`: several times any GPU's L2, in bytes.
+/// Sufficient value for `cold`, in bytes: several times any GPU's L2.
 pub const COLD: usize = 512 << 20;
-/// Words of two bf16 that memory is filled with, again and again: a prime, so that no two rows are
-/// alike.
+/// Words (pairs of bf16) of the pattern that fills memory repeatedly: a prime, so that no two rows
+/// are equal.
 const WORDS: usize = 524_287;
 
-/// What multiplies.
+/// Implementation of a product.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Multiplier {
     /// This project's own kernels, for few rows.
@@ -37,7 +37,7 @@ pub enum Multiplier {
     Library,
 }
 
-/// `[rows, k]` times `[n, k]` transposed, whose rows are `stride` elements apart.
+/// `[rows, k]` times `[n, k]` transposed, with rows of both `stride` elements apart.
 pub(super) fn product_of(
     (rows, n, k): (usize, usize, usize),
     stride: usize,
@@ -52,7 +52,7 @@ pub(super) fn product_of(
     })
 }
 
-/// A product by one of the two.
+/// Runs a product with one of the two implementations.
 ///
 /// # Safety
 /// As [`Device::multiply`].
@@ -81,7 +81,7 @@ pub(super) unsafe fn multiply(
     }
 }
 
-/// Numbers of either sign, of about 1/64: with constant ones a GPU uses less power, and is quicker
+/// Numbers of both signs, around 1/64. With constant numbers a GPU uses less power and is faster
 /// than it ever is with weights.
 pub(super) fn random_words(seed: u64) -> Vec<u32> {
     let mut state = seed;
@@ -93,7 +93,7 @@ pub(super) fn random_words(seed: u64) -> Vec<u32> {
     std::iter::repeat_with(&mut word).take(WORDS).collect()
 }
 
-/// Fills memory with such numbers.
+/// Fills memory with [`random_words`].
 pub(super) fn fill(
     memory: &DeviceMemory,
     stream: &Stream,
@@ -107,8 +107,8 @@ pub(super) fn fill(
 }
 
 impl CudaBackend {
-    /// Bytes per second of the GPU's memory, over `bytes` of it: of a copy (read and written bytes
-    /// together), and of a kernel that only reads.
+    /// Measures the bandwidth of the GPU's memory in bytes per second, over `bytes`: of a copy
+    /// (bytes read and written together), and of a kernel that only reads.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -131,7 +131,7 @@ impl CudaBackend {
                     to.copy_from(stream, &from, bytes)?;
                 } else {
                     let call = launch::read(from.ptr(), found.ptr(), bytes);
-                    // SAFETY: there are as many bytes, and a result for each block.
+                    // SAFETY: both have as many bytes, with a result for each block.
                     unsafe { self.device.launch(call) }?;
                 }
             }
@@ -143,11 +143,11 @@ impl CudaBackend {
         Ok((rates[0], rates[1]))
     }
 
-    /// How long a product of `rows` rows with a matrix `[n, k]` takes, where matrices of `cold`
-    /// bytes at least are taken in turns.
+    /// Measures a product of `rows` rows with a matrix `[n, k]`, on copies of the matrix of at
+    /// least `cold` bytes in total that are used in turn.
     ///
     /// # Errors
-    /// [`KernelError`]; `Unsupported` without cuBLASLt where it is to multiply.
+    /// [`KernelError`]; `Unsupported` if cuBLASLt is chosen but missing.
     pub fn measure_product(
         &mut self,
         (rows, n, k): (usize, usize, usize),
@@ -171,12 +171,12 @@ impl CudaBackend {
         })
     }
 
-    /// How long decode attention of sequences of `contexts` tokens takes, of one layer, where
-    /// layers of `cold` bytes at least are taken in turns. Reads
+    /// Measures decode attention of one layer for sequences of `contexts` tokens, on layers of at
+    /// least `cold` bytes in total that are used in turn. Reads
     /// `4 * tokens * num_kv_heads * head_dim` bytes.
     ///
     /// # Errors
-    /// [`KernelError`]; `Unsupported` where no kernel is for these heads.
+    /// [`KernelError`]; `Unsupported` if no kernel supports these heads.
     pub fn measure_attention(
         &mut self,
         shape: &AttentionShape,
@@ -243,21 +243,21 @@ impl CudaBackend {
                 KernelError::Unsupported(format!("heads of {} elements", shape.head_dim))
             })?;
             for call in calls {
-                // SAFETY: everything was made as large as these sequences need it.
+                // SAFETY: everything was allocated for these sequences.
                 unsafe { device.launch(call) }?;
             }
             Ok(())
         })
     }
 
-    /// The time of one `launch`, which is told the number of its turn, all `pieces` being taken.
+    /// Measures one `launch`, which gets the number of its turn; all `pieces` are used in turn.
     fn measure(
         &mut self,
         pieces: usize,
         mut launch: impl FnMut(&mut Device, usize) -> Result<(), KernelError>,
     ) -> Result<Duration, KernelError> {
         let device = &mut self.device;
-        // Chooses what is chosen at first use.
+        // Warms up everything that is chosen at first use.
         launch(device, 0)?;
         device.stream.synchronize()?;
         device.stream.begin_capture()?;

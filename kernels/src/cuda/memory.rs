@@ -1,7 +1,7 @@
 //! Memory on the GPU and pinned memory on the host, and copies between them on a stream.
 //!
-//! Device memory is had by `cuMemAlloc`, not from a pool: its addresses stay what they are (graphs
-//! keep them) and could be given to other processes.
+//! Device memory comes from `cuMemAlloc` instead of a pool: its addresses are stable (graphs keep
+//! them) and can be shared with other processes.
 use std::fmt;
 use std::marker::PhantomData;
 use std::ptr::NonNull;
@@ -22,7 +22,7 @@ pub(crate) const ALIGNMENT: usize = 16;
 pub struct DevicePtr(pub u64);
 
 impl DevicePtr {
-    /// `bytes` further on.
+    /// The address `bytes` further on.
     #[must_use]
     pub fn offset(self, bytes: usize) -> Self {
         Self(self.0.wrapping_add(bytes as u64))
@@ -33,12 +33,12 @@ impl DevicePtr {
 pub struct DeviceMemory {
     ptr: DevicePtr,
     bytes: usize,
-    /// Outlives the memory.
+    /// Kept alive longer than the memory.
     context: Rc<Context>,
 }
 
 impl DeviceMemory {
-    /// At least `bytes` bytes with undefined contents.
+    /// Allocates at least `bytes` bytes with undefined contents.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] naming `what`.
@@ -57,7 +57,7 @@ impl DeviceMemory {
     /// As [`DeviceMemory::new`], zeroed in stream order.
     ///
     /// # Errors
-    /// As there.
+    /// As [`DeviceMemory::new`].
     pub fn zeroed(
         context: &Rc<Context>,
         stream: &Stream,
@@ -69,13 +69,13 @@ impl DeviceMemory {
         Ok(memory)
     }
 
-    /// Where it is.
+    /// Address of the memory.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.ptr
     }
 
-    /// How large it is.
+    /// Size of the memory.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes
@@ -87,7 +87,7 @@ impl DeviceMemory {
     /// [`KernelError::Device`].
     pub fn fill(&self, stream: &Stream, byte: u8) -> Result<(), KernelError> {
         if self.bytes == 0 {
-            // What the driver makes of nothing is written nowhere.
+            // The driver does not document what it does with an empty range.
             return Ok(());
         }
         // SAFETY: the range is this allocation.
@@ -103,11 +103,11 @@ impl DeviceMemory {
         Ok(())
     }
 
-    /// Copies pinned memory here, in stream order: `from` must not be written before the stream has
-    /// come so far.
+    /// Copies pinned memory here, in stream order; `from` must not be written until the stream has
+    /// passed the copy.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when it does not fit, [`KernelError::Device`].
+    /// [`KernelError::Shape`] if it does not fit, [`KernelError::Device`].
     pub fn upload_pinned<T: Plain>(
         &self,
         stream: &Stream,
@@ -122,7 +122,7 @@ impl DeviceMemory {
     /// Copies the first `bytes` of `from` here, in stream order.
     ///
     /// # Errors
-    /// [`KernelError::Shape`] when they do not fit, [`KernelError::Device`].
+    /// [`KernelError::Shape`] if they do not fit, [`KernelError::Device`].
     pub fn copy_from(&self, stream: &Stream, from: &Self, bytes: usize) -> Result<(), KernelError> {
         self.covers(0, bytes, "copy")?;
         from.covers(0, bytes, "copy")?;
@@ -132,7 +132,7 @@ impl DeviceMemory {
         check(status, "copy on the GPU")
     }
 
-    /// Copies host memory here and waits until it is read.
+    /// Copies host memory here and waits until it has been read.
     ///
     /// # Errors
     /// As [`DeviceMemory::upload_pinned`].
@@ -163,7 +163,7 @@ impl DeviceMemory {
         check(status, "copy to the GPU")
     }
 
-    /// Copies `count` elements from byte `at` into pinned memory, in stream order: wait for the
+    /// Copies `count` elements from byte `at` into pinned memory, in stream order; wait for the
     /// stream before reading them.
     ///
     /// # Errors
@@ -181,7 +181,7 @@ impl DeviceMemory {
     /// As [`DeviceMemory::download_pinned`], to `count` elements from `first` on.
     ///
     /// # Errors
-    /// As there.
+    /// As [`DeviceMemory::upload_pinned`].
     pub fn download_to<T: Plain>(
         &self,
         stream: &Stream,
@@ -223,10 +223,10 @@ impl fmt::Debug for DeviceMemory {
     }
 }
 
-/// Types that the GPU and the host see alike: any bit pattern is a value.
+/// Types with the same representation on the GPU and the host: any bit pattern is a value.
 ///
 /// # Safety
-/// Implementors have no padding and are valid for every bit pattern.
+/// Implementors must have no padding and be valid for every bit pattern.
 pub unsafe trait Plain: Copy + 'static {}
 // SAFETY: every bit pattern is a value of it.
 unsafe impl Plain for u8 {}
@@ -241,8 +241,8 @@ unsafe impl Plain for i32 {}
 // SAFETY: as above.
 unsafe impl Plain for f32 {}
 
-/// Host memory that the GPU copies from and to without the processor's help. Freed by a call that
-/// waits for copies in flight.
+/// Host memory that the GPU copies from and to by DMA. Freed by a call that waits for copies in
+/// flight.
 pub struct Pinned<T: Plain> {
     data: NonNull<T>,
     len: usize,
@@ -251,7 +251,7 @@ pub struct Pinned<T: Plain> {
 }
 
 impl<T: Plain> Pinned<T> {
-    /// `len` elements, zero.
+    /// Allocates `len` elements, zeroed.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`] naming `what`.
@@ -268,32 +268,32 @@ impl<T: Plain> Pinned<T> {
         Ok(Self { data, len, context: context.clone(), _owns: PhantomData })
     }
 
-    /// Elements.
+    /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// What is in it. Of a download in flight it is undefined which values are seen.
+    /// The contents. Undefined during a download.
     #[must_use]
     pub fn as_slice(&self) -> &[T] {
         // SAFETY: `len` initialised elements, alive as long as `self`.
         unsafe { std::slice::from_raw_parts(self.data.as_ptr(), self.len) }
     }
 
-    /// Where kernels see an element: host and device have one address space.
+    /// Address of an element for kernels: host and device share one address space.
     #[must_use]
     pub fn device_ptr(&self, index: usize) -> DevicePtr {
         DevicePtr(self.data.as_ptr() as u64).offset(index * size_of::<T>())
     }
 
-    /// To be filled; not while an upload from it is in flight.
+    /// The contents, to be written; not while an upload from it is in flight.
     pub fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as in `as_slice`, and `self` is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.data.as_ptr(), self.len) }
@@ -301,11 +301,11 @@ impl<T: Plain> Pinned<T> {
 }
 
 impl Pinned<u32> {
-    /// A word that kernels, or other threads, may use at the same time.
+    /// A word that kernels or other threads can use at the same time.
     #[must_use]
     pub fn word(&self, index: usize) -> &AtomicU32 {
         let at = &self.as_slice()[index];
-        // SAFETY: aligned and alive as long as `self`, and of memory that may be written.
+        // SAFETY: aligned, alive as long as `self`, and in writable memory.
         unsafe { AtomicU32::from_ptr(std::ptr::from_ref(at).cast_mut()) }
     }
 }

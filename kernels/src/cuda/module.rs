@@ -1,4 +1,4 @@
-//! The embedded kernels on a GPU: found by name, launched with checked arguments.
+//! The embedded kernels on a GPU: looked up by name, launched with checked arguments.
 use std::ffi::{CString, c_void};
 use std::fmt;
 use std::rc::Rc;
@@ -10,16 +10,16 @@ use super::memory::DevicePtr;
 use super::stream::Stream;
 use crate::error::KernelError;
 
-/// Arguments of a kernel, each in words of its own.
+/// Arguments of a kernel, each starting at a word of its own.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Args {
     words: Vec<u64>,
-    /// Of each argument: its first word and its size in bytes.
+    /// First word and size in bytes of each argument.
     places: Vec<(usize, usize)>,
 }
 
 impl Args {
-    /// No arguments yet.
+    /// Creates an empty list of arguments.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -37,7 +37,7 @@ impl Args {
         self.word(ptr.0, 8)
     }
 
-    /// A pointer that may be null.
+    /// A pointer that can be null.
     #[must_use]
     pub fn maybe(self, ptr: Option<DevicePtr>) -> Self {
         self.ptr(ptr.unwrap_or_default())
@@ -49,7 +49,7 @@ impl Args {
         self.word(u64::from(value.cast_unsigned()), 4)
     }
 
-    /// A size that a kernel takes as `int`; sizes beyond that never reach a launch.
+    /// A size that a kernel takes as `int`; larger sizes never reach a launch.
     #[must_use]
     pub fn int(self, value: usize) -> Self {
         self.i32(i32::try_from(value).unwrap_or(i32::MAX))
@@ -73,7 +73,7 @@ impl Args {
         self.word(u64::from(value.to_bits()), 4)
     }
 
-    /// Bytes of each argument, in order.
+    /// Size of each argument in bytes, in order.
     #[must_use]
     pub fn sizes(&self) -> Vec<usize> {
         self.places.iter().map(|(_, bytes)| *bytes).collect()
@@ -83,15 +83,15 @@ impl Args {
 /// Blocks, threads per block and dynamic shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
-    /// Blocks.
+    /// Number of blocks.
     pub grid: (u32, u32, u32),
-    /// Threads of each.
+    /// Number of threads per block.
     pub block: (u32, u32, u32),
-    /// Dynamic shared memory of each, in bytes.
+    /// Dynamic shared memory per block, in bytes.
     pub shared: u32,
 }
 
-/// Lets a kernel begin early.
+/// Launch attribute that lets a kernel begin early (programmatic dependent launch).
 fn overlap() -> sys::CUlaunchAttribute {
     sys::CUlaunchAttribute {
         id: sys::CUlaunchAttributeID_enum::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -100,7 +100,7 @@ fn overlap() -> sys::CUlaunchAttribute {
     }
 }
 
-/// The embedded kernels, loaded.
+/// A loaded image of embedded kernels.
 pub struct Module {
     raw: sys::CUmodule,
     overlaps: bool,
@@ -109,18 +109,18 @@ pub struct Module {
 }
 
 impl Module {
-    /// Loads a fatbin or cubin. With `overlap`, its kernels may begin before those before them are
-    /// complete, where the GPU can do that: all of this project's wait for what they need.
+    /// Loads a fatbin or cubin. With `overlap`, its kernels can begin before earlier ones are
+    /// complete, if the GPU supports it: all of this project's kernels wait for their inputs.
     ///
     /// # Errors
-    /// [`KernelError::Unsupported`] when it has nothing for this GPU.
+    /// [`KernelError::Unsupported`] if it has no image for this GPU.
     pub fn load(context: &Rc<Context>, image: &[u8], overlap: bool) -> Result<Self, KernelError> {
         if image.is_empty() {
             return Err(KernelError::Unsupported(
                 "this program was built without CUDA kernels: build it where nvcc is found".into(),
             ));
         }
-        // Embedded bytes lie anywhere; the driver reads words.
+        // Embedded bytes have any alignment; the driver reads words.
         let mut aligned = vec![0u64; image.len().div_ceil(8)];
         for (word, bytes) in aligned.iter_mut().zip(image.chunks(8)) {
             let mut whole = [0; 8];
@@ -128,8 +128,8 @@ impl Module {
             *word = u64::from_le_bytes(whole);
         }
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the image is a whole fatbin, which carries its own size; it lives
-        // as long as the module.
+        // SAFETY: the image is a whole fatbin, which carries its own size; it lives as long as the
+        // module.
         let status = unsafe { sys::cuModuleLoadData(&raw mut raw, aligned.as_ptr().cast()) };
         check(status, "load the kernels")?;
         let overlaps = overlap && context.info().capability >= (9, 0);
@@ -154,8 +154,9 @@ impl Module {
             return Ok(None);
         }
         check(status, name)?;
-        // Now, not when it is first launched: the driver may wait for all that runs before it loads
-        // a kernel, also for one that waits for another rank, and does not load within a capture.
+        // Loaded now instead of at its first launch: before the driver loads a kernel it may wait
+        // for everything that runs, including a kernel that waits for another rank, and it cannot
+        // load within a capture.
         // SAFETY: the function belongs to the loaded module.
         check(unsafe { sys::cuFuncLoad(raw) }, name)?;
         let has_room = shared <= self.context.info().shared_memory;
@@ -197,19 +198,19 @@ pub struct Kernel {
     raw: sys::CUfunction,
     name: &'static str,
     shared_max: u32,
-    /// May begin before the kernels before it are complete; it waits for them itself.
+    /// Begins before earlier kernels are complete, and waits for them itself.
     overlaps: bool,
     module: Rc<Module>,
 }
 
 impl Kernel {
-    /// Whether it may begin before those before it are complete, where its module allows that.
+    /// Switches early launch on, if the module allows it, or off.
     pub(super) fn set_overlap(&mut self, overlap: bool) {
         self.overlaps = overlap && self.module.overlaps;
     }
 
-    /// Asks for so many per cent of the cache to be shared memory whenever it runs, or leaves that
-    /// to the driver: kernels that differ in it wait for each other's end before they begin.
+    /// Requests this percentage of the L1 cache as shared memory whenever the kernel runs, or
+    /// leaves it to the driver. Kernels with different settings never run at the same time.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -222,24 +223,24 @@ impl Kernel {
         check(status, self.name)
     }
 
-    /// Whether it may be launched with so many bytes of dynamic shared memory.
+    /// Whether it can be launched with this much dynamic shared memory.
     #[must_use]
     pub fn has_room(&self, shared: u32) -> bool {
         shared <= self.shared_max
     }
 
-    /// Its name.
+    /// Name of the kernel.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Launches it, in stream order.
+    /// Launches the kernel, in stream order.
     ///
     /// # Safety
-    /// `args` are what the kernel's signature says, in number, type and order, and every pointer
-    /// among them leads to as much memory as the kernel touches, which lives until the stream has
-    /// come so far.
+    /// `args` must match the kernel's signature in number, type and order. Every pointer among them
+    /// must point to as much memory as the kernel accesses, alive until the stream has passed the
+    /// launch.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -251,7 +252,7 @@ impl Kernel {
     ) -> Result<(), KernelError> {
         let Launch { grid, block, shared } = launch;
         if !self.has_room(shared) || grid.0 == 0 || grid.1 == 0 || grid.2 == 0 {
-            let message = format!("{} cannot be launched so: {launch:?}", self.name);
+            let message = format!("{} cannot be launched that way: {launch:?}", self.name);
             return Err(KernelError::Shape { op: self.name, message });
         }
         let words = args.words.as_mut_ptr();
@@ -270,8 +271,8 @@ impl Kernel {
             attrs: &raw mut attribute,
             numAttrs: u32::from(self.overlaps),
         };
-        // SAFETY: the arguments are as the kernel wants them, by this function's contract; the
-        // driver copies them and the settings before it returns.
+        // SAFETY: the arguments match the kernel, by this function's contract; the driver copies
+        // them and the settings before it returns.
         let status = unsafe {
             sys::cuLaunchKernelEx(
                 &raw const config,

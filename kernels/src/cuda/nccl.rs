@@ -1,8 +1,8 @@
-//! NCCL: how GPUs exchange data over NVLink, PCIe and the network.
+//! NCCL: data exchange between GPUs over NVLink, PCIe and the network.
 //!
-//! Its library is found at run time ([`library`]); communicators are made without blocking, watched
-//! by a thread of their own and aborted by it (`communicator`); `group` is what the backend
-//! calls, [`environment`] what NCCL is told by the process's environment.
+//! The library is loaded at run time ([`library`]). Communicators are created without blocking;
+//! each has a watcher thread that aborts it when needed (`communicator`). `group` is the backend's
+//! interface, [`environment`] prepares NCCL's settings.
 mod communicator;
 pub mod environment;
 mod group;

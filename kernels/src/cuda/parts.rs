@@ -1,22 +1,23 @@
-//! PURE: into which parts decode attention splits the tokens of sequences, and the list of all
-//! parts of a step. A mirror of `Splits` in `kernels/cuda/attention.cuh`.
+//! PURE: the parts that decode attention splits sequences into, and the list of all parts of a
+//! step. Mirrors `Splits` in `kernels/cuda/attention.cuh`.
 use std::cmp::Reverse;
 
 use crate::backend::SeqRows;
 use crate::error::KernelError;
 
-/// Into how many parts a sequence is split at most: a constant, so that the sum of a row is made
-/// alike in every batch.
+/// Maximum number of parts of a sequence: a constant, so that a row's sum is computed in the same
+/// way in every batch.
 pub const SPLITS_MAX: u32 = 64;
 /// `TUTTI_PART_SHIFT`
 pub(super) const PART_SHIFT: u32 = 8;
-/// Where the first part begins is a multiple of this, and so is every length.
+/// Alignment of the first part's beginning and of the length of parts, in tokens.
 const ALIGNED: u32 = 16;
 
-/// Tokens of a part at least, by how many sequences are decoded together: few must be split to
-/// occupy a GPU, many need not be, and each part costs a result that is written and read again. Up
-/// to 64 sequences it is a constant: what a sequence gets does not depend on how many others there
-/// are. The bounds are rows that graphs are made for, so that all steps of a graph have the same.
+/// Minimum number of tokens per part, by the number of sequences decoded together. A few sequences
+/// must be split to occupy a GPU; many need not be, and each part costs a partial result that is
+/// written and read again. Constant for up to 64 sequences, so that a sequence's result does not
+/// depend on the number of others. The bounds are row counts that graphs are made for, so that all
+/// steps of a graph agree.
 #[must_use]
 pub fn least_split(items: usize) -> u32 {
     match items {
@@ -26,8 +27,8 @@ pub fn least_split(items: usize) -> u32 {
     }
 }
 
-/// The windows of a model's layers, each once: tokens that a row sees, itself included; 0: all.
-/// Each splits sequences in its own way.
+/// The distinct attention windows of a model's layers: the number of tokens that a row attends to,
+/// including itself; 0 for all. Sequences are split separately for each window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Windows {
     list: [u32; Self::MOST],
@@ -35,14 +36,16 @@ pub struct Windows {
 }
 
 impl Windows {
-    /// As many are counted in [`super::batch::live`].
+    /// Maximum number of windows; [`super::batch::live`] has a count for each.
     pub const MOST: usize = 3;
 
-    /// Layers that see everything.
+    /// A single window: attention to all tokens.
     pub const ALL: Self = Self { list: [0; Self::MOST], len: 1 };
 
+    /// Collects the given windows, which must differ.
+    ///
     /// # Errors
-    /// [`KernelError::Unsupported`] when there are more than [`Windows::MOST`].
+    /// [`KernelError::Unsupported`] if there are more than [`Windows::MOST`].
     pub fn new(windows: &[Option<u32>]) -> Result<Self, KernelError> {
         let mut list = [0; Self::MOST];
         let (len, most) = (windows.len(), Self::MOST);
@@ -56,35 +59,35 @@ impl Windows {
         Ok(Self { list, len })
     }
 
-    /// How many there are.
+    /// Number of windows.
     #[must_use]
     pub fn count(self) -> usize {
         self.len
     }
 
-    /// Each of them.
+    /// All windows.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.list[..self.len].iter().copied()
     }
 
-    /// Which of them this is.
+    /// Index of a window.
     #[must_use]
     pub fn place(self, window: Option<u32>) -> Option<usize> {
         self.iter().position(|known| known == window.unwrap_or(0))
     }
 }
 
-/// How the tokens of a sequence are split.
+/// How a sequence is split.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Splits {
-    /// Tokens of each part, but the last.
+    /// Tokens per part, except the last.
     pub len: u32,
-    /// Parts.
+    /// Number of parts.
     pub count: u32,
 }
 
-/// Of a sequence of one row with `context_len` tokens, the last `window` of which are visible (0:
-/// all).
+/// Splits a sequence of one row with `context_len` tokens, of which the last `window` are visible
+/// (0: all).
 #[must_use]
 pub fn splits(context_len: u32, window: u32, least: u32) -> Splits {
     let start = if window == 0 { 0 } else { context_len.saturating_sub(window) };
@@ -93,15 +96,15 @@ pub fn splits(context_len: u32, window: u32, least: u32) -> Splits {
     Splits { len, count: tokens.div_ceil(len) }
 }
 
-/// How many parts there are of some sequences.
+/// Total number of parts of some sequences.
 #[must_use]
 pub fn count<'a>(items: impl Iterator<Item = &'a SeqRows>, window: u32, least: u32) -> usize {
     items.map(|seq| splits(seq.context_len, window, least).count as usize).sum()
 }
 
-/// Writes the list of all parts to the beginning of `list`: those of long parts come first, since
-/// blocks take them in turns. `items` are the sequences with their names, which ascend; `found` is
-/// scratch. Returns how many parts there are.
+/// Writes the list of all parts to the beginning of `list` and returns their number. Long parts
+/// come first, since blocks take parts in turn. `items` are the sequences with their numbers, in
+/// ascending order; `found` is scratch.
 pub fn fill<'a>(
     list: &mut [u32],
     items: impl Iterator<Item = (u32, &'a SeqRows)>,
@@ -111,7 +114,7 @@ pub fn fill<'a>(
 ) -> usize {
     found.clear();
     found.extend(items.map(|(index, seq)| (index, splits(seq.context_len, window, least))));
-    // A sort that takes no memory, with names as the order of equals.
+    // Sorted without allocating; equal lengths stay in the order of the numbers.
     found.sort_unstable_by_key(|(index, splits)| (Reverse(splits.len), *index));
     let parts = found.iter().flat_map(|&(index, splits)| {
         (0..splits.count).map(move |split| index << PART_SHIFT | split)
@@ -133,7 +136,7 @@ mod tests {
         SeqRows { row_start: 0, num_rows: 1, context_len, table_start: 0, table_len: 1 }
     }
 
-    /// The rule as `kernels.h` has it, position by position.
+    /// The rule of `kernels.h`, position by position.
     #[test]
     fn parts_are_those_of_the_kernels_rule() {
         let windows = [0, 1, 15, 16, 17, 64, 100, 4096, 5000];
@@ -144,7 +147,7 @@ mod tests {
             for least in [64, 128, 256] {
                 let Splits { len, count } = splits(context, window, least);
                 assert!(len >= least && len % 16 == 0 && (1..=SPLITS_MAX).contains(&count));
-                // They end with the last token, and no shorter ones would do.
+                // The parts end with the last token, and one part less would not reach it.
                 assert!(first + (count - 1) * len < context && first + count * len >= context);
                 assert!(len == least || (len - 16) * SPLITS_MAX < context - first);
             }
@@ -154,7 +157,7 @@ mod tests {
         assert_eq!(splits(4096, 0, 64), Splits { len: 64, count: 64 });
         assert_eq!(splits(4097, 0, 64), Splits { len: 80, count: 52 });
         assert_eq!(splits(4097, 0, 128), Splits { len: 128, count: 33 });
-        // 1 to 16 tokens that nobody sees, before the window.
+        // 1 to 16 invisible tokens before the window.
         assert_eq!(splits(81, 64, 64), Splits { len: 64, count: 2 });
         assert_eq!(splits(80, 64, 64), Splits { len: 64, count: 1 });
         assert!(splits(u32::MAX - 4096, 0, 64).count <= SPLITS_MAX);
@@ -168,7 +171,7 @@ mod tests {
                 assert_eq!(least_split(rows as usize), least_split(bucket as usize), "{rows}");
             }
         }
-        // Documented: up to 32 sequences none depends on the others.
+        // Documented: up to 32 sequences do not depend on each other.
         assert!((1..=32).all(|items| least_split(items) == least_split(1)));
     }
 
@@ -182,7 +185,7 @@ mod tests {
         assert_eq!(list[number..], [u32::MAX; 2]);
         let named: Vec<(u32, u32)> =
             list[..number].iter().map(|part| (part >> PART_SHIFT, part & 255)).collect();
-        // 320, 128, then 64 tokens each in the order of the batch.
+        // Lengths of 320, 128, then 64 tokens, the last in batch order.
         let of = |index, count| (0..count).map(move |split| (index, split));
         let want: Vec<(u32, u32)> =
             of(6, 63).chain(of(4, 64)).chain(of(3, 3)).chain([(5, 0), (7, 0)]).collect();

@@ -1,12 +1,11 @@
-//! Ranks of one host that see each other's GPU memory, and exchange data by this project's own
-//! kernels (`kernels/cuda/all_reduce.cu`): quicker than NCCL for the small messages of decode
-//! steps, and able to leave when a rank is gone. Large messages go through another group where
-//! there is one.
+//! Ranks of one host that access each other's GPU memory and exchange data with this project's own
+//! kernels (`kernels/cuda/all_reduce.cu`). Faster than NCCL for the small messages of decode steps,
+//! and able to stop when a rank is gone. Large messages go through another group, if there is one.
 //!
-//! - `memory`: memory given to other processes (CUDA IPC), and the words shared with kernels
-//! - `connect`: how ranks find out whether they can, and set it up
-//! - `trial`: known numbers, sent before anything depends on it
-//! - [`tuning`]: PURE: which kernel for which size, from measured times; and the measuring
+//! - `memory`: memory shared with other processes (CUDA IPC), and the words shared with kernels
+//! - `connect`: how ranks find out whether they can, and set up the group
+//! - `trial`: a test exchange of known numbers before anything depends on it
+//! - [`tuning`]: PURE: the kernel for each size, chosen from measured times; and the measurements
 mod connect;
 mod memory;
 mod trial;
@@ -27,23 +26,23 @@ pub(super) use connect::{AgreeError, Site, agree, process_id};
 use memory::{Mapped, Words};
 use tuning::{How, Thresholds};
 
-/// Memory that was given to other processes, and that may be freed once those have let go of it.
+/// Memory that was shared with other processes, to be freed once those have closed it.
 pub(super) type Retired = Rc<RefCell<Vec<DeviceMemory>>>;
 
-/// See the module's documentation. Dropped after the stream has come to its end.
+/// A group of such ranks; see the module. Dropped once the stream is idle.
 #[derive(Debug)]
 pub(super) struct PeerGroup {
     /// `TuttiPeers`
     table: DeviceMemory,
-    /// Slots, flags, rounds and the word that says that it is over.
+    /// Slots, flags, rounds and the word that records a failure.
     own: Option<DeviceMemory>,
-    /// Other ranks' memory here; let go of before `own` is retired.
+    /// Other ranks' memory, mapped here; unmapped before `own` is retired.
     mapped: Vec<Mapped>,
     words: Arc<Words>,
     abort: Arc<AbortAll>,
     thresholds: Thresholds,
     large: Option<Box<dyn DeviceGroup>>,
-    /// Ranks of this process use `own` without having opened it.
+    /// Whether ranks of this process use `own` without having opened it.
     shares_process: bool,
     retired: Retired,
     timeout: std::time::Duration,
@@ -54,7 +53,7 @@ impl PeerGroup {
         self.thresholds.how(bytes, self.large.is_some())
     }
 
-    /// For people.
+    /// Description for people.
     pub(super) fn describe(&self) -> String {
         let Thresholds { one_shot, two_shot } = self.thresholds;
         let (one_shot, two_shot) = (one_shot >> 10, two_shot >> 10);
@@ -65,7 +64,7 @@ impl PeerGroup {
         format!("GPUs see each other's memory: one-shot up to {one_shot} KiB, {rest}")
     }
 
-    /// One way or another, whatever the size.
+    /// Sums with one of the two kernels, whatever the size.
     fn sum(
         &self,
         device: &Device,
@@ -74,8 +73,8 @@ impl PeerGroup {
         count: usize,
     ) -> Result<(), KernelError> {
         let call = launch::peer_sum(self.table.ptr(), data, count, two_shot);
-        // SAFETY: the table and what it names live until the group is dropped, which the stream's
-        // end comes before; the callers vouch for `data`.
+        // SAFETY: the table and the memory it refers to live until the group is dropped, which only
+        // happens once the stream is idle; the callers vouch for `data`.
         unsafe { device.launch(call) }
     }
 }
@@ -162,8 +161,8 @@ impl Drop for PeerGroup {
         self.words.close();
         let Some(own) = self.own.take() else { return };
         if self.shares_process {
-            // Nothing tells when the other ranks of this process are done with it; only tests have
-            // several, so it stays.
+            // Nothing tells when the other ranks of this process no longer use it, so it is leaked;
+            // only tests have several.
             let _kept = ManuallyDrop::new(own);
         } else {
             self.retired.borrow_mut().push(own);

@@ -13,18 +13,18 @@ use crate::backend::{Activation, Buffer as _, ProductOps};
 use crate::check::{self, ensure};
 use crate::error::KernelError;
 
-/// Rows up to which this project's own kernels compute products; cuBLASLt computes more. Every 32
-/// outputs these kernels read all rows of x again, from L2: of 64 rows twice as much as there are
-/// weights, which L2 does not give beside them.
+/// Maximum number of rows for this project's own kernels; cuBLASLt computes the rest. These kernels
+/// reread all rows of x from L2 for every 32 outputs. For 64 rows that is twice the size of the
+/// weights, more than L2 can deliver in addition to them.
 pub(super) const SKINNY_MAX: usize = 32;
 
-/// The same where weights are int8 or have 4 bits: see [`CudaBackend::is_skinny_with`].
+/// The same for int8 and 4-bit weights: see [`CudaBackend::is_skinny_with`].
 const INT8_SKINNY_MAX: usize = 256;
 
-/// Rows of gate and up that are computed at a time: their f32 products are large.
+/// Rows of gate and up to compute at a time, since their f32 products are large.
 const GATE_UP_ROWS: usize = 1024;
 
-/// Where an addend is.
+/// Address of an addend.
 pub(super) fn addend_at(
     op: &'static str,
     addend: Option<&CudaBuffer>,
@@ -67,7 +67,8 @@ impl ProductOps for CudaBackend {
         }
         let most = x.rows_max().min(out.rows_max());
         let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
-        // The kernels here want rows at 16 bytes; cuBLASLt chooses for pointers at 256.
+        // This project's kernels need rows aligned to 16 bytes; cuBLASLt has its best choice at
+        // 256.
         let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
         if first.is_multiple_of(step) {
             from.ptr = from.ptr.offset(first * 2);
@@ -111,7 +112,7 @@ impl ProductOps for CudaBackend {
             // SAFETY: shapes were checked.
             return unsafe { self.device.launch(call) };
         }
-        // No part is larger than the first: none needs bf16 where that one does not.
+        // No part is larger than the first: if that one needs no bf16 copy, none does.
         let bf16 = match self.is_skinny_with(count.min(GATE_UP_ROWS), weight) {
             true => None,
             false => Some(self.widen(weight)?),
@@ -123,7 +124,7 @@ impl ProductOps for CudaBackend {
             let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
             let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
             let wide = Rows { ptr: both, stride: features };
-            // Graphs have one part; a later part has as many rows as it is launched for.
+            // Graphs have a single part; in a later part, all rows launched for exist.
             let live = if done == 0 { live } else { DevicePtr::default() };
             match bf16 {
                 Some(bf16) if !self.is_skinny_with(part, weight) => {
@@ -162,7 +163,7 @@ impl ProductOps for CudaBackend {
             return Ok(());
         }
         if self.alone {
-            // Of other steps, whose prompts' log-probabilities are wanted.
+            // For other steps, which compute the log-probabilities of prompts.
             self.scratch(Which::Index, size_of_val(rows))?;
         }
         let own = self.step.has_sample_rows(rows);
@@ -202,20 +203,21 @@ impl CudaBackend {
         rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
     }
 
-    /// The same of a product with this matrix. To make quantised weights bf16 for cuBLASLt takes as
-    /// long as to read int8 ones some five times, which those kernels do once for 64 rows.
+    /// As [`Self::is_skinny`], for a product with this matrix. Converting quantised weights to bf16
+    /// for cuBLASLt takes as long as reading int8 weights about five times; the kernels here read
+    /// them once per 64 rows.
     pub(super) fn is_skinny_with(&self, rows: usize, weight: &CudaMatrix) -> bool {
         self.is_skinny(rows) || (!weight.weight().is_bf16() && rows <= INT8_SKINNY_MAX)
     }
 
-    /// Whether quantised weights may be made bf16, which takes memory, in steps of up to so many
-    /// rows.
+    /// Whether steps of up to `rows` rows can convert quantised weights to bf16, which takes
+    /// memory.
     #[must_use]
     pub fn widens_int8(&self, rows: usize) -> bool {
         rows > INT8_SKINNY_MAX && !self.is_skinny(rows)
     }
 
-    /// `out = x W^T + bias`, or of the rows of x that `index` names.
+    /// `out = x W^T + bias`, or of the rows of x listed in `index`.
     #[allow(clippy::too_many_arguments, reason = "a product's operands")]
     pub(super) fn product(
         &mut self,
@@ -229,8 +231,8 @@ impl CudaBackend {
     ) -> Result<(), KernelError> {
         let (n, k) = (weight.rows(), weight.cols());
         let w = weight.weight();
-        // Rows that are named are those of the output head, the largest matrix of all: in bf16 it
-        // would take much of the memory that quantising leaves.
+        // An index is only used for the output head, the largest matrix of all: in bf16, it would
+        // take much of the memory that quantisation saves.
         if self.is_skinny_with(rows, weight) || (!w.is_bf16() && index.is_some()) {
             let bias = bias.map(CudaVector::ptr);
             let call = launch::skinny((x, index), w, bias, out, (rows, n, k), live);
@@ -253,8 +255,8 @@ impl CudaBackend {
         self.multiply(x, weight, bf16, bias, out, rows, live)
     }
 
-    /// A matrix in bf16, as [`CudaBackend::multiply`] takes it: quantised weights lie in scratch,
-    /// until the next matrix is widened.
+    /// The address of a matrix in bf16, as [`CudaBackend::multiply`] takes it. Quantised weights
+    /// are converted into scratch, which is valid until the next matrix is widened.
     pub(super) fn widen(&mut self, weight: &CudaMatrix) -> Result<DevicePtr, KernelError> {
         let w = weight.weight();
         if w.is_bf16() {
@@ -298,7 +300,7 @@ impl CudaBackend {
         let done = unsafe { self.device.multiply(&product, x.ptr, bf16, out.ptr) }?;
         match (w.scales, bias) {
             _ if !done => {
-                // Slower, and right for all shapes.
+                // Slower, but correct for all shapes.
                 let call = launch::skinny((x, None), w, bias, out, (rows, n, k), live);
                 // SAFETY: as above.
                 unsafe { self.device.launch(call) }
@@ -306,12 +308,12 @@ impl CudaBackend {
             (None, None) => Ok(()),
             (Some(scales), bias) => {
                 let call = launch::scale_add_bias(out.ptr, scales, bias, n, rows, live);
-                // SAFETY: the result is contiguous, and scales and bias as wide.
+                // SAFETY: the result is contiguous, and scales and bias are as wide.
                 unsafe { self.device.launch(call) }
             }
             (None, Some(bias)) => {
                 let call = launch::add_bias(out.ptr, bias, n, rows, live);
-                // SAFETY: the result is contiguous, and the bias as wide.
+                // SAFETY: the result is contiguous, and the bias is as wide.
                 unsafe { self.device.launch(call) }
             }
         }

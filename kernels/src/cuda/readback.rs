@@ -1,5 +1,5 @@
-//! Rows of buffers, read by the host: through pinned memory that is kept, with one wait for all of
-//! them.
+//! Reads rows of buffers to the host, through pinned memory that is reused, with a single wait for
+//! all of them.
 use std::ops::Range;
 
 use super::backend::CudaBackend;
@@ -10,14 +10,14 @@ use crate::backend::Buffer as _;
 use crate::check::ensure;
 use crate::error::KernelError;
 
-/// Where rows arrive; empty between calls.
+/// Pinned memory that rows arrive in.
 #[derive(Debug, Default)]
 pub(super) struct Readback {
     pinned: Option<Pinned<u32>>,
 }
 
 impl Readback {
-    /// Room for `words` words.
+    /// Returns room for `words` words.
     fn get(&mut self, device: &Device, words: usize) -> Result<&mut Pinned<u32>, KernelError> {
         let kept = self.pinned.take().filter(|pinned| pinned.len() >= words);
         let pinned = match kept {
@@ -32,7 +32,7 @@ impl Readback {
 }
 
 impl CudaBackend {
-    /// A buffer's rows, on the host.
+    /// Copies a buffer's rows to the host.
     pub(super) fn download(&mut self, buffer: &CudaBuffer) -> Result<Vec<f32>, KernelError> {
         let mut values = Vec::new();
         let all = 0..buffer.rows();
@@ -40,7 +40,7 @@ impl CudaBackend {
         Ok(values)
     }
 
-    /// Some of a buffer's rows, one range behind the other, on the host. Clears and fills `out`.
+    /// Copies ranges of a buffer's rows to the host, one after the other. Clears and fills `out`.
     pub(super) fn download_rows(
         &mut self,
         buffer: &CudaBuffer,

@@ -1,4 +1,4 @@
-//! What sampling finds, on the GPU and on its way to the host through pinned memory.
+//! Results of sampling, on the GPU and on their way to the host through pinned memory.
 use super::device::Device;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::sample_lists::TOP_MAX;
@@ -8,23 +8,23 @@ use crate::sampling::Sampled;
 
 /// Words of `TuttiSampled`.
 pub(super) const SAMPLED: usize = 4;
-/// Steps whose tokens may be on their way.
+/// Maximum number of steps whose tokens are in flight.
 pub(super) const QUEUED_MAX: usize = 2;
 
-/// Where results go: graphs name both places.
+/// Memory for results; graphs refer to both addresses.
 #[derive(Debug)]
 pub(super) struct Results {
     pub(super) rows: usize,
     pub(super) device: DeviceMemory,
-    /// One for each step that may be under way.
+    /// One for each step in flight.
     pub(super) host: [(Pinned<u32>, Event); QUEUED_MAX],
     top: Option<(DeviceMemory, [Pinned<u32>; QUEUED_MAX])>,
 }
 
 impl Results {
-    /// Room for `rows` rows, or more.
+    /// Allocates room for at least `rows` rows.
     pub(super) fn new(device: &Device, rows: usize) -> Result<Self, KernelError> {
-        // As many as the largest graph has, at least.
+        // At least the rows of the largest graph.
         let rows = rows.max(512);
         let context = &device.context;
         let host = || -> Result<_, KernelError> {
@@ -39,7 +39,7 @@ impl Results {
         })
     }
 
-    /// Has what smaller ones have, which has arrived there.
+    /// Takes over the contents of smaller memory, which have all arrived.
     pub(super) fn take_over(&mut self, device: &Device, old: &Self) -> Result<(), KernelError> {
         self.device.copy_from(&device.stream, &old.device, old.rows * SAMPLED * 4)?;
         for ((to, _), (from, _)) in self.host.iter_mut().zip(&old.host) {
@@ -51,7 +51,7 @@ impl Results {
                 to.as_mut_slice()[..from.len()].copy_from_slice(from.as_slice());
             }
         }
-        // The old ones are about to be freed.
+        // The old memory is about to be freed.
         device.stream.synchronize()
     }
 
@@ -105,8 +105,7 @@ impl Results {
         done.record(&device.stream)
     }
 
-    /// Row `i` of `rows` as the caller wants it, with at most `top_n` of the `stride` most likely
-    /// tokens.
+    /// Row `i` of `rows`, with at most `top_n` of the `stride` most likely tokens.
     pub(super) fn row(
         &self,
         slot: usize,

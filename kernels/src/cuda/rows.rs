@@ -1,7 +1,7 @@
 //! Rows of activations: embedding, sums and norms.
 //!
-//! As every operation does: checks its arguments, then asks the step whether it is only to be
-//! compared with a recorded one, then launches. Activations that products read are bf16, all others
+//! Like every operation, these check their arguments, then ask the step whether the call is only
+//! compared with a recorded one, then launch. Activations that products read are bf16, all others
 //! f32.
 use super::backend::CudaBackend;
 use super::batch::{Capacity, Cut, live};
@@ -50,7 +50,7 @@ impl RowOps for CudaBackend {
         let live = self.step.at(live::ROWS);
         let table = (table.at().ptr, table.rows());
         let call = launch::embed(from, table, rows, width, first_id, scale, count, live);
-        // SAFETY: shapes were checked; ids beyond the table are the kernel's to see.
+        // SAFETY: shapes were checked; the kernel handles ids beyond the table.
         unsafe { self.device.launch(call) }
     }
 
@@ -114,7 +114,7 @@ impl RowOps for CudaBackend {
         let to = sum.of(Element::F32, op, "sum")?.ptr;
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
-        // Not how many rows there are: a graph is of several numbers of them.
+        // Does not include the number of rows: a graph covers several.
         if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }

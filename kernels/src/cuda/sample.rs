@@ -1,4 +1,4 @@
-//! Steps as a whole, and the tokens that come of them: sampling and log-probabilities on the GPU.
+//! Step framing, sampling and log-probabilities on the GPU.
 use std::time::Instant;
 
 use super::backend::{CudaBackend, Part, Which};
@@ -17,7 +17,7 @@ use crate::check::{self, ensure};
 use crate::error::KernelError;
 use crate::sampling::{SampleRow, Sampled};
 
-/// Where rows `first..first + count` of logits are.
+/// Address of rows `first..first + count` of logits.
 fn rows_at(
     op: &'static str,
     logits: &CudaBuffer,
@@ -36,22 +36,22 @@ impl StepOps for CudaBackend {
         self.apart = None;
         let rows = inputs.sample_rows.len();
         let Self { device, step, sampling, .. } = self;
-        // Before anything is recorded: graphs keep these places.
+        // Before anything is recorded, since graphs keep these addresses.
         if sampling.reserve(device, rows)? {
             step.forget_graphs();
         }
         step.begin(&device.context, &device.stream, inputs)?;
-        // A step before may have found out.
+        // An earlier step may have switched the overlap off.
         device.set_overlap(step.overlaps());
         sampling.begin(inputs);
         if !inputs.feed.is_empty() {
-            // Tokens are words of 32 bits: two of the elements that this kernel moves.
+            // Tokens are 32-bit words: two of the 16-bit elements that this kernel moves.
             let tokens = Rows { ptr: sampling.fed(inputs.feed)?, stride: 8 };
             let ids = Rows { ptr: step.at(step.layout().ids), stride: 2 };
             let index = step.at(step.layout().feed);
             let call =
                 launch::gather_rows(tokens, index, ids, 2, inputs.feed.len(), DevicePtr::default());
-            // SAFETY: the rows named were sampled by the step before, and ids has room for all.
+            // SAFETY: the given rows were sampled by the previous step, and ids has room for all.
             unsafe { device.launch(call) }?;
         }
         step.open(&device.stream)
@@ -122,8 +122,8 @@ impl StepOps for CudaBackend {
     }
 
     fn is_sampled(&mut self) -> Result<bool, KernelError> {
-        // Tokens that are there are good, however late they are asked for: this process may have
-        // been stopped meanwhile.
+        // Tokens that have arrived are valid no matter how late they are polled: this process may
+        // have been stopped meanwhile.
         let is_done = self.sampling.is_done()?;
         if !is_done {
             self.device.context.group.check(self.sampling.waited())?;
@@ -180,7 +180,7 @@ impl StepOps for CudaBackend {
 }
 
 impl CudaBackend {
-    /// Samples and sends the results on their way; says in which slot they will be.
+    /// Samples and starts copying the results; returns the slot that they go to.
     fn launch_sampling(
         &mut self,
         logits: Rows,
@@ -204,26 +204,26 @@ impl CudaBackend {
         let Self { sampling, device, .. } = self;
         let slot = sampling.next;
         sampling.next = (slot + 1) % QUEUED_MAX;
-        // Of queued tokens too: the slot that is taken is the older one's, which has been taken.
+        // For queued tokens, too: this is the slot of the older step, which has been taken.
         let is_free = sampling.queued.iter().all(|queued| queued.slot != slot);
         ensure!("sample", is_free, "{QUEUED_MAX} steps are queued already");
         sampling.results()?.download(device, slot, rows.len(), top)?;
         Ok(slot)
     }
 
-    /// Whether these are the step's own rows, whose parameters came with it.
+    /// Whether these are the step's own rows, with parameters uploaded at its beginning.
     fn is_staged(&self, rows: &[SampleRow<'_>]) -> bool {
         !self.step.samples_late() && self.step.has_sampling(rows)
     }
 
-    /// Whether these are the step's own rows, whose parameters come with their masks.
+    /// Whether these are the step's own rows, with parameters uploaded together with their masks.
     fn is_late(&self, rows: &[SampleRow<'_>]) -> bool {
         self.step.samples_late() && self.step.has_samples(rows.len())
     }
 
-    /// The largest logit of each row over all ranks: each looks at its own part of the vocabulary
-    /// and tells the others what it found. Then the graph runs, if it is one; those that come
-    /// `late` are no part of it.
+    /// Finds the largest logit of each row over all ranks: each rank searches its own part of the
+    /// vocabulary and sends the others its result. Then runs the graph, if there is one; `late`
+    /// rows are sampled after it.
     fn pick(
         &mut self,
         logits: Rows,
@@ -258,7 +258,7 @@ impl CudaBackend {
             let sizes = (count, first_id);
             let argmax = launch::argmax(logits, Some(masked), own, sizes, rows, Some(live));
             // SAFETY: the logits have as many rows and columns; the scratch was made for it; masks
-            // were found to be of the whole vocabulary.
+            // were checked to cover the whole vocabulary.
             unsafe { device.launch(argmax) }?;
             let group = &device.context.group;
             group.call(|group| group.all_gather(device, own, all, bytes)).unwrap_or(Ok(()))?;
@@ -271,7 +271,7 @@ impl CudaBackend {
         self.step.close(&self.device.stream)
     }
 
-    /// As the last part of a graph, which then runs.
+    /// Samples as the last part of a graph, and runs the graph.
     fn sample_in_graph(&mut self, logits: Rows, vocab: usize) -> Result<(), KernelError> {
         let count = self.step.counts().samples;
         if !self.step.skips("sample", [logits.ptr.0, vocab as u64, count as u64]) {
@@ -297,7 +297,7 @@ impl CudaBackend {
         self.step.close(&self.device.stream)
     }
 
-    /// At once: rows whose logits are edited some at a time, apart from others.
+    /// Samples immediately: rows with edited logits a few at a time, separate from others.
     fn sample_now(
         &mut self,
         logits: Rows,
@@ -336,8 +336,8 @@ impl CudaBackend {
                 top: top.map(|(ids, logprobs)| (ids.offset(skip), logprobs.offset(skip))),
                 top_stride: top_n as usize,
             };
-            // SAFETY: rows were checked; every list and result has room for them, and scratch for
-            // as many as are sampled together.
+            // SAFETY: rows were checked; every list and result has room for them, and scratch has
+            // room for as many as are sampled together.
             unsafe { device.launch(launch::sample(&io, vocab, count, None)) }?;
         }
         Ok(())

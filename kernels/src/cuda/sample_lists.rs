@@ -1,4 +1,4 @@
-//! PURE: what sampling is told of its rows, as the kernels read it.
+//! PURE: the inputs of sampling, in the layout of the kernels.
 use crate::error::KernelError;
 use crate::sampling::SampleRow;
 
@@ -13,9 +13,9 @@ pub(crate) const BIAS_MAX: usize = 1024;
 /// `TUTTI_TOP_MAX`
 pub(crate) const TOP_MAX: u32 = 128;
 
-/// Where a row's parameters are among its words. Of a list: where it begins, then how long it is.
+/// Word offsets within a row's parameters. A list has two words: its start and its length.
 pub(super) mod word {
-    /// Two of them, the low half first.
+    /// Two words, the low half first.
     pub(super) const SEED: usize = 0;
     pub(super) const TEMPERATURE: usize = 2;
     pub(super) const TOP_P: usize = 3;
@@ -38,7 +38,7 @@ pub(super) mod word {
     pub(super) const MASK: usize = 20;
 }
 
-/// Sampling parameters of all rows, and the lists that they point into.
+/// Sampling parameters of all rows, and the lists that they refer to.
 #[derive(Debug, Default)]
 pub struct SampleLists {
     /// TuttiSampleParams, as words.
@@ -47,20 +47,20 @@ pub struct SampleLists {
     pub biases: Vec<u32>,
     /// Suppressed, prompt and output tokens.
     pub ids: Vec<u32>,
-    /// The masks of rows that have one.
+    /// Masks of the rows that have one.
     pub masks: Vec<u32>,
-    /// The longest list of most likely tokens that is wanted.
+    /// Length of the longest requested list of most likely tokens.
     pub top: u32,
-    /// Of each row whether its logits are changed before they are looked at, not only masked.
+    /// Whether each row's logits are edited before sampling, other than by a mask.
     pub edited: Vec<bool>,
-    /// Whether any row's are.
+    /// Whether any row's logits are edited.
     pub edits: bool,
-    /// Whether of every row only the largest logit counts that its mask leaves.
+    /// Whether only the largest allowed logit of every row matters.
     pub greedy: bool,
 }
 
 impl SampleLists {
-    /// Packs `rows`; empties itself first.
+    /// Packs `rows`, replacing earlier contents.
     ///
     /// # Errors
     /// [`KernelError::Shape`] for more than `BIAS_MAX` biases or `TOP_MAX` most likely tokens.

@@ -1,5 +1,5 @@
-//! What sampling keeps beside logits: lists on the GPU, scratch, and tokens on their way to the
-//! host through pinned memory.
+//! State of sampling: lists on the GPU, scratch, and tokens on their way to the host through pinned
+//! memory.
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
@@ -15,36 +15,38 @@ use crate::check::ensure;
 use crate::error::KernelError;
 use crate::sampling::Sampled;
 
-/// Tokens on their way.
+/// A step's tokens on their way to the host.
 #[derive(Debug)]
 pub(super) struct Queued {
-    /// Where they go.
+    /// Slot of the results.
     pub(super) slot: usize,
-    /// Of each row, how many likely tokens are wanted beside its log-probability, or neither.
+    /// For each row, the number of most likely tokens requested with its log-probability, or `None`
+    /// for neither.
     pub(super) wanted: Vec<Option<u32>>,
-    /// The longest list of likely tokens.
+    /// Length of the longest list of most likely tokens.
     pub(super) top: u32,
     pub(super) vocab: usize,
-    /// Since when nothing but their own step keeps them, and steps before it that sample nothing.
+    /// Since when it waits only for its own step, and for earlier steps that sample nothing.
     pub(super) since: Instant,
 }
 
-/// What sampling needs besides logits.
+/// State of sampling.
 #[derive(Debug)]
 pub(super) struct Sampling {
     results: Option<Results>,
-    /// Steps, the oldest first.
+    /// Steps with tokens in flight, oldest first.
     pub(super) queued: VecDeque<Queued>,
     pub(super) next: usize,
-    /// Of each row that the open step samples, the row of the step before whose token is its last.
+    /// For each row that the open step samples, the row of the previous step whose token is its
+    /// last.
     fed: Vec<u32>,
     pub(super) lists: Uploads,
-    /// Edited logits, and how often tokens occurred: zero between launches.
+    /// Edited logits, and the counts of tokens, which are zero between launches.
     edited: Scratch,
     counts: Scratch,
 }
 
-/// Where rows' lists are on the device.
+/// Addresses of rows' lists on the device.
 pub(super) struct Sent {
     pub(super) params: DevicePtr,
     pub(super) masks: DevicePtr,
@@ -65,14 +67,14 @@ impl Sampling {
         }
     }
 
-    /// Makes room for the results of `rows` rows; whether anything moved.
+    /// Makes room for the results of `rows` rows; returns whether anything moved.
     pub(super) fn reserve(&mut self, device: &Device, rows: usize) -> Result<bool, KernelError> {
         if self.results.as_ref().is_some_and(|results| results.rows >= rows) {
             return Ok(false);
         }
         device.stream.synchronize()?;
         let mut made = Results::new(device, rows)?;
-        // What is on its way has arrived: for whoever takes it, and for the step that it is fed to.
+        // Results in flight have arrived: kept for `take` and for the step that they are fed to.
         if let Some(old) = self.results.take().filter(|_| !self.queued.is_empty()) {
             made.take_over(device, &old)?;
         }
@@ -80,7 +82,7 @@ impl Sampling {
         Ok(true)
     }
 
-    /// The open step's rows, and which of them are fed.
+    /// Begins a step: records which of its sampled rows are fed.
     pub(super) fn begin(&mut self, inputs: &StepInputs<'_>) {
         self.fed.clear();
         let fed = |row: &u32| inputs.feed.get(*row as usize).copied().unwrap_or(NOT_FED);
@@ -89,7 +91,7 @@ impl Sampling {
         }
     }
 
-    /// Where the tokens are that the step before sampled, whose rows `feed` names.
+    /// Address of the tokens that the previous step sampled, after checking the rows in `feed`.
     pub(super) fn fed(&mut self, feed: &[u32]) -> Result<DevicePtr, KernelError> {
         let rows = self.queued.back().map_or(0, |queued| queued.wanted.len());
         let fed = feed.iter().filter(|row| **row != NOT_FED);
@@ -98,12 +100,12 @@ impl Sampling {
         Ok(self.results()?.device.ptr())
     }
 
-    /// For how long the oldest queued tokens have been on their way.
+    /// How long the oldest queued tokens have been in flight.
     pub(super) fn waited(&self) -> Duration {
         self.queued.front().map_or(Duration::ZERO, |queued| queued.since.elapsed())
     }
 
-    /// Whether the oldest queued tokens are there.
+    /// Whether the oldest queued tokens have arrived.
     pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
         let Some(&Queued { slot, .. }) = self.queued.front() else { return Ok(true) };
         self.results()?.host[slot].1.is_done()
@@ -133,12 +135,12 @@ impl Sampling {
         Ok(())
     }
 
-    /// Forgets what is queued: its steps are over.
+    /// Drops everything queued: its steps are over.
     pub(super) fn forget(&mut self) {
         self.queued.clear();
     }
 
-    /// Brings the lists of rows to the device: parameters, and masks, where the step has not.
+    /// Uploads the rows' lists; parameters and masks only if the step has not done so.
     pub(super) fn send<'a>(
         &mut self,
         device: &Device,
@@ -171,19 +173,19 @@ impl Sampling {
         };
         let [params, masks, biases, ids, index] = at.map(|at| all.offset(at * 4));
         if let Some(fed) = fed {
-            // Tokens are words of 32 bits: two of the elements that this kernel moves.
+            // Tokens are 32-bit words: two of the 16-bit elements that this kernel moves.
             let tokens = Rows { ptr: self.results()?.device.ptr(), stride: 8 };
             let to = Rows { ptr: ids.offset(fed.first * 4), stride: 2 };
             let rows = fed.rows.len();
             let call = launch::gather_rows(tokens, index, to, 2, rows, DevicePtr::default());
-            // SAFETY: the rows named were sampled by the step before, as its beginning has found;
-            // lists reach as far as the last token that is fed.
+            // SAFETY: the given rows were sampled by the previous step, as checked at the step's
+            // beginning; lists reach as far as the last token that is fed.
             unsafe { device.launch(call) }?;
         }
         Ok(Sent { params, masks, biases, ids })
     }
 
-    /// Room for edited logits and counts of as many rows as are sampled together.
+    /// Scratch for edited logits and counts of as many rows as are sampled together.
     pub(super) fn scratch(
         &mut self,
         device: &Device,
@@ -192,10 +194,10 @@ impl Sampling {
     ) -> Result<Option<(DevicePtr, DevicePtr)>, KernelError> {
         let edited = together.iter().filter(|together| together.edited);
         let Some(most) = edited.map(|together| together.count).max() else { return Ok(None) };
-        // Few sizes, so that it does not grow row by row.
+        // Few distinct sizes, so that it does not grow row by row.
         let bytes = most.next_power_of_two().min(edits::at_once(vocab)).max(most) * vocab * 4;
         let (logits, _) = self.edited.get(device, bytes)?;
-        // New memory is zeroed, and the kernel leaves the counts so.
+        // New memory is zeroed, and the kernel leaves the counts zero.
         let (counts, _) = self.counts.get(device, bytes)?;
         Ok(Some((logits, counts)))
     }

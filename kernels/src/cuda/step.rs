@@ -1,10 +1,10 @@
-//! What a step reads, on the GPU; and whether it runs call by call or as a graph.
+//! The state of a step on the GPU: its inputs, and whether it runs call by call or as a graph.
 //!
-//! A decode step of a kind that was not seen before runs call by call, which loads and chooses what
-//! is loaded and chosen at first use. The second is recorded and run, later ones only run the
-//! record: their calls are compared with the recorded ones and do nothing else.
-//! - `graphs`: which graph, whether there are any, how they come about
-//! - `inputs`: where what the kernels read lies
+//! The first decode step of a kind runs call by call, which loads and chooses everything that is
+//! loaded and chosen at first use. The second is captured and run. Later ones only run the graph:
+//! their calls are compared with the recorded ones and do nothing else.
+//! - `graphs`: selection, capture and loss of graphs
+//! - `inputs`: layout of the inputs that the kernels read
 use std::rc::Rc;
 
 use super::batch::{Capacity, Layout, sizes};
@@ -27,17 +27,17 @@ use graphs::{GRAPHS_MAX, GraphKey, Recorded};
 /// How calls are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mode {
-    /// No step is under way: every call stands for itself.
+    /// No step is open: every call stands on its own.
     Loose,
-    /// At once.
+    /// Calls run immediately.
     Eager,
-    /// Recorded, and run when the step is closed.
+    /// Calls are recorded, and run when the step is closed.
     Record(GraphKey),
-    /// Only compared; the record runs when the step is closed.
+    /// Calls are only compared with the recorded ones; the graph runs when the step is closed.
     Replay(GraphKey),
 }
 
-/// Where a slice is: two equal ones within a step are the same slice.
+/// Identity of a slice: within a step, equal places mean the same slice.
 type Place = (usize, usize);
 
 fn place<T>(slice: &[T]) -> Place {
@@ -48,7 +48,7 @@ fn batch_place(batch: &Batch<'_>) -> [Place; 4] {
     [place(batch.positions), place(batch.slots), place(batch.seqs), place(batch.block_tables)]
 }
 
-/// The slices that a step was begun with.
+/// The slices that a step began with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Identity {
     ids: Place,
@@ -58,58 +58,58 @@ struct Identity {
     adapters: Place,
 }
 
-/// Items that launches are made for: as many as there are, or as many as a graph has.
+/// Numbers of items that launches are made for: those of the step, or those of its graph.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Counts {
     pub(super) rows: usize,
     pub(super) tiles: usize,
     pub(super) seqs: usize,
-    /// Sequences of one row, and the parts that they are split in.
+    /// Sequences of one row, and the parts that they are split into.
     pub(super) items: usize,
     pub(super) parts: usize,
     pub(super) samples: usize,
 }
 
-/// See the module's documentation.
+/// The state of a step; see the module.
 #[derive(Debug)]
 pub(super) struct Step {
-    // Graphs first: they name the memory below.
+    // Graphs first: they refer to the memory below.
     graphs: StagedCache<GraphKey, Recorded>,
-    /// Attention treats sequences of one row as it does those of many.
+    /// Attention treats sequences of one row like those of many.
     all_tiles: bool,
-    /// Why there are none, when they were given up.
+    /// Why graphs were given up, if they were.
     graphs_off: Option<String>,
-    /// Why there are none for now.
+    /// Why there are no graphs for now.
     graphs_rest: Option<&'static str>,
-    /// Kernels may begin before those before them are complete, also within a graph.
+    /// Kernels can begin before earlier ones are complete, also within a graph.
     overlaps: bool,
-    /// Why they may not any more.
+    /// Why they no longer can.
     overlap_off: Option<String>,
-    /// Ranks can tell each other the best of their own logits.
+    /// Ranks can exchange the best of their own logits.
     parts: bool,
-    /// Nobody wants to know more of the step's rows than a token each.
+    /// Each of the step's rows only needs a token.
     is_plain: bool,
-    /// Its rows are sampled later, with masks.
+    /// The step's rows are sampled later, with masks.
     late: bool,
     mode: Mode,
-    /// What the mode will be once the step is open.
+    /// Mode once the step is open.
     planned: Mode,
     signature: u64,
     identity: Identity,
-    /// Bounds that the step's batch was found to keep: every layer asks.
+    /// Bounds that the step's batch is known to satisfy; every layer asks.
     checked: Vec<(&'static str, (usize, usize))>,
     layout: Layout,
     windows: Windows,
     counts: Counts,
     actual: Capacity,
-    /// Rows of the smallest buffer, so what all have room for, and of the largest.
+    /// Rows of the smallest buffer, which all buffers have room for, and of the largest.
     least_room: usize,
     most_room: usize,
     block: Option<DeviceMemory>,
     staging: Vec<(Pinned<u32>, Event)>,
     next: usize,
     pub(super) lists: SampleLists,
-    /// Scratch: how sequences are split.
+    /// Scratch: splits of sequences.
     found: Vec<(u32, Splits)>,
 }
 
@@ -144,45 +144,45 @@ impl Step {
         }
     }
 
-    /// Whether ranks can tell each other the best of their own logits.
+    /// Sets whether ranks can exchange the best of their own logits.
     pub(super) fn allow_parts(&mut self, parts: bool) {
         self.parts = parts;
     }
 
-    /// Whether the step's tokens can be chosen without anybody's seeing all logits.
+    /// Whether the step's tokens can be chosen without gathering all logits.
     pub(super) fn may_be_in_parts(&self) -> bool {
         self.parts && self.is_plain && self.lists.greedy
     }
 
-    /// Items to launch for.
+    /// Numbers of items to launch for.
     pub(super) fn counts(&self) -> Counts {
         self.counts
     }
 
-    /// Whether a step is under way.
+    /// Whether a step is open.
     pub(super) fn is_open(&self) -> bool {
         self.mode != Mode::Loose
     }
 
-    /// Whether the step runs as a graph, as far as can be told yet.
+    /// Whether the step runs as a graph, as far as known yet.
     pub(super) fn is_graph(&self) -> bool {
         matches!(self.mode, Mode::Record(_) | Mode::Replay(_))
     }
 
-    /// Whether the graph has the sampling in it.
+    /// Whether the graph includes sampling.
     pub(super) fn samples_within(&self) -> bool {
         matches!(self.mode, Mode::Record(key) | Mode::Replay(key) if key.samples)
     }
 
-    /// Whether its rows are sampled behind its launch, with masks.
+    /// Whether the step's rows are sampled after its launch, with masks.
     pub(super) fn samples_late(&self) -> bool {
         self.is_open() && self.late
     }
 
-    /// Compares or records a call; true when nothing else is to be done for it.
+    /// Records or compares a call; true if nothing else has to be done for it.
     pub(super) fn skips(&mut self, op: &'static str, what: [u64; 3]) -> bool {
         if self.is_graph() {
-            // FNV-1a over words: calls are told apart, nobody attacks this.
+            // FNV-1a over words: enough to distinguish calls; no protection against attacks.
             for word in what.into_iter().chain([op.len() as u64, op.as_ptr().addr() as u64]) {
                 self.signature =
                     (self.signature ^ word).wrapping_mul(0x0100_0000_01b3).rotate_left(29);
@@ -191,8 +191,8 @@ impl Step {
         matches!(self.mode, Mode::Replay(_))
     }
 
-    /// Begins a step. A recording that was not finished is given up, and graphs with it: something
-    /// in it failed.
+    /// Begins a step. If an earlier capture was not finished, something in it failed, so it is
+    /// abandoned and counts as a failed capture.
     pub(super) fn begin(
         &mut self,
         context: &Rc<Context>,
@@ -242,7 +242,7 @@ impl Step {
             sampling: place(inputs.sampling),
             adapters: place(inputs.adapters),
         };
-        // Only now: making room for the inputs may have cost all graphs.
+        // Only now, since making room for the inputs may have dropped all graphs.
         self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
             Some((Stage::Make, key)) => Mode::Record(key),
             Some((Stage::Use, key)) => Mode::Replay(key),
@@ -251,8 +251,8 @@ impl Step {
         Ok(())
     }
 
-    /// From here on calls are the step's. What is launched between [`Step::begin`] and this is
-    /// no part of its graph.
+    /// Opens the step: calls from here on belong to it. Launches between [`Step::begin`] and this
+    /// are not part of its graph.
     pub(super) fn open(&mut self, stream: &Stream) -> Result<(), KernelError> {
         if let Mode::Record(_) = self.planned {
             stream.begin_capture().inspect_err(|error| {
@@ -268,7 +268,7 @@ impl Step {
         self.is_open() && self.identity.ids == place(ids)
     }
 
-    /// Where the step's own rows' adapters are, if these are they.
+    /// Address of the adapters of the step's rows, if these are they.
     pub(super) fn adapters(&self, adapters: &[u32]) -> Option<DevicePtr> {
         let is_own = self.is_open() && self.identity.adapters == place(adapters);
         is_own.then(|| self.at(self.layout.adapters))
@@ -279,7 +279,7 @@ impl Step {
         self.is_open() && self.identity.batch == batch_place(batch)
     }
 
-    /// Whether it is not known yet that the batch keeps these bounds.
+    /// Whether the batch is not yet known to satisfy these bounds.
     pub(super) fn is_unchecked(
         &self,
         op: &'static str,
@@ -289,7 +289,7 @@ impl Step {
         !self.has_batch(batch) || !self.checked.contains(&(op, bounds))
     }
 
-    /// The batch keeps these bounds.
+    /// Records that the batch satisfies these bounds.
     pub(super) fn checked(&mut self, op: &'static str, bounds: (usize, usize)) {
         if self.is_open() {
             self.checked.push((op, bounds));
@@ -301,17 +301,17 @@ impl Step {
         self.is_open() && self.identity.sample_rows == place(rows)
     }
 
-    /// Whether the step samples so many rows.
+    /// Whether the step samples this many rows.
     pub(super) fn has_samples(&self, rows: usize) -> bool {
         self.is_open() && self.actual.samples == rows
     }
 
-    /// Whether these are the step's own rows' parameters.
+    /// Whether these are the parameters of the step's own rows.
     pub(super) fn has_sampling<T>(&self, rows: &[T]) -> bool {
         self.is_open() && self.identity.sampling == place(rows)
     }
 
-    /// The step is over.
+    /// Ends the step.
     pub(super) fn end(&mut self, stream: &Stream) -> Result<(), KernelError> {
         let closed = self.close(stream);
         self.mode = Mode::Loose;
@@ -319,7 +319,7 @@ impl Step {
         closed
     }
 
-    /// Drops a step that was not ended; says whether it was being recorded.
+    /// Drops a step that was not ended; returns whether it was being recorded.
     pub(super) fn abandon(&mut self, stream: &Stream) -> bool {
         let recorded = matches!(self.mode, Mode::Record(_));
         if recorded {

@@ -1,4 +1,4 @@
-//! A queue of work on the GPU, marks in it, and graphs: work recorded once and run many times.
+//! A queue of work on the GPU, events in it, and graphs: work recorded once and run many times.
 use std::cell::Cell;
 use std::fmt;
 use std::rc::Rc;
@@ -9,12 +9,12 @@ use cudarc::driver::sys;
 use super::context::{Context, check};
 use crate::error::KernelError;
 
-/// How long a step may be spun for before the thread sleeps between looks: a decode step takes a
-/// few milliseconds, and waking a sleeping thread tens of microseconds.
+/// How long to spin on a step before the thread sleeps between polls: a decode step takes a few
+/// milliseconds, and waking a sleeping thread tens of microseconds.
 const SPIN: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
 
-/// Between two looks at something that has been waited for so long.
+/// Pauses between two polls of something that has been waited for this long.
 pub(super) fn pause(waited: Duration) {
     if waited > SPIN {
         std::thread::sleep(NAP);
@@ -23,8 +23,8 @@ pub(super) fn pause(waited: Duration) {
     }
 }
 
-/// Waits for work on the GPU, at most `patience`; with other ranks in it, not longer than they may
-/// take.
+/// Waits for work on the GPU for at most `patience`; if other ranks take part in it, for at most
+/// their time limit.
 fn wait(
     context: &Context,
     patience: Duration,
@@ -33,7 +33,8 @@ fn wait(
 ) -> Result<(), KernelError> {
     let began = Instant::now();
     loop {
-        // Before the look: this process may be stopped at any time, and what is done is good then.
+        // Before the poll: this process may be stopped at any time, and work that is done then
+        // still counts.
         let waited = began.elapsed();
         if is_done()? {
             return context.group.poll();
@@ -50,18 +51,18 @@ fn wait(
 /// A stream. Work on it runs in the order of the calls.
 pub struct Stream {
     raw: sys::CUstream,
-    /// How long all of its work may take.
+    /// Time limit for all of its work.
     patience: Duration,
-    /// What is called is recorded.
+    /// Calls are recorded.
     captures: Cell<bool>,
-    /// A call of this rank's own could not be recorded, in the capture under way or the last.
+    /// A call of this rank could not be recorded, in the current or the last capture.
     fault: Cell<bool>,
     context: Rc<Context>,
 }
 
 impl Stream {
-    /// A stream that does not wait for the default stream, and whose work is not waited for longer
-    /// than `patience`.
+    /// Creates a stream that does not wait for the default stream. Waits for its work last at most
+    /// `patience`.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -82,22 +83,21 @@ impl Stream {
         &self.context
     }
 
-    /// Whether what is called is recorded.
+    /// Whether calls are recorded.
     pub(super) fn captures(&self) -> bool {
         self.captures.get()
     }
 
-    /// How long all of its work may take.
+    /// Time limit for all of its work.
     pub(super) fn patience(&self) -> Duration {
         self.patience
     }
 
-    /// Waits for all work; with other ranks in it, not longer than they may take.
+    /// Waits for all work; if other ranks take part in it, for at most their time limit.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when any of it failed or it takes too long,
-    /// [`KernelError::Collective`] when the ranks' exchange was aborted or failed, or takes too
-    /// long.
+    /// [`KernelError::Device`] if any of it failed or it takes too long,
+    /// [`KernelError::Collective`] if the ranks' exchange was aborted or failed, or takes too long.
     pub fn synchronize(&self) -> Result<(), KernelError> {
         wait(&self.context, self.patience, "its work", || self.is_idle())
     }
@@ -105,7 +105,7 @@ impl Stream {
     /// Whether all work is done.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when any of it failed.
+    /// [`KernelError::Device`] if any of it failed.
     pub fn is_idle(&self) -> Result<bool, KernelError> {
         // SAFETY: the stream is alive.
         let status = unsafe { sys::cuStreamQuery(self.raw) };
@@ -115,8 +115,8 @@ impl Stream {
         check(status, "wait for the GPU").map(|()| true)
     }
 
-    /// Records what is called from now on instead of running it. Other threads may go on calling
-    /// the driver.
+    /// Records calls from now on instead of running them. Other threads can continue to call the
+    /// driver.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -130,11 +130,11 @@ impl Stream {
         Ok(())
     }
 
-    /// What a call's failure means: of one that was only to be recorded, nothing has run, and
-    /// nothing is broken but the graph. If the context is, calling it again will say so.
+    /// Interprets the failure of a call. If the call was only to be recorded, nothing has run, and
+    /// nothing but the graph is broken; if the context is, repeating the call will show it.
     pub(super) fn failed(&self, error: KernelError) -> KernelError {
         match error {
-            // As the driver says that a call cannot be recorded.
+            // The driver's errors for a call that cannot be recorded.
             KernelError::Again(_) if self.captures.get() => {
                 self.fault.set(true);
                 error
@@ -151,16 +151,16 @@ impl Stream {
         }
     }
 
-    /// Whether the last capture failed by a call of this rank's own, and not because others broke
-    /// it off; says so once.
+    /// Whether the last capture failed because of a call of this rank, and not because other ranks
+    /// ended it; resets the flag.
     pub(super) fn take_capture_fault(&self) -> bool {
         self.fault.take()
     }
 
-    /// Ends recording; the graph can be run.
+    /// Ends recording, and returns a graph that can be run.
     ///
     /// # Errors
-    /// [`KernelError::Again`]; nothing is being recorded then, and nothing of it has run.
+    /// [`KernelError::Again`]: recording has ended, and nothing of it has run.
     pub fn end_capture(&self) -> Result<Graph, KernelError> {
         let made = self.make_graph().map_err(|error| self.failed(error));
         self.captures.set(false);
@@ -175,13 +175,13 @@ impl Stream {
         let mut exec = std::ptr::null_mut();
         // SAFETY: the graph was just captured.
         let status = unsafe { sys::cuGraphInstantiateWithFlags(&raw mut exec, graph, 0) };
-        // SAFETY: as above; the instance does not need it.
+        // SAFETY: as above; the instance does not need the graph.
         let _ = unsafe { sys::cuGraphDestroy(graph) };
         check(status, "make a graph runnable")?;
         Ok(Graph { raw: exec, context: self.context.clone() })
     }
 
-    /// Ends recording and throws away what was recorded, if anything was.
+    /// Ends recording and discards the recorded calls, if any.
     pub fn abandon_capture(&self) {
         self.captures.set(false);
         let mut graph = std::ptr::null_mut();
@@ -199,7 +199,7 @@ impl Drop for Stream {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: made in `new`; work in flight is finished first.
+        // SAFETY: created in `new`; work in flight is finished first.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
 }
@@ -217,13 +217,13 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Runs it, in stream order.
+    /// Runs the graph, in stream order.
     ///
     /// # Errors
     /// [`KernelError::Device`].
     pub fn launch(&self, stream: &Stream) -> Result<(), KernelError> {
-        // SAFETY: both are alive, and so is the memory that the graph names: its cache drops graphs
-        // before buffers.
+        // SAFETY: both are alive, and so is the memory that the graph refers to: its cache drops
+        // graphs before buffers.
         check(unsafe { sys::cuGraphLaunch(self.raw, stream.raw()) }, "run a graph")
     }
 }
@@ -233,7 +233,7 @@ impl Drop for Graph {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: made in `end_capture`.
+        // SAFETY: created in `end_capture`.
         let _ = unsafe { sys::cuGraphExecDestroy(self.raw) };
     }
 }
@@ -244,14 +244,14 @@ impl fmt::Debug for Graph {
     }
 }
 
-/// A mark in a stream.
+/// An event in a stream.
 pub struct Event {
     raw: sys::CUevent,
     context: Rc<Context>,
 }
 
 impl Event {
-    /// A mark; `timed` ones can be subtracted and cost a little more.
+    /// Creates an event; `timed` ones can be subtracted and cost slightly more.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -266,7 +266,7 @@ impl Event {
         Ok(Self { raw, context: context.clone() })
     }
 
-    /// Marks the work called so far.
+    /// Marks the work queued so far.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -278,7 +278,7 @@ impl Event {
     /// Whether the marked work is done.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when it failed.
+    /// [`KernelError::Device`] if it failed.
     pub fn is_done(&self) -> Result<bool, KernelError> {
         // SAFETY: the event is alive.
         let status = unsafe { sys::cuEventQuery(self.raw) };
@@ -291,13 +291,13 @@ impl Event {
     /// Waits for the marked work, at most `patience`.
     ///
     /// # Errors
-    /// [`KernelError::Device`] when it failed or takes longer; [`KernelError::Collective`] as
+    /// [`KernelError::Device`] if it failed or takes longer; [`KernelError::Collective`] as
     /// [`Stream::synchronize`].
     pub fn wait(&self, patience: Duration) -> Result<(), KernelError> {
         wait(&self.context, patience, "a step", || self.is_done())
     }
 
-    /// From `earlier` to this mark, both timed and done.
+    /// Time from `earlier` to this event, both timed and done.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -316,7 +316,7 @@ impl Drop for Event {
         if !self.context.is_usable() {
             return;
         }
-        // SAFETY: made in `new`.
+        // SAFETY: created in `new`.
         let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
     }
 }

@@ -1,5 +1,5 @@
-//! KV blocks in pinned host memory, which kernels write and read over the bus: what is copied out
-//! is there before anything that is called later overwrites it, since both are on one stream.
+//! KV blocks in pinned host memory, which kernels access over the bus. A block is copied out before
+//! a later call overwrites it, since both are on one stream.
 use super::context::Context;
 use super::device::Device;
 use super::launch;
@@ -12,27 +12,27 @@ use crate::error::KernelError;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// How long the copies of an earlier step may take.
+/// Time limit for the copies of an earlier step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// KV blocks in host memory: bf16
-/// `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`, so that a block is one
-/// piece, and neighbours are another.
+/// `[num_blocks, 2 * num_layers, num_kv_heads, block_size, head_dim]`, so that a block is
+/// contiguous, and so are adjacent blocks.
 #[derive(Debug)]
 pub struct CudaHostKv {
     data: Pinned<u16>,
     shape: KvShape,
-    /// Blocks of the cache that the copies under way name, and when they have been read: of copies
-    /// out, and of copies back, which may wait behind those.
+    /// Cache blocks named by the copies in flight, and events for when they have been read: one for
+    /// copies out, one for copies in, which may be queued behind those.
     names: [(Pinned<u32>, Event); 2],
 }
 
-/// Host blocks that follow each other.
+/// Consecutive host blocks.
 struct Run {
-    /// Of the pairs.
+    /// Index of the first pair.
     start: usize,
     len: usize,
-    /// The first host block.
+    /// First host block.
     host: usize,
 }
 
@@ -68,13 +68,13 @@ impl CudaHostKv {
         Ok(Self { data, shape, names })
     }
 
-    /// Its sizes.
+    /// The shape that it was made for.
     #[must_use]
     pub fn shape(&self) -> &KvShape {
         &self.shape
     }
 
-    /// Copies blocks of the cache here or back: (block, host block) pairs.
+    /// Copies blocks from the cache, or back to it: (block, host block) pairs.
     pub(super) fn copy(
         &mut self,
         device: &Device,
@@ -85,7 +85,7 @@ impl CudaHostKv {
         let op = if out { "swap_out" } else { "swap_in" };
         check::swap(op, cache.shape(), &self.shape, pairs, out)?;
         let (names, read) = &mut self.names[usize::from(out)];
-        // The list is read by kernels of a step before, and never longer than the pool.
+        // Kernels of an earlier step may still read the list. It is never longer than the pool.
         read.wait(PATIENCE)?;
         for (name, (block, _)) in names.as_mut_slice().iter_mut().zip(pairs) {
             *name = *block;
@@ -101,8 +101,8 @@ impl CudaHostKv {
             } else {
                 launch::blocks_in(cache.ptr(), names, staging, sizes)
             };
-            // SAFETY: names and places of blocks were checked; all of it is alive until the stream
-            // has come so far, since freeing it waits for the device.
+            // SAFETY: names and host blocks were checked; everything is alive until the stream has
+            // passed the copies, since freeing it waits for the device.
             unsafe { device.launch(call) }?;
         }
         read.record(&device.stream)

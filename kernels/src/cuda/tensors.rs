@@ -1,7 +1,7 @@
-//! What a model is made of, on the GPU: activations, weights and vectors.
+//! Activations, weights and vectors on the GPU.
 //!
 //! - `kv`: the KV cache
-//! - `uploader`: weights on their way; `int4`: those of 4 bits
+//! - `uploader`: upload of weights; `int4`: those with 4 bits
 use std::rc::Rc;
 
 use super::context::Context;
@@ -19,9 +19,9 @@ pub(super) use int4::shift as int4_shift;
 pub use kv::{CudaKvCache, kv_block_bytes};
 pub(super) use uploader::Uploader;
 
-/// Elements of bf16 that 16 bytes hold: rows begin at multiples of them.
+/// Number of bf16 elements in 16 bytes: rows begin at multiples of it.
 const ALIGN: usize = 8;
-/// Elements of a buffer.
+/// Element type of a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Element {
     /// Inputs of products.
@@ -31,7 +31,7 @@ pub enum Element {
 }
 
 impl Element {
-    /// Bytes.
+    /// Size in bytes.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -69,25 +69,25 @@ impl CudaBuffer {
         Ok(Self { memory, element, rows: 0, rows_max, width, stride })
     }
 
-    /// The type of its elements.
+    /// Element type.
     #[must_use]
     pub fn element(&self) -> Element {
         self.element
     }
 
-    /// Rows that there is room for.
+    /// Maximum number of rows.
     #[must_use]
     pub fn rows_max(&self) -> usize {
         self.rows_max
     }
 
-    /// Where its rows are.
+    /// Address and stride of the rows.
     #[must_use]
     pub fn at(&self) -> Rows {
         Rows { ptr: self.memory.ptr(), stride: self.stride }
     }
 
-    /// Where its rows are, when it has the elements that `op` takes.
+    /// Address and stride of the rows, if they have the element type that `op` takes.
     pub(super) fn of(
         &self,
         element: Element,
@@ -101,12 +101,12 @@ impl CudaBuffer {
         Err(KernelError::Shape { op, message })
     }
 
-    /// Its memory.
+    /// The memory of the buffer.
     pub(super) fn memory(&self) -> &DeviceMemory {
         &self.memory
     }
 
-    /// Fills all of its memory with `byte`: 0xff makes NaN of both types.
+    /// Fills all of the memory with `byte`; 0xff gives NaN in both types.
     ///
     /// # Errors
     /// [`KernelError::Device`].
@@ -134,14 +134,14 @@ impl Buffer for CudaBuffer {
     }
 }
 
-/// A weight matrix, `[rows, cols]`, rows at multiples of 16 bytes: bf16, int8 with 128 added, or 4
-/// bits.
+/// A weight matrix, `[rows, cols]`, with rows at multiples of 16 bytes: bf16, int8 with 128 added,
+/// or 4 bits.
 #[derive(Debug)]
 pub struct CudaMatrix {
     memory: DeviceMemory,
-    /// f32, one for each row, of int8.
+    /// f32, one per row, for int8.
     scales: Option<DeviceMemory>,
-    /// Groups of 4 bits, and of how many inputs they are: see [`Weight`].
+    /// For 4 bits: the groups, and their size: see [`Weight`].
     groups: Option<(DeviceMemory, u32)>,
     rows: usize,
     cols: usize,
@@ -149,25 +149,25 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
-    /// Output features.
+    /// Number of output features.
     #[must_use]
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// Input features.
+    /// Number of input features.
     #[must_use]
     pub fn cols(&self) -> usize {
         self.cols
     }
 
-    /// Where its rows are.
+    /// Address and stride of the rows.
     #[must_use]
     pub fn at(&self) -> Rows {
         Rows { ptr: self.memory.ptr(), stride: self.stride }
     }
 
-    /// What products take of it.
+    /// The operand of products.
     #[must_use]
     pub fn weight(&self) -> Weight {
         Weight {
@@ -196,19 +196,19 @@ impl CudaVector {
         Ok(Self { memory, len: values.len() })
     }
 
-    /// Elements.
+    /// Number of elements.
     #[must_use]
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no elements.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Where it is.
+    /// Address of the vector.
     #[must_use]
     pub fn ptr(&self) -> DevicePtr {
         self.memory.ptr()

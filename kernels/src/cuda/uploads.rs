@@ -1,5 +1,5 @@
-//! Lists that calls read on the GPU, brought there in stream order from pinned memory: the host
-//! waits for the device where they grow, and nowhere else.
+//! Lists that calls read on the GPU, uploaded in stream order from pinned memory. The host only
+//! waits for the device when they grow.
 use std::time::Duration;
 
 use super::device::Device;
@@ -7,16 +7,16 @@ use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::stream::Event;
 use crate::error::KernelError;
 
-/// How long an upload may take.
+/// Time limit of an upload.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Room that is made at least, in words.
+/// Minimum capacity in words.
 const WORDS_MIN: usize = 1 << 12;
 
-/// One list at a time on the device, two on their way there.
+/// One list on the device, and up to two in flight.
 #[derive(Debug)]
 pub(super) struct Uploads {
     memory: Option<DeviceMemory>,
-    /// Where lists are written, in turn, and when each was read.
+    /// Staging memory, used in turn, and events for when it has been read.
     staging: Vec<(Pinned<u32>, Event)>,
     next: usize,
     what: &'static str,
@@ -27,8 +27,7 @@ impl Uploads {
         Self { memory: None, staging: Vec::new(), next: 0, what }
     }
 
-    /// Brings `words` words to the device, which `fill` writes. They stay there for the calls up to
-    /// the next list.
+    /// Uploads `words` words, which `fill` writes. They stay valid for calls before the next list.
     pub(super) fn send(
         &mut self,
         device: &Device,
@@ -40,7 +39,7 @@ impl Uploads {
         else {
             return Err(KernelError::Device(format!("no memory for {}", self.what)));
         };
-        // The one before the last has long been read.
+        // The upload before the previous one finished long ago.
         read.wait(PATIENCE)?;
         fill(&mut pinned.as_mut_slice()[..words]);
         memory.upload_pinned(&device.stream, 0, pinned, words)?;
@@ -54,11 +53,11 @@ impl Uploads {
         if has_room && self.staging.len() == 2 {
             return Ok(());
         }
-        // Calls that read the old lists have been waited for.
+        // Waits for calls that read the old lists.
         device.stream.synchronize()?;
         self.staging.clear();
         self.memory = None;
-        // Some grow token by token.
+        // Some lists grow token by token.
         let words = words.max(WORDS_MIN).next_power_of_two();
         self.memory = Some(DeviceMemory::new(&device.context, words * 4, self.what)?);
         for _ in 0..2 {

@@ -91,7 +91,7 @@ fn rope_row(rope: &RopeTable<Vec<f32>>, head_dim: usize, position: u32) -> (&[f3
     (&rope.cos[start..][..half], &rope.sin[start..][..half])
 }
 
-/// Normalises every head where the model does, then rotates it in place.
+/// Normalises every head if the model does, then rotates it in place.
 fn finish_heads(
     heads: &mut [f32],
     norm: Option<&[f32]>,
@@ -145,7 +145,7 @@ fn attend(
             scores.extend(visible.clone().map(|position| {
                 scale * dot(query, cache.key(layer, slot(position), head / group))
             }));
-            // A token besides, whose weight is of no use to anybody.
+            // An additional token, whose weight is discarded.
             scores.extend(sinks.map(|sinks| sinks[head]));
             softmax(scores);
             let mixed = &mut out.row_mut(row)[columns];

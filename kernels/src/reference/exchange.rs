@@ -1,4 +1,4 @@
-//! What ranks exchange, by their collective.
+//! Exchanges between ranks, through the collective.
 use std::time::{Duration, Instant};
 
 use super::ReferenceBackend;

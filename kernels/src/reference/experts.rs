@@ -4,12 +4,12 @@ use crate::backend::{Buffer as _, ExpertActivation, ExpertOps, NOT_ASSIGNED, Rou
 use crate::check::experts::{self as check, StackSizes};
 use crate::error::KernelError;
 
-/// What rows chose.
+/// The experts chosen by each row.
 #[derive(Debug)]
 pub struct ReferenceRoutes {
     pub(super) routing: Routing,
     rows_max: usize,
-    /// Per row its experts and their weights.
+    /// Experts and weights of each row.
     pub(super) chosen: Vec<Vec<(usize, f32)>>,
 }
 
@@ -20,14 +20,14 @@ impl ReferenceRoutes {
     }
 }
 
-/// The experts of the largest probability, and their weights.
+/// The experts with the largest probabilities, and their weights.
 fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f32 = logits.iter().map(|logit| (logit - most).exp()).sum();
     let mut all: Vec<(usize, f32)> =
         logits.iter().map(|logit| (logit - most).exp() / sum).enumerate().collect();
-    // By logits, which tell apart what probabilities round to the same; stable, so that of equal
-    // ones the lowest number comes first. What is not a number comes last, both zeros are one.
+    // Sorts by logits, which differ even if probabilities round to the same value. Stable, so that
+    // the lowest number comes first among equals. NaN comes last; both zeros are equal.
     let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] + 0.0 };
     all.sort_by(|(a, _), (b, _)| key(*b).total_cmp(&key(*a)));
     all.truncate(routing.top_k);
@@ -38,7 +38,7 @@ fn choose(logits: &[f32], routing: &Routing) -> Vec<(usize, f32)> {
     all
 }
 
-/// Of a stack, whose matrices have one shape.
+/// Number of matrices in a stack, and rows and columns of each.
 fn sizes(stack: &[ReferenceMatrix]) -> StackSizes {
     stack.first().map_or((0, 0, 0), |matrix| (stack.len(), matrix.rows(), matrix.cols()))
 }
@@ -141,7 +141,7 @@ fn activated(activation: ExpertActivation, gate: f32, up: f32) -> f32 {
     match activation {
         ExpertActivation::Silu => gate / (1.0 + (-gate).exp()) * up,
         ExpertActivation::Clamped { alpha, limit } => {
-            // What is no number stays none, as with `clamp`.
+            // NaN stays NaN, as with `clamp`.
             let gate = if gate > limit { limit } else { gate };
             gate / (1.0 + (-alpha * gate).exp()) * (up.clamp(-limit, limit) + 1.0)
         }

@@ -1,4 +1,4 @@
-//! What the reference holds: everything widened to f32 in host memory.
+//! Buffers, caches and weights of the reference backend, all widened to f32 in host memory.
 use std::ops::Range;
 
 use super::{
@@ -96,7 +96,7 @@ impl Inspect for ReferenceBackend {
     }
 }
 
-/// Matrices of one shape, each loaded so.
+/// Loads each of `matrices`, which must have the same shape.
 fn stack(
     matrices: &[HostMatrix<'_>],
     load: impl Fn(&[HostMatrix<'_>]) -> Result<ReferenceMatrix, KernelError>,

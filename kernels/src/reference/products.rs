@@ -1,4 +1,4 @@
-//! Products with matrices, row by row.
+//! Matrix products, row by row.
 use super::{ReferenceBackend, add_row, project};
 use crate::backend::{Activation, Buffer as _, ProductOps};
 use crate::check;

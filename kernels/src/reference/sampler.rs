@@ -1,9 +1,9 @@
 //! Sampling by definition: each parameter is one step over a list of candidates, in f64.
 //!
 //! Order: the mask, logit bias, suppression of end tokens, repetition, frequency and presence
-//! penalties; then the arg-max if the temperature is 0; else temperature, min-p, top-k, top-p and
-//! one uniform number. The number goes up the candidates' cumulated weights: in order of
-//! probability where top-k or top-p cut the list, else in order of token id. Ties go to the lower
+//! penalties; then arg-max if the temperature is 0, otherwise temperature, min-p, top-k, top-p and
+//! one uniform number. The number selects from the candidates' cumulative weights, in order of
+//! probability if top-k or top-p cut the list, otherwise in order of token id. Ties go to the lower
 //! token id.
 use std::collections::BTreeMap;
 
@@ -136,6 +136,6 @@ fn draw(edited: &[f32], row: &SampleRow<'_>) -> u32 {
             return id;
         }
     }
-    // Rounding may leave the sum a hair below the target.
+    // Rounding can leave the sum slightly below the target.
     kept.last().copied().unwrap_or(0)
 }

@@ -1,4 +1,4 @@
-//! Sampling, by the sampler that is its definition.
+//! Sampling, with the reference sampler.
 use super::{ReferenceBackend, sampler};
 use crate::backend::StepOps;
 use crate::check;

@@ -1,5 +1,4 @@
-//! Where the reference backend keeps its numbers: activations, weights and the KV cache, all f32
-//! and row-major.
+//! Storage of the reference backend: activations, weights and the KV cache, all f32 and row-major.
 use half::bf16;
 
 use crate::backend::{Buffer, HostMatrix, KvShape};
@@ -28,7 +27,7 @@ impl ReferenceBuffer {
         &self.values[row * self.width..][..self.width]
     }
 
-    /// One row, to be written.
+    /// One row, mutable.
     pub fn row_mut(&mut self, row: usize) -> &mut [f32] {
         &mut self.values[row * self.width..][..self.width]
     }
@@ -39,7 +38,7 @@ impl ReferenceBuffer {
         &self.values[..self.rows * self.width]
     }
 
-    /// All rows in use, to be written.
+    /// All rows in use, mutable.
     pub fn values_mut(&mut self) -> &mut [f32] {
         &mut self.values[..self.rows * self.width]
     }
@@ -70,7 +69,7 @@ pub struct ReferenceMatrix {
 }
 
 impl ReferenceMatrix {
-    /// The vertical concatenation of `parts`: each row's elements as `read` puts them there.
+    /// Reads the vertical concatenation of `parts`; `read` fills in the elements of each row.
     fn read(
         parts: &[HostMatrix<'_>],
         mut read: impl FnMut(&HostMatrix<'_>, usize, &mut [f32]),
@@ -89,8 +88,8 @@ impl ReferenceMatrix {
         Ok(Self { values, rows, cols })
     }
 
-    /// What files have, in f32; quantised files in bf16, as every backend has them, but for 4 bits
-    /// that stay what they are.
+    /// Widens weights to f32. Quantised files are rounded to bf16 first, as in every backend,
+    /// except 4-bit weights that stay in 4 bits.
     pub(super) fn widen(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
         let is_int4 = int4_groups(parts).is_some();
         Self::read(parts, |part, row, out| {
@@ -101,7 +100,7 @@ impl ReferenceMatrix {
         })
     }
 
-    /// What int8 makes of it, in f32.
+    /// Quantises weights to int8 and widens them to f32.
     pub(super) fn quantise(parts: &[HostMatrix<'_>]) -> Result<Self, KernelError> {
         let (mut room, mut values) = (Vec::new(), Vec::new());
         Self::read(parts, |part, row, out| {
@@ -154,7 +153,7 @@ impl ReferenceKvCache {
         Ok(Self { keys: zeroed(what, &sizes)?, values: zeroed(what, &sizes)?, shape })
     }
 
-    /// Its sizes.
+    /// The cache's dimensions.
     #[must_use]
     pub fn shape(&self) -> &KvShape {
         &self.shape
@@ -172,13 +171,13 @@ impl ReferenceKvCache {
         (layer * self.num_slots() + slot) * self.width()
     }
 
-    /// K and V of all heads at one slot, to be written.
+    /// K and V of all heads at one slot, mutable.
     pub(super) fn slot_mut(&mut self, layer: usize, slot: usize) -> (&mut [f32], &mut [f32]) {
         let (start, width) = (self.start(layer, slot), self.width());
         (&mut self.keys[start..][..width], &mut self.values[start..][..width])
     }
 
-    /// Overwrites block `to` by block `from` of another cache, in all layers.
+    /// Overwrites block `to` with block `from` of another cache, in all layers.
     pub(super) fn copy_block(&mut self, other: &Self, from: u32, to: u32) {
         let size = self.shape.block_size;
         let len = size * self.width();
@@ -210,7 +209,7 @@ fn zeroed(what: &'static str, sizes: &[usize]) -> Result<Vec<f32>, KernelError> 
     Ok(values)
 }
 
-/// Reserves exactly the product of `sizes`, and returns it.
+/// Reserves capacity for exactly the product of `sizes`, and returns the product.
 fn reserve(
     values: &mut Vec<f32>,
     what: &'static str,

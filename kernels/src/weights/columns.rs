@@ -1,27 +1,26 @@
-//! Numbers that a file has column by column, as those of matrices that inputs are multiplied with
-//! from the left.
+//! Weights that a file stores column by column, as for products with inputs from the left.
 use super::{DType, widen};
 use crate::error::KernelError;
 
-/// A tensor `[in, out]`, of which a matrix `[out, in]` is made of some of the outputs.
+/// A tensor `[in, out]`, some of whose outputs form a matrix `[out, in]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Columns<'a> {
-    /// Bytes, those of the first input's outputs first.
+    /// Bytes, starting with all outputs of the first input.
     pub data: &'a [u8],
-    /// Their type: bf16, f16 or f32.
+    /// Element type: bf16, f16 or f32.
     pub dtype: DType,
-    /// Inputs.
+    /// Number of inputs.
     pub cols: usize,
-    /// Outputs, which a column has one behind the other.
+    /// Number of outputs of the tensor, which are adjacent for each input.
     pub outputs: usize,
-    /// The output that is row 0 of the matrix.
+    /// Output that is row 0 of the matrix.
     pub first_row: usize,
-    /// Outputs from one row of the matrix to the next.
+    /// Number of outputs from one row of the matrix to the next.
     pub step: usize,
 }
 
 impl Columns<'_> {
-    /// That it has so many rows.
+    /// Checks that the tensor has `rows` such rows.
     pub(super) fn check(&self, op: &'static str, rows: usize) -> Result<(), KernelError> {
         let Self { dtype, cols, outputs, first_row, step, .. } = *self;
         let end = rows
@@ -40,7 +39,7 @@ impl Columns<'_> {
         Err(KernelError::Shape { op, message })
     }
 
-    /// Row `row` of the matrix in f32, the inputs from `first` on.
+    /// Row `row` of the matrix in f32, from input `first` on.
     pub(super) fn row_f32(&self, row: usize, first: usize, out: &mut [f32]) {
         let size = self.dtype.bytes();
         let output = self.first_row + row * self.step;
@@ -91,7 +90,7 @@ mod tests {
                         |col: usize| ((col_start + col) * outputs + first_row + row * step) as f32;
                     assert_eq!(found, (0..cols).map(want).collect::<Vec<_>>());
                 }
-                // int8's scale is the whole row's.
+                // The scale of int8 is that of the whole row.
                 let scale = part.row_int8(0, &mut Vec::new(), &mut vec![0; cols]);
                 assert_eq!(scale, ((inputs - 1) * outputs + first_row) as f32 / 127.0);
             }

@@ -1,4 +1,4 @@
-//! PURE: element types of model files, and what their bytes are worth.
+//! PURE: element types of model files, and their conversion to f32.
 use half::{bf16, f16};
 
 /// Element type of a tensor in a model file.
@@ -14,15 +14,14 @@ pub enum DType {
     F8E4M3,
     /// Signed integers of 8 bits.
     I8,
-    /// Powers of two, the exponent in 8 bits with a bias of 127; all ones is no number (OCP's
-    /// E8M0).
+    /// Powers of two: an 8-bit exponent with a bias of 127; all ones is NaN (OCP's E8M0).
     E8M0,
-    /// Elsewhere than in the matrix's `data`: see [`Scales`](super::Scales).
+    /// Not in the matrix's `data`: see [`Scales`](super::Scales).
     Packed,
 }
 
 impl DType {
-    /// Bytes per element, at most.
+    /// Maximum number of bytes per element.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -33,7 +32,7 @@ impl DType {
     }
 }
 
-/// Elements in f32, which is exact: as many as there are of both.
+/// Converts elements to f32, which is exact; stops at the end of the shorter slice.
 pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
     match dtype {
         DType::Bf16 => {
@@ -70,12 +69,12 @@ pub fn widen(dtype: DType, bytes: &[u8], out: &mut [f32]) {
                 };
             }
         }
-        // No elements of their own.
+        // `data` holds no elements.
         DType::Packed => out.fill(f32::NAN),
     }
 }
 
-/// What each byte of FP8 is worth.
+/// Value of each byte of FP8.
 const F8E4M3: [f32; 256] = {
     let mut table = [0.0; 256];
     let mut byte = 0;
@@ -84,10 +83,10 @@ const F8E4M3: [f32; 256] = {
         let magnitude = if exponent == 15 && mantissa == 7 {
             f32::NAN.to_bits()
         } else if exponent > 0 {
-            // The bias is 7, f32's is 127.
+            // The bias is 7; that of f32 is 127.
             ((exponent + 120) << 23) | (mantissa << 20)
         } else {
-            // Multiples of 2^-9, which f32 has as normal numbers.
+            // Multiples of 2^-9, which are normal numbers in f32.
             (mantissa as f32 / 512.0).to_bits()
         };
         table[byte] = f32::from_bits(magnitude | (byte as u32 >> 7) << 31);
@@ -102,7 +101,7 @@ mod tests {
 
     #[test]
     fn fp8_has_its_known_values() {
-        // From the OCP's table of E4M3.
+        // From OCP's table of E4M3.
         let known = [
             (0x00, 0.0),
             (0x01, 0.001_953_125),
@@ -120,7 +119,7 @@ mod tests {
         assert!(F8E4M3[0x7f].is_nan() && F8E4M3[0xff].is_nan());
         assert_eq!(F8E4M3[0x80].to_bits(), (-0.0f32).to_bits());
         assert_eq!(F8E4M3.iter().filter(|x| x.is_finite()).count(), 254);
-        // Each is the next larger one.
+        // Sorted by value.
         assert!(F8E4M3[..0x7f].is_sorted() && (0..0x7e).all(|i| F8E4M3[i] < F8E4M3[i + 1]));
     }
 

@@ -1,86 +1,87 @@
-//! Integers of 4 or 8 bits in words of 32, with a scale and a zero for each group of inputs:
-//! GPTQ's, AWQ's and compressed-tensors' ways to lay them out; and MXFP4, whose 4 bits are a float.
+//! Integers of 4 or 8 bits packed in 32-bit words, with a scale and a zero per group of inputs, in
+//! the layouts of GPTQ, AWQ and compressed-tensors; and MXFP4, whose 4 bits are a float.
 //!
-//! A weight is (integer - zero) x scale, or float x scale, in f32. Where a backend has no 4 bits of
-//! its own, that is rounded once to bf16. Where it has, which matrices stay in 4 bits is decided by
-//! the file and by the columns taken alone ([`int4_groups`]), so that all who take the same columns
-//! compute alike.
+//! A weight is (integer - zero) x scale, or float x scale, in f32. A backend without 4-bit matrices
+//! rounds this once to bf16. Otherwise, which matrices stay in 4 bits depends only on the file and
+//! on the columns taken ([`int4_groups`]), so that all ranks with the same columns compute the
+//! same.
 use super::{DType, HostMatrix, Scales, widen};
 use crate::error::KernelError;
 
-/// How integers, zeros and scales lie in a file.
+/// Layout of integers, zeros and scales in a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Packing {
     /// GPTQ: words `[in / n, out]` of `n` consecutive inputs, zeros `[groups, out / n]` of
     /// consecutive outputs, scales `[groups, out]`.
     Gptq {
-        /// Zeros are written less this: 1, or 0 in the format's second version.
+        /// Subtracted from zeros when they were written: 1, or 0 in the format's second version.
         zero_less: u32,
     },
     /// AWQ: words `[in, out / 8]` of outputs in the order 0 2 4 6 1 3 5 7, zeros
-    /// `[groups, out / 8]` likewise, scales `[groups, out]`.
+    /// `[groups, out / 8]` in the same order, scales `[groups, out]`.
     Awq,
     /// compressed-tensors: words `[out, in / n]` of consecutive inputs, zeros `[out / n, groups]`
-    /// of consecutive outputs, scales `[out, groups]`; the last words are filled up.
+    /// of consecutive outputs, scales `[out, groups]`; the last words are padded.
     Compressed,
-    /// OCP's MXFP4, as gpt-oss has it: as the one before, of 4 bits (E2M1), without zeros.
+    /// OCP's MXFP4, as in gpt-oss: like `Compressed`, with 4 bits (E2M1) and without zeros.
     Mxfp4 {
-        /// Rows of the tensor from one row of the matrix to the next.
+        /// Number of rows of the tensor from one row of the matrix to the next.
         step: usize,
     },
 }
 
-/// What 4 bits are worth as OCP's E2M1: a sign, 2 bits of exponent, one of mantissa.
+/// Values of OCP's E2M1: a sign bit, 2 bits of exponent, 1 of mantissa.
 pub(crate) const E2M1: [f32; 16] =
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
 
-/// Where in an AWQ word the output is that is so many behind the word's first.
+/// Position within an AWQ word, by the output's offset from the word's first.
 const AWQ_PLACES: [u32; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Which inputs share a scale and a zero.
 #[derive(Clone, Copy, Debug)]
 pub enum Groups<'a> {
-    /// So many neighbours; the last group may have fewer.
+    /// This many neighbours; the last group can have fewer.
     Even(usize),
     /// Each input's group, i32, little endian.
     Listed(&'a [u8]),
 }
 
-/// A tensor `[rows, cols]` = `[out, in]` of packed integers. Rows behind its last are zeros: what a
-/// vocabulary is padded with.
+/// A tensor `[rows, cols]` = `[out, in]` of packed integers. Rows beyond the last are zeros, to pad
+/// a vocabulary.
 #[derive(Clone, Copy, Debug)]
 pub struct Packed<'a> {
-    /// How it lies in the file.
+    /// Layout in the file.
     pub packing: Packing,
-    /// Bits of an integer: 4 or 8.
+    /// Bits per integer: 4 or 8.
     pub bits: u32,
-    /// Output features of the whole tensor.
+    /// Number of output features of the whole tensor.
     pub rows: usize,
-    /// Input features of the whole tensor.
+    /// Number of input features of the whole tensor.
     pub cols: usize,
     /// Words of integers, little endian.
     pub words: &'a [u8],
-    /// Words of zeros; the middle of all integers where there are none.
+    /// Words of zeros; `None` if all zeros are the middle of the integers' range.
     pub zeros: Option<&'a [u8]>,
     /// Bytes of the scales.
     pub scales: &'a [u8],
-    /// Their type: bf16, f16 or f32.
+    /// Element type of the scales: bf16, f16 or f32.
     pub scale_type: DType,
-    /// Groups of a row.
+    /// Number of groups per row.
     pub num_groups: usize,
-    /// Which inputs they are of.
+    /// Inputs of each group.
     pub groups: Groups<'a>,
-    /// The tensor's row that is row 0 of the matrix.
+    /// Row of the tensor that is row 0 of the matrix.
     pub first_row: usize,
 }
 
 impl Packed<'_> {
-    /// Integers of a word.
+    /// Number of integers per word.
     fn per_word(&self) -> usize {
         (32 / self.bits.max(1)) as usize
     }
 
-    /// That all of its parts are as large as its shape says, and the groups of all inputs there.
+    /// Checks that all parts are as large as the shape requires and that the groups of all inputs
+    /// exist.
     pub(super) fn check(&self, op: &'static str) -> Result<(), KernelError> {
         let fault = |message: String| Err(KernelError::Shape { op, message });
         let Self { packing, bits, rows, cols, num_groups, .. } = *self;
@@ -134,12 +135,12 @@ impl Packed<'_> {
         Ok(())
     }
 
-    /// A word; 0 where there is none, which [`Packed::check`] rules out.
+    /// A word, or 0 if there is none, which [`Packed::check`] rules out.
     fn word(bytes: &[u8], index: usize) -> u32 {
         bytes.as_chunks::<4>().0.get(index).map_or(0, |word| u32::from_le_bytes(*word))
     }
 
-    /// The integers of row `row` of the matrix, the columns from `first` of the tensor on.
+    /// The integers of row `row` of the matrix, from column `first` of the tensor on.
     pub(crate) fn integers(&self, row: usize, first: usize, out: &mut [u8]) {
         let (row, bits, n) = (self.row_of(row), self.bits, self.per_word());
         let mask = (1 << bits) - 1;
@@ -172,23 +173,23 @@ impl Packed<'_> {
         }
     }
 
-    /// What rows behind the last have, and all zeros where the file has none.
+    /// Integer of rows beyond the last, and of all zeros if the file has none.
     fn middle(&self) -> u8 {
         if self.is_float() { 0 } else { (1 << (self.bits - 1)) as u8 }
     }
 
-    /// Whether the bits are a float: then zeros are none.
+    /// Whether the bits are a float, which has no zero.
     fn is_float(&self) -> bool {
         matches!(self.packing, Packing::Mxfp4 { .. })
     }
 
-    /// The tensor's row that is row `row` of the matrix.
+    /// Row of the tensor that is row `row` of the matrix.
     fn row_of(&self, row: usize) -> usize {
         let step = if let Packing::Mxfp4 { step } = self.packing { step } else { 1 };
         row.saturating_mul(step).saturating_add(self.first_row)
     }
 
-    /// The zero and the scale of a group of row `row` of the matrix.
+    /// Zero and scale of a group of row `row` of the matrix.
     pub(crate) fn zero_and_scale(&self, row: usize, group: usize) -> (u8, f32) {
         let (row, bits, n) = (self.row_of(row), self.bits, self.per_word());
         if row >= self.rows {
@@ -210,7 +211,7 @@ impl Packed<'_> {
             }
         };
         let zero = self.zeros.map_or(self.middle(), |zeros| {
-            // Less than none is written as the largest integer.
+            // 0 minus 1 was written as the largest integer, so the sum wraps around.
             ((Self::word(zeros, word) >> (place * bits)).wrapping_add(less) & mask) as u8
         });
         let size = self.scale_type.bytes();
@@ -221,7 +222,7 @@ impl Packed<'_> {
         (zero, one[0])
     }
 
-    /// The group of a column of the tensor, and where the next one begins.
+    /// Group of a column of the tensor, and the column where the next group begins.
     fn group(&self, col: usize) -> (usize, usize) {
         match self.groups {
             Groups::Even(size) => (col / size, (col / size + 1).saturating_mul(size)),
@@ -229,7 +230,7 @@ impl Packed<'_> {
         }
     }
 
-    /// Row `row` of the matrix in f32, the columns from `first` of the tensor on.
+    /// Row `row` of the matrix in f32, from column `first` of the tensor on.
     pub(super) fn row_f32(&self, row: usize, first: usize, out: &mut [f32]) {
         let mut integers = vec![0; out.len()];
         self.integers(row, first, &mut integers);
@@ -254,23 +255,24 @@ impl Packed<'_> {
     }
 }
 
-/// The groups of the columns that a matrix takes.
+/// Groups of the columns that a matrix takes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Int4Groups {
-    /// The first one's number in the tensor.
+    /// Number of the first group in the tensor.
     pub first: usize,
-    /// Inputs of the first one, which may be cut.
+    /// Number of inputs in the first group, which can be cut off.
     pub first_len: usize,
-    /// Inputs of every other one; the last may have fewer.
+    /// Number of inputs in every other group; the last can have fewer.
     pub len: usize,
-    /// How many.
+    /// Number of groups.
     pub count: usize,
-    /// The 4 bits of a weight are [`Packing::Mxfp4`]'s float, no integer.
+    /// Whether the 4 bits are a float ([`Packing::Mxfp4`]) instead of an integer.
     pub is_float: bool,
 }
 
 impl Int4Groups {
-    /// Bytes of `rows` x `cols` weights, each group with a scale in f32 and, of integers, a zero.
+    /// Bytes of `rows` x `cols` weights, including an f32 scale per group and, for integers, a
+    /// zero.
     #[must_use]
     pub fn bytes(&self, rows: u64, cols: u64) -> u64 {
         let each = if self.is_float { 4 } else { 5 };
@@ -292,7 +294,7 @@ impl HostMatrix<'_> {
         let Groups::Even(size) = packed.groups else { return None };
         let size = size.clamp(1, packed.cols.max(1));
         let first_len = (size - self.col_start % size).min(self.cols);
-        // Eight inputs are a word: groups must not share one.
+        // Eight inputs share a word: groups must not share one.
         let is_aligned =
             first_len == self.cols || (first_len.is_multiple_of(8) && size.is_multiple_of(8));
         let count = 1 + (self.cols - first_len).div_ceil(size);
@@ -302,24 +304,24 @@ impl HostMatrix<'_> {
     }
 }
 
-/// The groups of matrices that are kept in 4 bits together: all of them have integers of 4 bits,
-/// neighbouring inputs in a group, the same groups, and no edge of a group but at a multiple of 8
-/// of the columns taken. `None` where backends keep them in bf16.
+/// Groups of matrices that stay in 4 bits together. All of them must have 4-bit integers, groups of
+/// neighbouring inputs, the same groups, and group boundaries only at multiples of 8 of the columns
+/// taken. `None` if backends convert them to bf16.
 #[must_use]
 pub fn int4_groups(parts: &[HostMatrix<'_>]) -> Option<Int4Groups> {
     let groups = parts.first()?.own_int4_groups()?;
     parts.iter().all(|part| part.own_int4_groups() == Some(groups)).then_some(groups)
 }
 
-/// The columns taken of a row's integers of 4 bits.
+/// The 4-bit integers of a row, the columns taken.
 pub(crate) fn int4_integers(part: &HostMatrix<'_>, row: usize, integers: &mut [u8]) {
     if let Some(packed) = part.packed() {
         packed.integers(row, part.col_start, integers);
     }
 }
 
-/// A row's integers of 4 bits, and zero and scale of each of its groups, as a matrix that is kept
-/// in 4 bits takes them.
+/// The 4-bit integers of a row, and zero and scale of each of its groups, for a matrix that stays
+/// in 4 bits.
 pub(crate) fn int4_row(
     part: &HostMatrix<'_>,
     row: usize,

@@ -1,7 +1,7 @@
 //! PURE: pending asks (requests that expect a reply). Each is resolved exactly once: by its reply,
-//! by the loss of a link on its way, or by its deadline.
+//! by the loss of a link on its path, or by its deadline.
 //!
-//! A process asks on its own behalf, and the hub forwards what other processes ask; both are a
+//! A process asks on its own behalf, and the hub forwards other processes' asks; both kinds are a
 //! pending ask with an origin. Ids are local to this process: a peer's id is translated, never
 //! trusted.
 use std::collections::BTreeMap;
@@ -9,23 +9,23 @@ use std::time::Duration;
 
 use crate::protocol::actors::{ActorFrame, AskError, Wants};
 
-/// Most pending asks, over all origins.
+/// Maximum number of pending asks, over all origins.
 pub const ASKS_MAX: usize = 4096;
-/// Most pending asks of one peer, so that no peer can take all places.
+/// Maximum number of pending asks per peer, so that no peer can take all places.
 pub const ASKS_PER_PEER: usize = 1024;
 /// Longest wait for a reply.
 pub const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// A link of this process; numbers are never reused.
+/// A link of this process; ids are never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PeerId(pub u64);
 
 /// Who waits for the outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// A waiter in this process, by the number the shell assigned.
+    /// A waiter in this process, by the number that the shell assigned.
     Here(u64),
-    /// A peer, by its own number for the ask.
+    /// A peer, and the peer's own id of the ask.
     Peer(PeerId, u64),
 }
 
@@ -45,9 +45,9 @@ pub enum Route {
 pub enum Effect {
     /// Send a frame.
     Send {
-        /// Over which link.
+        /// Link to send it over.
         peer: PeerId,
-        /// What.
+        /// Frame to send.
         frame: ActorFrame,
     },
     /// Put a message into a mailbox of this process.
@@ -72,7 +72,7 @@ pub enum Effect {
     Lost(AskError),
 }
 
-/// A message on its way.
+/// A message to be sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outgoing {
     /// The actor's name.
@@ -88,7 +88,7 @@ pub struct Outgoing {
 #[derive(Debug)]
 struct Ask {
     origin: Origin,
-    /// The link on which the answer arrives; `None` for an actor of this process.
+    /// Link on which the answer arrives; `None` for an actor of this process.
     via: Option<PeerId>,
     due: Duration,
     within: Duration,
@@ -104,7 +104,7 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Sends a message of this process (`origin` is `Here`), or forwards one that came from a peer.
+    /// Sends a message from this process (`origin` is `Here`) or forwards a peer's.
     pub fn send(
         &mut self,
         now: Duration,
@@ -161,8 +161,8 @@ impl Exchange {
     }
 
     /// Resolves ask `id` with the answer of a local actor (`via` is `None`) or of the peer that
-    /// hosts it. Returns false, and changes nothing, when the ask is not pending or was not sent
-    /// that way.
+    /// hosts the actor. Returns false and changes nothing if the ask is not pending or was sent
+    /// another way.
     pub fn answered(
         &mut self,
         via: Option<PeerId>,
@@ -185,7 +185,7 @@ impl Exchange {
         self.asks.retain(|_, ask| ask.origin != Origin::Here(waiter));
     }
 
-    /// A link is gone: asks sent over it fail with `LinkLost`; asks that came from it are dropped.
+    /// Handles a lost link: asks sent over it fail with `LinkLost`, asks from it are dropped.
     pub fn peer_lost(&mut self, peer: PeerId, node: &str, effects: &mut Vec<Effect>) {
         self.asks.retain(|_, ask| !matches!(ask.origin, Origin::Peer(p, _) if p == peer));
         self.of_peers.remove(&peer);
@@ -229,7 +229,6 @@ impl Exchange {
     }
 }
 
-/// Uncounts one ask of this origin.
 fn uncount(of_peers: &mut BTreeMap<PeerId, usize>, origin: Origin) {
     if let Origin::Peer(peer, _) = origin
         && let Some(count) = of_peers.get_mut(&peer)

@@ -33,7 +33,7 @@ use crate::wire::frame::{Frame, FrameDecoder, FrameError, FrameKind};
 /// Bytes per read.
 const READ_CHUNK: usize = 64 << 10;
 
-/// What a link tells its owner. `Closed` is the last event.
+/// Event that a link reports to its owner. `Closed` is the last one.
 #[derive(Debug)]
 pub enum LinkEvent {
     /// A frame from the peer; the link answers pings itself.
@@ -42,7 +42,7 @@ pub enum LinkEvent {
     Suspect,
     /// A suspect peer sent something again.
     Alive,
-    /// The link is over.
+    /// The link has ended.
     Closed {
         /// Why.
         reason: CloseReason,
@@ -64,13 +64,13 @@ pub enum CloseReason {
     /// The peer did not authenticate.
     #[error("{0}")]
     Auth(#[from] AuthError),
-    /// The peer rejected this side, and says why.
+    /// The peer rejected this side and said why.
     #[error("{0}")]
     Refused(String),
     /// The peer was silent for too long.
     #[error("nothing was heard for {:.1} s", silent.as_secs_f64())]
     Silent {
-        /// How long.
+        /// Length of the silence.
         silent: Duration,
     },
     /// The peer did not read its frames.
@@ -89,7 +89,7 @@ pub enum CloseReason {
 /// Why a frame cannot be sent.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SendError {
-    /// The link is over.
+    /// The link has ended.
     #[error("the link is closed")]
     Closed,
     /// The peer does not read its frames; this error ends the link.
@@ -146,8 +146,8 @@ impl Reader {
                 read = self.read.read(&mut chunk) => match read {
                     Ok(0) => return CloseReason::PeerClosed,
                     Ok(n) => {
-                        // Counts before the frame is complete: a large one takes long on a slow
-                        // link.
+                        // Count bytes before the frame is complete: a large frame takes long on a
+                        // slow link.
                         if self.liveness.heard(self.clock.now()) {
                             let _ = sink.event(LinkEvent::Alive);
                         }
@@ -162,7 +162,7 @@ impl Reader {
                     LivenessAction::Wait => {}
                     LivenessAction::Ping => self.reply(FrameKind::Ping),
                     LivenessAction::Suspect => {
-                        // The silence is still being watched.
+                        // Silence is still being measured.
                         let _ = sink.event(LinkEvent::Suspect);
                     }
                     LivenessAction::Dead { silent } => return CloseReason::Silent { silent },
@@ -191,7 +191,7 @@ impl Reader {
     }
 
     fn reply(&self, kind: FrameKind) {
-        // If the queue is full, liveness will notice the trouble by itself.
+        // If the queue is full, the liveness check will notice the trouble.
         if let Some(queue) = self.pongs.upgrade() {
             let _ = queue.try_send(Outgoing::bare(kind));
         }

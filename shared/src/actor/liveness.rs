@@ -1,13 +1,13 @@
 //! PURE: when a silent link is suspect, and when it is dead.
 //!
 //! A stopped process keeps its TCP connections open, so an open connection proves nothing. Any
-//! received byte is a sign of life; pings make sure that there are some.
+//! received byte is a sign of life; pings ensure that there are some.
 use std::time::Duration;
 
-/// The intervals of the failure detector.
+/// Intervals of the failure detector.
 #[derive(Clone, Copy, Debug)]
 pub struct LivenessConfig {
-    /// Between two pings.
+    /// Interval between pings.
     pub ping_interval: Duration,
     /// Silence after which the peer is suspect.
     pub suspect_after: Duration,
@@ -25,7 +25,7 @@ impl Default for LivenessConfig {
     }
 }
 
-/// What to do now, by [`Liveness::poll`].
+/// Next action, as decided by [`Liveness::poll`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LivenessAction {
     /// Nothing.
@@ -36,7 +36,7 @@ pub enum LivenessAction {
     Suspect,
     /// Cut the link.
     Dead {
-        /// How long nothing came.
+        /// Length of the silence.
         silent: Duration,
     },
 }
@@ -51,19 +51,19 @@ pub struct Liveness {
 }
 
 impl Liveness {
-    /// A link that received something just now.
+    /// Liveness of a link that has just received something.
     #[must_use]
     pub fn new(config: LivenessConfig, now: Duration) -> Self {
         Self { config, last_heard: now, last_ping: now, suspected: false }
     }
 
-    /// Records that something arrived. Returns true when that ends a suspicion.
+    /// Records that something arrived. Returns true if that ends a suspicion.
     pub fn heard(&mut self, now: Duration) -> bool {
         self.last_heard = now;
         std::mem::take(&mut self.suspected)
     }
 
-    /// What to do now; to be called about every quarter of the ping interval.
+    /// Decides the next action; call it about four times per ping interval.
     pub fn poll(&mut self, now: Duration) -> LivenessAction {
         let silent = now.saturating_sub(self.last_heard);
         if silent >= self.config.dead_after {
@@ -112,7 +112,7 @@ mod tests {
         assert!(!liveness.heard(ms(10)));
         assert_eq!(liveness.poll(ms(2100)), LivenessAction::Suspect);
         assert!(liveness.heard(ms(2200)));
-        // Not of 5.1 s: the silence started afresh, and so did its report.
+        // Not dead at 5.1 s: the silence started afresh, and so did its report.
         assert_eq!(liveness.poll(ms(5100)), LivenessAction::Suspect);
         assert_eq!(liveness.poll(ms(7200)), LivenessAction::Dead { silent: ms(5000) });
     }

@@ -1,5 +1,5 @@
-//! A named actor's own side: a bounded mailbox, a handler that takes one message at a time, and
-//! what happens when the handler fails.
+//! The actor's own side: a bounded mailbox, a handler that takes one message at a time, and what
+//! happens when the handler fails.
 //!
 //! A handler fails by panicking or by returning an error. The asker is then told, and after a
 //! backoff the actor is re-created with the messages still in its mailbox. After too many failures
@@ -18,13 +18,13 @@ use crate::wire::codec;
 
 /// How an actor handles its messages.
 pub trait NamedActor: Send + 'static {
-    /// The messages it takes.
+    /// Type of the messages it takes.
     type Message: ActorMessage;
 
     /// Handles one message. The next one waits until this future completes.
     ///
     /// # Errors
-    /// One sentence on why the actor cannot go on: it is re-created.
+    /// One sentence on why the actor cannot go on; it is then re-created.
     fn handle(
         &mut self,
         message: Self::Message,
@@ -40,7 +40,7 @@ pub struct ActorSpec {
     pub kind: String,
     /// Mailbox capacity in messages; at least 1.
     pub mailbox: usize,
-    /// How often it is re-created, and after which waits.
+    /// How often it is re-created, and with what backoff.
     pub restarts: RestartPolicy,
 }
 
@@ -53,8 +53,7 @@ impl ActorSpec {
     }
 }
 
-/// A message in a mailbox. If it is dropped unanswered, whoever waits for the reply is told that
-/// the actor failed.
+/// A message in a mailbox. If it is dropped unanswered, the waiter is told that the actor failed.
 #[derive(Debug)]
 pub(super) struct Envelope {
     runtime: WeakRuntime,
@@ -68,7 +67,7 @@ impl Envelope {
         Self { runtime, id, wants, body }
     }
 
-    /// Drops it without an answer: someone else tells the sender.
+    /// Drops the message without an answer, because the sender is told by other means.
     pub(super) fn forget(mut self) {
         self.wants = Wants::Nothing;
     }
@@ -96,8 +95,8 @@ impl ActorRuntime {
     /// Starts a named actor on the current tokio runtime; `make` creates it, initially and after
     /// each failure. It lives until it has failed too often or [`ActorRuntime::stop`] is called.
     ///
-    /// # Errors
-    /// [`RegistryError`] when the name cannot be used here. A name taken by another process is
+    /// Starts a named actor on the current tokio runtime; `make` creates it, initially and after
+    /// each failure. It lives until it has failed too often or [`ActorRuntime::stop`] is called.
     /// detected later: the actor then ends, and the log says why.
     pub fn spawn<A: NamedActor>(
         &self,
@@ -122,8 +121,8 @@ impl ActorRuntime {
     }
 }
 
-/// Reports an actor's life. If it is dropped before the actor is dead, the actor's task was
-/// dropped, as at the end of its tokio runtime: it then reports that death.
+/// Reports an actor's life. If it is dropped before the actor is dead, the actor's task was dropped
+/// (for example because its tokio runtime ended), and it reports that death.
 struct Life {
     runtime: WeakRuntime,
     report: ActorReport,
@@ -177,7 +176,7 @@ async fn live<A: NamedActor>(
         match supervisor.on_exit(now) {
             Decision::RestartAfter(wait) => {
                 let name = &life.report.name;
-                tracing::warn!(actor = name, reason, ?wait, "an actor failed; made anew");
+                tracing::warn!(actor = name, reason, ?wait, "an actor failed; restarting it");
                 life.report.life = ActorLife::Restarting;
                 if !life.tell() {
                     return;
@@ -193,8 +192,8 @@ async fn live<A: NamedActor>(
             }
             Decision::GiveUp { reason: often } => {
                 let name = &life.report.name;
-                tracing::error!(actor = name, reason, "an actor is given up: {often}");
-                // Closed first: dropping the queued messages answers them, and nothing arrives
+                tracing::error!(actor = name, reason, "giving up on an actor: {often}");
+                // Close first: dropping the queued messages answers them, and nothing arrives
                 // afterwards.
                 mailbox.close();
                 return life.ends(format!("{reason}; {often}"));

@@ -11,11 +11,11 @@ use crate::wire::frame::FrameKind;
 
 /// A message that the other end of a link understands.
 pub trait RemoteMessage: Serialize {
-    /// The kind of frame that carries it.
+    /// Kind of frame that carries it.
     fn kind(&self) -> FrameKind;
 }
 
-/// Why a message cannot be sent. The receiver's death is learnt from the link, not from here.
+/// Why a message cannot be sent. The link, not this error, reports the peer's death.
 #[derive(Debug, thiserror::Error)]
 pub enum TellError {
     /// It cannot be encoded.

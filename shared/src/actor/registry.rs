@@ -2,23 +2,23 @@
 //! deaths.
 //!
 //! A name belongs to one actor while that actor lives. A watch ends with exactly one notice: when
-//! the actor dies, or at once if it is already dead or another actor has its name now. A new hub
+//! the actor dies, or at once if it is already dead or another actor now has its name. A new hub
 //! does not know the actors of processes that have not linked to it yet; a watch of an actor that
-//! lived under the previous hub therefore waits for it, for [`RETURN_GRACE`].
+//! lived under the previous hub therefore waits up to [`RETURN_GRACE`] for that actor.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use super::exchange::PeerId;
 use crate::protocol::actors::{ACTOR_NAME_MAX, ActorLife, ActorReport, REASON_MAX};
 
-/// Most living actors at a time.
+/// Maximum number of living actors.
 pub const ACTORS_MAX: usize = 16_384;
-/// Most watches at a time.
+/// Maximum number of watches.
 pub const WATCHES_MAX: usize = 16_384;
-/// How long the hub waits for an actor that lived under another hub: longer than links take to come
+/// How long the hub waits for an actor that lived under another hub. Longer than links take to come
 /// back, and longer than a dead process's etcd lease, during which it may still be expected.
 pub const RETURN_GRACE: Duration = Duration::from_secs(15);
-/// How many dead actors are remembered.
+/// Number of dead actors that are remembered.
 const DEAD_MAX: usize = 256;
 
 /// Where an actor lives.
@@ -30,15 +30,15 @@ pub enum Home {
     Peer(PeerId),
 }
 
-/// Who watches: the process, and its number for the watch.
+/// A watching process, and its id for the watch.
 pub type Watcher = (Home, u64);
 
 /// An actor that the registry knows.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Known {
-    /// The last report of its process.
+    /// Latest report from its process.
     pub report: ActorReport,
-    /// The node name of its process.
+    /// Node name of its process.
     pub node: String,
     /// Where it lives, or lived if it is dead.
     pub home: Home,
@@ -68,11 +68,11 @@ pub enum RegistryError {
     #[error("the name is taken by an actor of {0}")]
     Taken(String),
     /// A limit is reached.
-    #[error("there are {0} already, the bound")]
+    #[error("there are {0} already, which is the limit")]
     Full(usize),
 }
 
-/// The first answer to a watch.
+/// First answer to a watch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Watching {
     /// The actor lives.
@@ -80,9 +80,9 @@ pub enum Watching {
         /// The actor's generation.
         generation: u64,
     },
-    /// It is not known here and may come back: the outcome follows later.
+    /// The actor is not known here and may come back: the outcome follows later.
     Awaited,
-    /// It is dead, or never existed: this is the watch's one notice.
+    /// The actor is dead or never existed: this is the watch's one notice.
     Over {
         /// Why.
         reason: String,
@@ -93,33 +93,33 @@ pub enum Watching {
 #[derive(Debug, Default)]
 pub struct Registry {
     actors: BTreeMap<String, Known>,
-    /// Names of dead actors, the longest dead first.
+    /// Names of dead actors, oldest death first.
     dead: VecDeque<String>,
     watches: BTreeMap<Watcher, String>,
     /// Watchers of each name; names without any are not listed.
     watchers: BTreeMap<String, BTreeSet<Watcher>>,
-    /// Watches of actors that are not known yet.
+    /// Watches of actors that have not appeared yet.
     awaited: BTreeMap<Watcher, Awaited>,
-    /// Watches whose actor has appeared, and its generation; their watchers have not been told yet.
+    /// Watches whose actor has appeared, with its generation; the watchers are still to be told.
     found: Vec<(Watcher, u64)>,
-    /// Until when an unknown actor may belong to a process that has not linked again.
+    /// Until this time, an unknown actor may belong to a process that has not linked again.
     settles: Duration,
 }
 
 /// A watch that waits for its actor; see [`Registry::watch`].
 #[derive(Clone, Copy, Debug)]
 struct Awaited {
-    /// The generation meant, if known.
+    /// Generation that the watcher means, if it knows it.
     generation: Option<u64>,
     until: Duration,
 }
 
 impl Registry {
-    /// Takes a report from an actor's process. The latest report of an actor counts; links preserve
-    /// order.
+    /// Takes a report from an actor's process. Links preserve order, so an actor's latest report
+    /// wins.
     ///
     /// # Errors
-    /// [`RegistryError`]; then nothing changes.
+    /// [`RegistryError`]; nothing changes then.
     pub fn report(
         &mut self,
         home: Home,
@@ -153,7 +153,7 @@ impl Registry {
             Some(old)
                 if old.report.generation != report.generation && report.life == ActorLife::Dead =>
             {
-                // A report on an earlier actor of this name.
+                // A late report on an earlier actor of this name.
                 return Ok(());
             }
             Some(old) if old.report.generation == report.generation => {
@@ -161,7 +161,7 @@ impl Registry {
                     return Ok(());
                 }
                 if old.report.life == ActorLife::Dead {
-                    // Its link was lost, so it was taken for dead; the link is back.
+                    // The lost link made it count as dead; the link is back.
                     self.room()?;
                 } else if old.home != home && home != Home::Here {
                     return Err(RegistryError::Taken(old.node.clone()));
@@ -194,7 +194,7 @@ impl Registry {
         Ok(())
     }
 
-    /// For [`RETURN_GRACE`] from now, processes of the previous hub may still link to this one.
+    /// For [`RETURN_GRACE`] from `now`, processes of the previous hub may still link to this one.
     pub fn settle(&mut self, now: Duration) {
         self.settles = now + RETURN_GRACE;
     }
@@ -222,8 +222,8 @@ impl Registry {
         std::mem::take(&mut self.found)
     }
 
-    /// An actor appeared: resolves the watches waiting for it, and ends those that meant another
-    /// generation of its name.
+    /// Resolves the watches waiting for an actor that has appeared, and ends those that meant
+    /// another generation of its name.
     fn appeared(&mut self, name: &str, generation: u64, notices: &mut Vec<Notice>) {
         if self.awaited.is_empty() {
             return;
@@ -243,7 +243,7 @@ impl Registry {
         }
     }
 
-    /// An actor that never appeared here is dead: ends the watches waiting for it.
+    /// Ends the watches waiting for an actor that died before it appeared here.
     fn ends_awaited(
         &mut self,
         name: &str,
@@ -262,7 +262,7 @@ impl Registry {
         }
     }
 
-    /// A link is gone, and with it the actors and watches at its other end.
+    /// Handles the loss of a link, and with it of the actors and watches at its other end.
     pub fn peer_lost(&mut self, peer: PeerId, reason: &str, notices: &mut Vec<Notice>) {
         let home = Home::Peer(peer);
         let watching: Vec<Watcher> =
@@ -283,8 +283,8 @@ impl Registry {
         }
     }
 
-    /// Watches for an actor's death. `generation` is the actor meant, if the watcher knows it: one
-    /// that it was told was alive, and that may reappear under this hub.
+    /// Watches for an actor's death. `generation` is the actor meant, if the watcher knows it: it
+    /// was told that this one was alive, and the actor may reappear under this hub.
     ///
     /// # Errors
     /// [`RegistryError::Full`].
@@ -339,7 +339,7 @@ impl Registry {
         }
     }
 
-    /// Where the actor `name` is, if it lives.
+    /// Where the actor `name` lives, if it is alive.
     #[must_use]
     pub fn find(&self, name: &str) -> Option<Home> {
         let known = self.actors.get(name)?;

@@ -17,8 +17,8 @@ pub trait ActorMessage: Serialize + DeserializeOwned + Send + 'static {
     type Reply: Serialize + DeserializeOwned + Send + 'static;
 }
 
-/// The address of a named actor that takes messages of type `M`. It does not tell whether the actor
-/// exists: each message finds that out.
+/// The address of a named actor that takes messages of type `M`. The actor need not exist: each
+/// message finds out.
 pub struct RemoteAddr<M> {
     runtime: ActorRuntime,
     name: String,
@@ -49,8 +49,8 @@ impl<M: ActorMessage> RemoteAddr<M> {
     }
 
     /// Sends a message and waits for nothing. Failures in this process are returned; failures
-    /// beyond a link are only counted there. Senders that must know use [`RemoteAddr::deliver`] or
-    /// [`RemoteAddr::ask`].
+    /// beyond a link are only counted there. Senders that must know the outcome use
+    /// [`RemoteAddr::deliver`] or [`RemoteAddr::ask`].
     ///
     /// # Errors
     /// [`AskError`]: no such actor, a full mailbox, no link.
@@ -59,7 +59,7 @@ impl<M: ActorMessage> RemoteAddr<M> {
         sent.lost.clone().map_or(Ok(()), Err)
     }
 
-    /// Sends a message and waits until it is in the actor's mailbox, in whichever process.
+    /// Sends a message and waits until it is in the actor's mailbox, whichever process that is in.
     ///
     /// # Errors
     /// [`AskError`], at the latest at the deadline.

@@ -1,4 +1,4 @@
-//! The actor side of one process: its links, the mailboxes of its own actors, its pending waits.
+//! The actor side of one process: its links, its own actors' mailboxes, and its pending waits.
 //!
 //! One lock guards the pure [`Exchange`](super::exchange::Exchange) and
 //! [`Registry`](super::registry::Registry) and the tables that turn their effects into sends;
@@ -6,10 +6,10 @@
 //! told.
 //!
 //! - `state`: what the lock guards, and sending
-//! - `links`: linked processes, and what their frames say
-//! - `effects`: what the pure cores decided, carried out
+//! - `links`: linked processes and their frames
+//! - `effects`: carries out what the pure cores decided
 //! - `deadlines`: the thread that enforces the deadlines of asks and watches
-//! - `waiting`: who waits for an outcome or a death
+//! - `waiting`: handles for those who wait for an outcome or a death
 mod deadlines;
 mod effects;
 mod links;
@@ -35,7 +35,7 @@ use crate::metrics::local::PerValue;
 use crate::metrics::{Counter, SharedStats};
 use crate::protocol::actors::{ActorFrame, ActorLife, ActorReport, AskError, Wants};
 
-/// The outcome of a message, for its mailbox and its sender.
+/// Outcome of a message, for its mailbox and its sender.
 pub(super) type Outcome = Result<Vec<u8>, AskError>;
 
 /// Whether a process forwards messages for others.
@@ -74,13 +74,13 @@ impl fmt::Debug for ActorRuntime {
 }
 
 impl ActorRuntime {
-    /// The coordinator's runtime. `run` differs for each process run.
+    /// Creates the coordinator's runtime. `run` differs for each process run.
     #[must_use]
     pub fn hub(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
         Self::new(Role::Hub, node, run, clock)
     }
 
-    /// The runtime of any other process.
+    /// Creates the runtime of any other process.
     #[must_use]
     pub fn spoke(node: &str, run: u64, clock: Arc<dyn Clock>) -> Self {
         Self::new(Role::Spoke, node, run, clock)
@@ -105,15 +105,15 @@ impl ActorRuntime {
         &self.inner.stats
     }
 
-    /// The address of a named actor anywhere in the cluster, whether or not it exists.
+    /// Returns the address of a named actor anywhere in the cluster, whether or not it exists.
     #[must_use]
     pub fn addr<M: ActorMessage>(&self, name: &str) -> RemoteAddr<M> {
         RemoteAddr::new(self.clone(), name)
     }
 
-    /// Resolves once, when the actor `name` is dead; at once if it is dead already or does not
+    /// Resolves once, when the actor `name` is dead; at once if it is already dead or does not
     /// exist. While the coordinator cannot be reached, it waits until it can. Resolves to an error
-    /// when the actor cannot be watched, which says nothing about its life.
+    /// if the actor cannot be watched, which says nothing about its life.
     ///
     /// A coordinator that has just taken over waits [`RETURN_GRACE`](super::registry::RETURN_GRACE)
     /// for actors that it does not know yet: a living actor that has not reported to it is not
@@ -141,7 +141,7 @@ impl ActorRuntime {
         DeathWatch { runtime: Arc::downgrade(&self.inner), id, dead }
     }
 
-    /// Begins a watch of an actor that is known here, or is awaited: until some time then.
+    /// Begins a watch of an actor that is known here or, for a limited time, awaited.
     fn begin_watch(
         &self,
         state: &mut State,
@@ -156,7 +156,7 @@ impl ActorRuntime {
         watching
     }
 
-    /// This hub has taken over from another: that hub's processes are about to link to this one.
+    /// Tells a hub that took over from another that the other's processes are about to link to it.
     pub fn settle(&self) {
         let now = self.inner.clock.now();
         self.state().registry.settle(now);
@@ -201,12 +201,12 @@ impl ActorRuntime {
         taken
     }
 
-    /// Forgets an actor of the cluster itself, whose death was reported before.
+    /// Forgets an actor of the cluster itself whose death was reported before.
     pub fn forget(&self, name: &str) {
         self.state().registry.forget(name);
     }
 
-    /// Sends a message; the returned receiver gets its outcome, or already holds an error where the
+    /// Sends a message; the returned receiver gets its outcome, or already holds an error if the
     /// message certainly cannot arrive.
     pub(super) fn dispatch(&self, message: Outgoing) -> Dispatched {
         let now = self.inner.clock.now();
@@ -280,8 +280,7 @@ impl ActorRuntime {
         self.inner.stats.with(|stats| stats.add(self.inner.counters.restarts, 1));
     }
 
-    /// An actor of this process has handled, or rejected, a message whose outcome someone waits
-    /// for.
+    /// Passes on the outcome of a message that an actor of this process has handled or rejected.
     pub(super) fn answer(&self, id: u64, outcome: Outcome) {
         let mut effects = Vec::new();
         let mut state = self.state();

@@ -25,7 +25,7 @@ impl Default for RestartPolicy {
     }
 }
 
-/// What to do when a child has ended.
+/// What to do about a child that has ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Decision {
     /// Restart it after this wait.
@@ -48,19 +48,19 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// A child started now, with no restarts. `seed` spreads the backoff of many children.
+    /// Supervises a child that starts now. `seed` spreads the backoff of many children.
     #[must_use]
     pub fn new(policy: RestartPolicy, seed: u64) -> Self {
         Self { policy, in_a_row: 0, total: 0, started: Duration::ZERO, random: seed | 1 }
     }
 
-    /// Restarts so far.
+    /// Number of restarts so far.
     #[must_use]
     pub fn restarts(&self) -> u64 {
         self.total
     }
 
-    /// The child ended at time `now`; returns what to do.
+    /// Decides what to do about a child that ended at time `now`.
     pub fn on_exit(&mut self, now: Duration) -> Decision {
         if now.saturating_sub(self.started) >= self.policy.stable_after {
             self.in_a_row = 0;
@@ -74,7 +74,7 @@ impl Supervisor {
         let wait = doubled.min(self.policy.backoff_max);
         self.in_a_row += 1;
         self.total += 1;
-        // Adds up to a quarter, so that children that died together do not come back together.
+        // Add up to a quarter, so that children that died together do not come back together.
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
         self.random ^= self.random << 17;

@@ -1,4 +1,4 @@
-//! GPUs by NVML, NVIDIA's management library: loaded at run time, never required.
+//! GPU measurements through NVML, NVIDIA's management library: loaded at run time, never required.
 use std::path::Path;
 
 use nvml_wrapper::Nvml;
@@ -15,7 +15,7 @@ use crate::metrics::{Gauge, LocalStats};
 pub struct GpuDevice {
     /// Its index on the host.
     pub index: u32,
-    /// The product's name.
+    /// Product name.
     pub name: String,
     /// Its UUID, as NVML prints it.
     pub uuid: String,
@@ -46,10 +46,10 @@ fn load(library: Option<&Path>) -> Result<Nvml, NvmlError> {
     }
 }
 
-/// The NVLink island of the GPU with this UUID: all GPUs of the host that NVLink connects to it,
-/// directly, through other GPUs or through a switch. The island is named after its first UUID, so
-/// that each of its GPUs gives the same answer. `None` for a GPU without NVLink connections, and
-/// where NVML cannot tell.
+/// Returns the NVLink island of the GPU with this UUID: all GPUs of the host that NVLink connects
+/// to it, directly, through other GPUs or through a switch. The island is named after its lowest
+/// UUID, so that all its GPUs give the same answer. `None` for a GPU without NVLink connections, or
+/// if NVML cannot tell.
 #[must_use]
 pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
     let nvml = load(library).ok()?;
@@ -69,8 +69,8 @@ pub fn nvlink_island(library: Option<&Path>, uuid: &str) -> Option<String> {
     island.into_iter().map(|index| devices[index].0.clone()).min()
 }
 
-/// The indices below `count` that are connected to `own`, directly or through others; includes
-/// `own`.
+/// Returns the indices below `count` that are connected to `own`, directly or through others,
+/// including `own`.
 fn island(own: usize, count: usize, joined: impl Fn(usize, usize) -> bool) -> Vec<usize> {
     let mut found = vec![own];
     let mut next = 0;
@@ -120,7 +120,7 @@ impl Gpus {
         self.handles.resize_with(count as usize, || None);
         for (index, held) in (0u32..).zip(&mut self.handles) {
             let Ok(device) = nvml.device_by_index(index) else {
-                // The GPU has fallen off the bus: its last values no longer hold.
+                // The GPU has fallen off the bus: its last values are no longer valid.
                 if let Some(held) = held {
                     for gauge in held.all() {
                         stats.clear(gauge);

@@ -1,8 +1,8 @@
-//! Memory still available to a process: of the host, or of its control group (cgroup) if less.
+//! Memory that a process may use: the host's, or its control group's (cgroup) if that is less.
 use std::fs;
 use std::path::Path;
 
-/// Memory available without swapping, in bytes; `None` where the system does not say.
+/// Memory available without swapping, in bytes; `None` if the system does not report it.
 ///
 /// `root` is `/` except in tests. Only cgroup v2 is supported, as seen from within a container:
 /// there the group's own files are at the top of the hierarchy.
@@ -22,17 +22,17 @@ pub fn available_memory(root: &Path) -> Option<u64> {
     Some(group().map_or(host, |group| group.min(host)))
 }
 
-/// Memory that this process's control group may have, in bytes: the least that it or one around it
-/// is bounded to; `None` where nothing is.
+/// Returns the memory that this process's control group may use, in bytes: the least of its own
+/// limit and those of the groups around it; `None` if there is no limit.
 ///
-/// `root` is `/` but in tests. Of control groups only version 2 is known. In a container that does
-/// not see its own path the group's files are at the top of the hierarchy.
+/// `root` is `/` except in tests. Only cgroup v2 is supported. In a container that does not see its
+/// own path, the group's files are at the top of the hierarchy.
 pub(super) fn memory_limit(root: &Path) -> Option<u64> {
     let groups = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let group = groups.lines().find_map(|line| line.strip_prefix("0::/")).unwrap_or_default();
     let limit = |group: &Path| {
         let file = root.join("sys/fs/cgroup").join(group).join("memory.max");
-        // `max` is no number: no limit.
+        // `max` is not a number: there is no limit.
         fs::read_to_string(file).ok()?.trim().parse::<u64>().ok()
     };
     Path::new(group).ancestors().filter_map(limit).min()
@@ -44,7 +44,7 @@ fn of_host(meminfo: &str) -> Option<u64> {
     Some(kib.saturating_mul(1024))
 }
 
-/// What the kernel can reclaim: pages of files, read once or often, and its own caches of them.
+/// Bytes that the kernel can reclaim: file pages, whether used once or often, and slab caches.
 fn cached(stat: &str) -> u64 {
     const RECLAIMABLE: [&str; 3] = ["inactive_file", "active_file", "slab_reclaimable"];
     let bytes = |line: &str| {
@@ -88,7 +88,7 @@ mod tests {
         assert_eq!(found(&[own, max(service, "max\n"), max(slice, "max\n")]), None);
         assert_eq!(found(&[own, max(service, "5000\n"), max(slice, "max\n")]), Some(5000));
         assert_eq!(found(&[own, max(service, "5000\n"), max(slice, "4000\n")]), Some(4000));
-        // A container: its own group is the top, by whatever path the host has it.
+        // In a container, its own group is at the top, whatever its path on the host.
         assert_eq!(found(&[max(top, "3000\n")]), Some(3000));
         assert_eq!(found(&[("proc/self/cgroup", "0::/\n"), max(top, "3000\n")]), Some(3000));
         assert_eq!(found(&[own, max(top, "3000\n")]), Some(3000));

@@ -1,5 +1,5 @@
-//! Text for a reader that may stall (such as stderr into a pipe): a separate thread writes it, so
-//! that logging never waits for the reader.
+//! Log text for a reader that may stall (such as a pipe from stderr): a separate thread writes it,
+//! so that logging never waits for the reader.
 //!
 //! The backlog is bounded. Lines beyond the bound are dropped and counted, and the reader is told
 //! how many once it reads again.
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Most bytes queued; the thread may hold as many again.
+/// Maximum number of queued bytes; the thread may hold as many again.
 pub const WAITING_MAX: usize = 1 << 20;
 /// Wait between two attempts to write to a full non-blocking pipe.
 const AGAIN: Duration = Duration::from_millis(10);
@@ -41,7 +41,7 @@ struct State {
     waiting: Vec<u8>,
     /// Lines dropped since the reader was last told.
     dropped: u64,
-    /// The thread has taken the queued text and is writing it.
+    /// Whether the thread has taken queued text and is writing it.
     writing: bool,
     closed: bool,
 }
@@ -51,7 +51,7 @@ impl State {
         self.waiting.is_empty() && self.dropped == 0
     }
 
-    /// Takes all queued text, and the note of dropped lines.
+    /// Takes all queued text, followed by a note about dropped lines.
     fn take(&mut self) -> Vec<u8> {
         let mut text = std::mem::take(&mut self.waiting);
         let dropped = std::mem::take(&mut self.dropped);
@@ -59,7 +59,7 @@ impl State {
             if text.last().is_some_and(|last| *last != b'\n') {
                 text.push(b'\n');
             }
-            let note = format!("{dropped} lines dropped here: whoever reads this was too slow\n");
+            let note = format!("{dropped} lines dropped here: the reader was too slow\n");
             text.extend_from_slice(note.as_bytes());
         }
         text
@@ -92,8 +92,7 @@ impl Shared {
     }
 }
 
-/// Writes all of `text`, however long that takes; gives up without an error when the reader is
-/// gone.
+/// Writes all of `text`, however long that takes; gives up without an error if the reader is gone.
 fn write_all(out: &mut impl Write, mut text: &[u8]) {
     while !text.is_empty() {
         match out.write(text) {
@@ -119,8 +118,8 @@ impl LineQueue {
         Ok(Self(Arc::new(Handle(shared))))
     }
 
-    /// Queues text of one or more lines. If not all of it fits it is dropped, and so is everything
-    /// after it until the reader catches up.
+    /// Queues text of one or more lines. If it does not fit as a whole, it is dropped, and so is
+    /// everything after it until the reader catches up.
     pub fn push(&self, text: &[u8]) {
         let shared = &self.0.0;
         let mut state = shared.state();
@@ -151,7 +150,7 @@ impl LineQueue {
     }
 }
 
-/// Never blocks; each write is one piece of text.
+/// Never blocks; each write queues one piece of text.
 impl Write for LineQueue {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         self.push(text);
@@ -215,8 +214,8 @@ mod tests {
             queue.push(line.as_bytes());
         }
         assert!(began.elapsed() < LONG);
-        // 1024 lines are queued, as many may be in the thread's hands; other tests of this process
-        // may drop lines, too.
+        // 1024 lines are queued and as many may be in the thread's hands; other tests in this
+        // process may drop lines, too.
         let dropped = lines_dropped() - before;
         assert!((2047..=3073).contains(&dropped), "{dropped}");
         assert!(!queue.flush(Duration::from_millis(20)), "nothing is written yet");
@@ -228,9 +227,9 @@ mod tests {
         assert!(queue.flush(LONG));
         let text = String::from_utf8(read.try_iter().flatten().collect()).unwrap();
         let lines: Vec<&str> = text.lines().collect();
-        // In one note, or in several where the thread took lines meanwhile.
+        // There is one note, or several if the thread took lines meanwhile.
         let dropped_here = |line: &&str| -> Option<u64> {
-            let (number, _) = line.split_once(" lines dropped here: whoever reads this was")?;
+            let (number, _) = line.split_once(" lines dropped here: the reader was")?;
             number.parse().ok()
         };
         let notes: Vec<u64> = lines.iter().filter_map(dropped_here).collect();

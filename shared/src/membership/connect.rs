@@ -1,4 +1,4 @@
-//! How etcd is reached: addresses, user, certificates; and whether it can be, so.
+//! How to connect to etcd: addresses, user, certificates; and a probe that checks these settings.
 use std::time::Duration;
 
 use etcd_client::{
@@ -23,15 +23,15 @@ pub(super) fn entry(cluster: &str, kv: &KeyValue) -> Option<Entry> {
 /// How etcd is reached.
 #[derive(Clone)]
 pub struct EtcdOptions {
-    /// Its members, as `http://HOST:PORT` or, with TLS, `https://HOST:PORT`.
+    /// etcd's members, as `http://HOST:PORT` or, with TLS, `https://HOST:PORT`.
     pub endpoints: Vec<String>,
-    /// The cluster's name: the first part of all keys.
+    /// The cluster's name, which is the first part of all keys.
     pub cluster: String,
-    /// User and password, if etcd wants them.
+    /// User and password, if etcd requires them.
     pub user: Option<(String, String)>,
-    /// Whom to trust and what to show, where the endpoints speak TLS.
+    /// Certificates, if the endpoints use TLS.
     pub tls: Option<Tls>,
-    /// How long a lease lives without being kept alive, at least 2 s.
+    /// Time to live of a lease without keepalives, at least 2 s.
     pub lease_ttl: Duration,
 }
 
@@ -40,7 +40,7 @@ pub struct EtcdOptions {
 pub struct Tls {
     /// The authority that signed etcd's certificates.
     pub authority: Vec<u8>,
-    /// This process's own certificate and its key, where etcd wants one.
+    /// This process's own certificate and its key, if etcd requires one.
     pub identity: Option<(Vec<u8>, Vec<u8>)>,
 }
 
@@ -52,7 +52,7 @@ impl std::fmt::Debug for Tls {
 
 impl std::fmt::Debug for EtcdOptions {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // Not the password.
+        // The password must not be printed.
         f.debug_struct("EtcdOptions")
             .field("endpoints", &self.endpoints)
             .field("cluster", &self.cluster)
@@ -61,10 +61,10 @@ impl std::fmt::Debug for EtcdOptions {
 }
 
 impl EtcdOptions {
-    /// A client whose answers come within `deadline`. Without a user, nothing is dialled yet.
+    /// Returns a client with this deadline for answers. Without a user, nothing is dialled yet.
     ///
     /// # Errors
-    /// When an address or certificate cannot be used, or the user is not let in.
+    /// When an address or certificate cannot be used, or the user is rejected.
     pub(super) async fn connect(&self, deadline: Duration) -> Result<Client, Error> {
         let mut options = ConnectOptions::new()
             .with_connect_timeout(deadline)
@@ -110,7 +110,7 @@ impl EtcdOptions {
     /// certificate and user, and lets it read and write where it will. Writes nothing.
     ///
     /// # Errors
-    /// What is in the way.
+    /// What prevents it.
     pub async fn probe(&self, deadline: Duration) -> Result<(), ProbeError> {
         let mut client = self.connect(deadline).await?;
         let prefixes = [format!("/{}/", self.cluster), format!("/{}:totals/", self.cluster)];
@@ -118,7 +118,7 @@ impl EtcdOptions {
             let count = GetOptions::new().with_prefix().with_count_only();
             client.get(prefix.as_str(), Some(count)).await?;
         }
-        // No key has this revision. etcd looks whether all of it would be allowed before that.
+        // No key has this revision: nothing is written, but etcd checks permissions first.
         let never = Compare::create_revision(prefixes[0].as_str(), CompareOp::Equal, -1);
         let puts = prefixes.each_ref().map(|prefix| TxnOp::put(format!("{prefix}probe"), "", None));
         client.txn(Txn::new().when([never]).and_then(puts)).await?;
@@ -126,27 +126,27 @@ impl EtcdOptions {
     }
 }
 
-/// What an etcd that is full needs. It takes no writes: nobody joins, nobody takes over.
+/// What to do about an etcd that is full. It accepts no writes: nobody can join or take over.
 pub const FULL_REMEDY: &str = "etcdctl compact REVISION (of `etcdctl endpoint status -w json`), \
      etcdctl defrag --cluster, etcdctl alarm disarm; and run it with --auto-compaction-mode=periodic \
      --auto-compaction-retention=10m";
 
-/// Whether etcd says that it is full.
+/// Whether an error says that etcd is full.
 pub(super) fn is_full(reason: &str) -> bool {
     reason.contains("database space exceeded")
 }
 
-/// What etcd said, and how to mend it where that is known.
+/// Describes an error of etcd, with its remedy if that is known.
 pub(super) fn explained(error: &Error) -> String {
     let text = plain(error);
     if is_full(&text) {
-        return format!("etcd is full and takes no writes ({text}); to mend it: {FULL_REMEDY}");
+        return format!("etcd is full and accepts no writes ({text}); to fix it: {FULL_REMEDY}");
     }
     text
 }
 
-/// An error without the client's own structures: what it says, and what is at the end of its chain
-/// of causes, where the system's and TLS' words are.
+/// Describes an error without the client's own structures: its message and the last cause in its
+/// chain, which holds the system's or TLS's message.
 fn plain(error: &Error) -> String {
     let (mut text, mut source) = match error {
         Error::GRpcStatus(status) if !status.message().is_empty() => {
@@ -168,24 +168,24 @@ fn plain(error: &Error) -> String {
     text
 }
 
-/// How full a member is.
+/// How full a member's database is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Fullness {
-    /// Bytes of its database file.
+    /// Size of its database file, in bytes.
     pub size: u64,
-    /// The bound, where it says one (etcd 3.6).
+    /// The bound on that size, if the member reports it (etcd 3.6).
     pub quota: Option<u64>,
-    /// It reached it, and takes no writes.
+    /// Whether the bound is reached; then it accepts no writes.
     pub no_space: bool,
-    /// A member's data is damaged.
+    /// Whether a member's data is damaged.
     pub corrupt: bool,
 }
 
 impl EtcdOptions {
-    /// How full the member is that answers. Users who are not root may be refused that.
+    /// Returns how full the member is that answers. Users other than root may be denied this.
     ///
     /// # Errors
-    /// What is in the way.
+    /// What prevents it.
     pub async fn fullness(&self, deadline: Duration) -> Result<Fullness, ProbeError> {
         let mut client = self.connect(deadline).await?;
         let status = client.status().await?;
@@ -201,13 +201,13 @@ impl EtcdOptions {
     }
 }
 
-/// A process with these options could not be a member.
+/// Why a process with these options could not be a member.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ProbeError {
-    /// etcd does not know the user, or does not let it do what it needs to.
+    /// etcd does not know the user, or denies it the access it needs.
     #[error("{0}")]
     NotAllowed(String),
-    /// It takes no writes.
+    /// etcd accepts no writes.
     #[error("{0}")]
     Full(String),
     /// No connection that both sides trust, or no answer.
@@ -217,7 +217,7 @@ pub enum ProbeError {
 
 impl From<Error> for ProbeError {
     fn from(error: Error) -> Self {
-        // InvalidArgument is a wrong password's code.
+        // InvalidArgument is the code for a wrong password.
         const AUTH: [&str; 4] =
             ["InvalidArgument", "PermissionDenied", "Unauthenticated", "FailedPrecondition"];
         let text = plain(&error);

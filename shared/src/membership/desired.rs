@@ -1,18 +1,18 @@
-//! PURE: what operators have told the coordinators while they ran. The leader leaves it in etcd, so
-//! that the next one knows.
+//! PURE: commands that operators gave to running coordinators. The leader stores them in etcd for
+//! the next one.
 use serde::{Deserialize, Serialize};
 
-/// Most workers that are remembered as told to leave; the oldest are forgotten first.
+/// Maximum number of remembered workers that were told to leave; the oldest are forgotten first.
 const LEAVING_MAX: usize = 256;
 
-/// All commands so far, added up. As JSON under its key.
+/// The accumulated effect of all commands, stored as JSON under its key.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Desired {
-    /// The process run that wrote it.
+    /// Process run that wrote it.
     pub by: u64,
-    /// Commands so far, over all leaders.
+    /// Number of commands so far, over all leaders.
     pub generation: u64,
-    /// At most so many replicas; 0 is without a bound. Absent: as the leader's own options say.
+    /// Maximum number of replicas; 0 is unbounded. Absent: the leader's own options decide.
     #[serde(default)]
     pub replicas: Option<u32>,
     /// Workers that were told to leave, oldest first.
@@ -20,23 +20,23 @@ pub struct Desired {
     pub leaving: Vec<Leaving>,
 }
 
-/// A worker that was told to leave. Its node may have another process later, which may stay.
+/// A worker that was told to leave. A later process of the same node may stay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Leaving {
     /// Its node's name.
     pub node: String,
-    /// The process run.
+    /// The worker's process run.
     pub incarnation: u64,
 }
 
 impl Desired {
-    /// Another bound of replicas; see [`Desired::replicas`].
+    /// Sets the maximum number of replicas; see [`Desired::replicas`].
     pub fn scale(&mut self, replicas: Option<u32>) {
         self.generation += 1;
         self.replicas = replicas;
     }
 
-    /// A worker shall leave.
+    /// Tells a worker to leave.
     pub fn drain(&mut self, node: &str, incarnation: u64) {
         self.generation += 1;
         self.leaving.retain(|it| it.node != node);
@@ -51,7 +51,7 @@ impl Desired {
         self.leaving.iter().any(|it| it.node == node && it.incarnation == incarnation)
     }
 
-    /// Whether all that the process run `by` was told up to `generation` is in here.
+    /// Whether this includes all commands that the process run `by` was given up to `generation`.
     #[must_use]
     pub fn has(&self, by: u64, generation: u64) -> bool {
         self.by == by && self.generation >= generation

@@ -1,15 +1,14 @@
-//! The thread that speaks with etcd: registers this process under a lease, keeps the lease, watches
-//! the cluster's keys, campaigns to lead.
+//! The thread that talks to etcd: it registers this process under a lease, keeps the lease alive,
+//! watches the cluster's keys and campaigns to lead.
 //!
-//! It is a thread of its own with a runtime of its own, so that no amount of other work delays a
-//! keepalive; nor does an etcd that takes long to answer, since the lease is kept while its answers
-//! are waited for. A session is a connection with its lease and its watch; when anything of it
-//! fails, the next one begins with a new list, under the old lease if that still lives. It goes on
-//! for ever: no failure of etcd ends the process. Only one thing does: another process under the
-//! same name.
+//! It has a thread and a runtime of its own, so that no amount of other work delays a keepalive.
+//! Nor does a slow etcd: keepalives go on while other answers are pending. A session is a
+//! connection with its lease and its watch. When any part of it fails, the next one begins with a
+//! new list, under the old lease if that is still alive. This goes on for ever: no failure of etcd
+//! ends the process. Only another process with the same name does.
 //!
 //! - `session`: one session
-//! - `writes`: what a process writes, and on what condition
+//! - `writes`: what a process writes, and on which conditions
 mod session;
 mod writes;
 
@@ -24,8 +23,8 @@ use super::{Desired, EtcdOptions, FatalError, Record, View};
 use crate::actor::link::join::Unreached;
 use crate::clock::{jittered, since_1970};
 
-/// A running membership. Dropping it without [`EtcdMembership::leave`] is like a crash: others
-/// notice when the lease ends.
+/// A running membership. Dropping it without [`EtcdMembership::leave`] acts like a crash: others
+/// notice when the lease expires.
 #[derive(Debug)]
 pub struct EtcdMembership {
     view: watch::Receiver<View>,
@@ -34,15 +33,15 @@ pub struct EtcdMembership {
     fatal: Option<oneshot::Receiver<FatalError>>,
 }
 
-/// Where a leader says what operators told it; the view shows when it is stored.
+/// Sender for commands that a leader received from operators; the view shows when they are stored.
 pub type Desires = watch::Sender<Option<Desired>>;
 
 impl EtcdMembership {
-    /// Registers `record`, and campaigns to lead if asked to. Returns at once; whether etcd answers
-    /// is in the view.
+    /// Registers `record`, and campaigns to lead if asked to. Returns at once; the view shows
+    /// whether etcd answers.
     ///
     /// # Errors
-    /// When the operating system gives no thread.
+    /// When the operating system refuses a thread.
     pub fn start(options: EtcdOptions, record: Record, campaign: bool) -> std::io::Result<Self> {
         let (publish, view) = watch::channel(View::default());
         let (leave, left) = oneshot::channel();
@@ -56,13 +55,13 @@ impl EtcdMembership {
         Ok(Self { view, desires, leave: Some(leave), fatal: Some(fatal) })
     }
 
-    /// The cluster, as it changes.
+    /// Returns the view of the cluster, updated as it changes.
     #[must_use]
     pub fn view(&self) -> watch::Receiver<View> {
         self.view.clone()
     }
 
-    /// Where to say what operators told this process, while it leads.
+    /// Returns the sender for commands that operators give to this process while it leads.
     #[must_use]
     pub fn desires(&self) -> Desires {
         self.desires.clone()
@@ -76,7 +75,7 @@ impl EtcdMembership {
         }
     }
 
-    /// Takes this process's keys away, so that others need not wait for the lease to end.
+    /// Deletes this process's keys, so that others need not wait for the lease to expire.
     pub async fn leave(mut self) {
         let (done, gone) = oneshot::channel();
         if let Some(leave) = self.leave.take()
@@ -87,15 +86,15 @@ impl EtcdMembership {
     }
 }
 
-/// How etcd fails, and what was said of it.
+/// State of an outage of etcd, and what was logged about it.
 struct Outage {
-    /// The next wait, at most; and which it is.
+    /// Upper bound of the next wait.
     wait: Duration,
     attempt: u64,
     seed: u64,
-    /// It was said that it does not answer.
+    /// Whether it was logged that etcd does not answer.
     said: bool,
-    /// One that is full answers questions and refuses what follows: said once, too.
+    /// A full etcd answers reads and refuses the writes after them: logged once, too.
     full: bool,
     unreached: Unreached,
 }
@@ -106,22 +105,22 @@ impl Outage {
         Self { wait: RETRY_MIN, attempt: 0, seed, said: false, full: false, unreached }
     }
 
-    /// A session has begun.
+    /// Records that a session has begun.
     fn answered(&mut self, options: &EtcdOptions) {
-        // One that was full is not taken for mended before it has kept a session.
+        // An etcd that was full counts as repaired only after it has kept a session for a while.
         if !self.full {
             tracing::info!(cluster = options.cluster, "etcd answers");
             self.said = false;
         }
     }
 
-    /// It answered for a while: what comes is another outage.
+    /// Records that etcd answered for a while: the next failure is a new outage.
     fn over(&mut self) {
         (self.wait, self.full, self.said) = (RETRY_MIN, false, false);
     }
 
-    /// A session has ended, or none began. Whether something `is_known` of the cluster decides what
-    /// that means.
+    /// Records that a session ended or could not begin. What that means depends on whether
+    /// something `is_known` of the cluster.
     fn broke(&mut self, reason: &str, now: Duration, is_known: bool, options: &EtcdOptions) {
         if is_full(reason) {
             if !std::mem::replace(&mut self.full, true) {
@@ -145,7 +144,7 @@ impl Outage {
         }
     }
 
-    /// The wait before the next session.
+    /// Returns the wait before the next session.
     fn pause(&mut self) -> Duration {
         let wait = jittered(self.wait, self.seed, self.attempt);
         self.wait = (self.wait * 2).min(RETRY_MAX);
@@ -157,7 +156,7 @@ impl Outage {
 struct Member {
     options: EtcdOptions,
     keeper: Keeper,
-    /// When the keeper's time begins.
+    /// Time zero of the keeper.
     start: Instant,
     /// When etcd last confirmed the view, in seconds since 1970.
     confirmed: u64,
@@ -229,8 +228,8 @@ impl Member {
         }
     }
 
-    /// Opens a session. Told to leave meanwhile, only a process that may have keys waits for it, to
-    /// take them away.
+    /// Opens a session. If told to leave meanwhile, it finishes only for a process that may have
+    /// keys to delete.
     async fn open_or_leave(
         &mut self,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
@@ -262,7 +261,7 @@ impl Member {
         self.publish.send_replace(View { confirmed: self.confirmed, ..self.keeper.view().clone() });
     }
 
-    /// etcd has just said that this is how things are.
+    /// Records that etcd has just confirmed the view.
     fn confirm(&mut self) {
         self.confirmed = since_1970().as_secs();
         self.publish();

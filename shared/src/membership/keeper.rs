@@ -1,9 +1,9 @@
-//! PURE: a process's place in the cluster: what it asks of etcd and what it makes of the answers.
+//! PURE: a process's place in the cluster: what it asks of etcd and how it interprets the answers.
 //!
-//! A session is a lease, a list and a watch from that list on. When anything of it fails, the next
-//! one begins with a new list, under the old lease if that still lives. In a session the process
-//! registers under its lease, and runs for leader if it is to. Its owner does what is due
-//! ([`Keeper::due`]) and says what came of it; time is any that never goes back.
+//! A session consists of a lease, a list, and a watch from that list on. When any part of it fails,
+//! the next one begins with a new list, under the old lease if that is still alive. In a session
+//! the process registers under its lease and, if it campaigns, runs for leader. The owner does what
+//! is due ([`Keeper::due`]) and reports the outcome. Any time that never goes back will do.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -11,68 +11,68 @@ use super::view::{Entry, Led, View};
 use super::{Desired, FatalError, Record};
 use crate::clock::jittered;
 
-/// Longest wait for an answer of etcd.
+/// Longest wait for an answer from etcd.
 pub const DEADLINE: Duration = Duration::from_secs(3);
-/// Waits between two attempts to reach etcd.
+/// Shortest wait between two attempts to reach etcd.
 pub const RETRY_MIN: Duration = Duration::from_millis(100);
 /// Longest such wait.
 pub const RETRY_MAX: Duration = Duration::from_secs(1);
-/// A watch that has not said anything for so long, asked for its progress, is begun anew.
+/// A watch that was silent for this long, although asked for its progress, is restarted.
 const WATCH_SILENCE: Duration = Duration::from_secs(30);
-/// Everything is listed again this often, whatever the watch says.
+/// Longest interval between two lists of everything; the shortest is half of it.
 const RELIST: Duration = Duration::from_secs(60);
 
-/// When etcd is back and nobody leads, whoever led before has so long to lead again before others
-/// run: it still serves, and a change would end its streams for nothing. One that is started cannot
-/// know whether etcd was away, so it waits likewise: but for a leader that has ended in order, or
-/// had its own name, for nobody.
+/// When etcd is back and nobody leads, the last leader has this long to lead again before others
+/// run: it still serves, and a change of leader would end its streams for nothing. A process that
+/// has just started cannot know whether etcd was away, so it waits as well, unless the last leader
+/// ended in order, had this process's name, or never existed.
 pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 
-/// A session cannot go on; the next one may.
+/// Why a session cannot go on; the next one may.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Broken(pub String);
 
-/// What a process wants to be, and is not.
+/// A state that a process should reach and has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
-    /// Registered: say with [`Keeper::found`] what has its key.
+    /// Registered: report with [`Keeper::found`] who has its key.
     Register,
-    /// Leader: its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the lease,
-    /// under [`LED_KEY`](super::view::LED_KEY), if the first is not there and the second as
-    /// [`Keeper::led_at`] says; then a list.
+    /// Leader: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the
+    /// lease, under [`LED_KEY`](super::view::LED_KEY), if the first does not exist and the second
+    /// is as [`Keeper::led_at`] says; then list.
     Lead,
-    /// Sure that its lead lasts as long as its lease, where the leader's key is under an earlier
-    /// one that nobody keeps: its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if it
-    /// still leads by this epoch; then a list.
+    /// Leader for as long as its lease lives, where the leader's key is under an earlier lease that
+    /// nobody keeps alive: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if
+    /// it still leads in this epoch; then list.
     Hold(i64),
-    /// Sure that the next leader knows what this one was told: [`Keeper::to_store`] under
-    /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then a list.
+    /// Known to the next leader with the commands it was given: write [`Keeper::to_store`] under
+    /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then list.
     Store,
 }
 
-/// What has a process's key.
+/// The present owner of a process's key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Held {
-    /// When it was written last.
+    /// Revision of the last write.
     pub revision: i64,
-    /// By whom, if that can be read.
+    /// Record of the process that wrote it, if it can be read.
     pub record: Option<Record>,
 }
 
-/// What a watch says.
+/// A message from a watch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Change {
-    /// It is the last word, and why.
+    /// The watch was cancelled, for this reason.
     pub cancelled: Option<String>,
-    /// The history up to here is not there any more; 0 if it is.
+    /// History up to this revision was compacted away; 0 if none was.
     pub compacted: i64,
-    /// What happened, in its order.
+    /// The events, in order.
     pub events: Vec<Event>,
 }
 
 impl Change {
-    /// Whether nothing comes after it.
+    /// Whether it is the watch's last message.
     #[must_use]
     pub fn is_last(&self) -> bool {
         self.cancelled.is_some() || self.compacted != 0
@@ -82,36 +82,36 @@ impl Change {
 /// One key's change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
-    /// When.
+    /// Revision of the change.
     pub revision: i64,
-    /// To what.
+    /// What changed.
     pub kind: EventKind,
 }
 
-/// See [`Event`].
+/// Kind of an [`Event`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EventKind {
     /// It was written.
     Put(Entry),
     /// The key, without the cluster's prefix, is gone.
     Delete(String),
-    /// Something that is not for us.
+    /// Something that is not ours.
     Other,
 }
 
-/// Moments of a session.
+/// Times of a session.
 #[derive(Debug)]
 struct Session {
-    /// When keepalives without an answer yet were sent.
+    /// When the keepalives that are not answered yet were sent.
     sent: VecDeque<Duration>,
     opened: Duration,
-    /// When the watch said something last, and when etcd did at all.
+    /// When the watch last reported something.
     heard: Duration,
     spoke: Duration,
     listed: Duration,
 }
 
-/// See the module's documentation.
+/// The state of a process's membership; see the module's documentation.
 #[derive(Debug)]
 pub struct Keeper {
     record: Record,
@@ -119,28 +119,28 @@ pub struct Keeper {
     campaign: bool,
     lease_ttl: Duration,
     view: View,
-    /// The lease, and until when it lives for certain: from when its last answered keepalive was
-    /// sent.
+    /// The lease, and the time until which it certainly lives, counted from the sending of the last
+    /// answered keepalive.
     lease: Option<(i64, Duration)>,
     session: Option<Session>,
-    /// Its key is written under the lease.
+    /// Whether its key is written under the lease.
     registered: bool,
-    /// Since when another process run has had its key.
+    /// Since when another process run has held its key.
     taken_since: Option<Duration>,
-    /// etcd was away, or the session with it ended, since this process began.
+    /// Whether etcd was away, or a session ended, since this process began.
     missed: bool,
-    /// This process was the last that led.
+    /// Whether this process was the last leader.
     led_last: bool,
-    /// It has led at some time.
+    /// Whether this process has ever led.
     has_led: bool,
-    /// What it was told as the leader, to be kept for the next one.
+    /// Commands that it was given as the leader, to be stored for the next one.
     desired: Option<Desired>,
-    /// Not to run for leader before.
+    /// Time before which it must not run for leader.
     run_after: Option<Duration>,
 }
 
 impl Keeper {
-    /// A process that etcd knows nothing of; it runs for leader if it is to `campaign`.
+    /// A process that etcd does not know yet; it runs for leader if `campaign` is set.
     #[must_use]
     pub fn new(record: Record, campaign: bool, lease_ttl: Duration) -> Self {
         let role = format!("{:?}s", record.role).to_lowercase();
@@ -163,45 +163,45 @@ impl Keeper {
         }
     }
 
-    /// What the process says of itself.
+    /// Returns the process's record.
     #[must_use]
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// Its key, without the cluster's prefix.
+    /// Returns the process's key, without the cluster's prefix.
     #[must_use]
     pub fn key(&self) -> &str {
         &self.key
     }
 
-    /// What it knows of the cluster.
+    /// Returns the process's view of the cluster.
     #[must_use]
     pub fn view(&self) -> &View {
         &self.view
     }
 
-    /// Its lease, as far as it knows.
+    /// Returns the process's lease, as far as it knows.
     #[must_use]
     pub fn lease(&self) -> Option<i64> {
         self.lease.map(|(id, _)| id)
     }
 
-    /// etcd granted this lease, or keeps it; it was asked at `sent`.
+    /// Records that etcd granted this lease, or still has it, when asked at `sent`.
     pub fn leased(&mut self, sent: Duration, lease: i64) {
         self.lease = Some((lease, sent + self.lease_ttl));
     }
 
-    /// The lease is not there any more: etcd says so. An etcd that could not be asked is no reason,
-    /// for with the lease goes the lead.
+    /// Records that the lease no longer exists because etcd says so. An etcd that could not be
+    /// asked is no reason to give it up, since the lead goes with the lease.
     pub fn lease_over(&mut self) {
         self.lease = None;
     }
 
-    /// A session begins with this list; it is watched from the next revision on.
+    /// Begins a session with this list, which is watched from the next revision on.
     pub fn opened(&mut self, now: Duration, revision: i64, entries: Vec<Entry>) {
         self.registered = false;
-        // While etcd was away no lease ended: what has the key may be this one's own last run.
+        // No lease ended while etcd was away: its own previous run may hold the key.
         self.taken_since = None;
         let sent = VecDeque::new();
         self.session = Some(Session { sent, opened: now, heard: now, spoke: now, listed: now });
@@ -212,14 +212,14 @@ impl Keeper {
         }
     }
 
-    /// The session is over, or did not come about.
+    /// Records that the session ended or could not be opened.
     pub fn closed(&mut self) {
         self.missed = true;
         self.session = None;
         self.view.connected = false;
     }
 
-    /// Time for a keepalive, which is sent now, and to ask the watch for its progress. Returns
+    /// Handles a tick: a keepalive is sent now, and the watch is asked for its progress. Returns
     /// whether to list everything, too.
     ///
     /// # Errors
@@ -228,22 +228,22 @@ impl Keeper {
         let Some(session) = &mut self.session else { return Err(Broken("no session".to_owned())) };
         let young = now < session.opened + self.lease_ttl;
         if self.lease.is_none_or(|(_, until)| until <= now && !young) {
-            // Nothing has answered for a whole life of the lease.
+            // No keepalive has been answered for the whole lifetime of the lease.
             return Err(Broken("no keepalive was answered in time".to_owned()));
         }
         session.sent.push_back(now);
         if now.saturating_sub(session.heard) > WATCH_SILENCE {
             return Err(Broken("the watch is silent".to_owned()));
         }
-        // Each at a time of its own: all begin anew at once when etcd was away.
+        // Each process at a time of its own: all of them restart at once when etcd was away.
         let spread = jittered(RELIST / 2, self.record.incarnation, session.listed.as_secs());
         Ok(now.saturating_sub(session.listed) > RELIST - spread)
     }
 
-    /// A keepalive was answered: the lease lives for so long, or not at all.
+    /// Handles the answer to a keepalive: the lease lives for `ttl`, or has ended.
     ///
     /// # Errors
-    /// When it does not.
+    /// When the lease has ended.
     pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), Broken> {
         self.hears(now);
         if ttl.is_zero() {
@@ -258,7 +258,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// A list came.
+    /// Handles a list.
     pub fn listed(&mut self, now: Duration, revision: i64, entries: Vec<Entry>) {
         if let Some(session) = &mut self.session {
             session.listed = now;
@@ -267,22 +267,22 @@ impl Keeper {
         self.confirmed();
     }
 
-    /// The watch said something.
+    /// Handles a message from the watch.
     ///
     /// # Errors
-    /// When it is over, or the process's own key is gone: someone took the lease away.
+    /// When the watch is over, or the process's own key is gone because someone revoked the lease.
     pub fn changed(&mut self, now: Duration, change: Change) -> Result<(), Broken> {
         self.hears(now);
         if let Some(session) = &mut self.session {
             session.heard = now;
         }
         if change.is_last() {
-            // What was missed is found by the next session's list.
+            // The next session's list will show what was missed.
             let reason = change.cancelled.unwrap_or_default();
             return Err(Broken(format!("the watch was cancelled: {reason}")));
         }
-        // Not the answer's own revision: that to a new watch, or to a progress request, may name
-        // one whose events are still on their way.
+        // Not the response's own revision: the answer to a new watch or to a progress request may
+        // name a revision whose events are still in transit.
         let newest = change.events.iter().map(|event| event.revision).max();
         for event in change.events {
             match event.kind {
@@ -303,7 +303,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// What the process wants to be and can become now.
+    /// Returns what the process should do next, if anything.
     #[must_use]
     pub fn due(&self, now: Duration) -> Option<Due> {
         if !self.registered {
@@ -322,12 +322,12 @@ impl Keeper {
         self.to_store().map(|_| Due::Store)
     }
 
-    /// What operators told this process, which leads, is to outlive it.
+    /// Records a command from operators to this process as the leader; it is to outlive it.
     pub fn desire(&mut self, desired: Desired) {
         self.desired = Some(Desired { by: self.record.incarnation, ..desired });
     }
 
-    /// What is not stored yet, and under which epoch it may be.
+    /// Returns the commands that are not stored yet, and the epoch in which they may be.
     #[must_use]
     pub fn to_store(&self) -> Option<(i64, &Desired)> {
         let epoch = self.view.own()?.epoch;
@@ -335,30 +335,30 @@ impl Keeper {
         Some((epoch, desired))
     }
 
-    /// The revision of the key of who led last, as far as this process knows; 0: there is none.
-    /// Whoever takes the lead on this condition has missed nobody who led.
+    /// Returns the revision of the last leader's key, as far as this process knows; 0 if it does
+    /// not exist. A process that takes the lead on this condition has missed no other leader.
     #[must_use]
     pub fn led_at(&self) -> i64 {
         self.view.led.as_ref().map_or(0, |led| led.revision)
     }
 
-    /// Somebody has led after this process did: it has to end, not to lead again.
+    /// Whether another process has led after this one, which must then end rather than lead again.
     fn is_replaced(&self) -> bool {
         self.has_led && self.view.other_than(self.record.incarnation).is_some()
     }
 
-    /// Whoever led last has ended: nobody serves who might lead again.
+    /// Whether the last leader has ended, so that nobody serves who might lead again.
     fn nobody_goes_on(&self) -> bool {
         let gone = |led: &Led| led.ended || led.record.node == self.record.node;
         self.view.led.as_ref().is_some_and(gone)
     }
 
-    /// This has the process's key. A process run other than this one is waited for: it is most
-    /// likely this program's last run, whose lease has not ended yet. Returns on condition of which
-    /// revision of the key (0: none) to write it now.
+    /// Handles the present owner of the process's key. Another process run is waited for: most
+    /// likely it is this program's last run, whose lease has not ended yet. Returns the revision of
+    /// the key (0: none) on condition of which to write it now.
     ///
     /// # Errors
-    /// When another process has it for longer than a lease lives.
+    /// When another process has held it for longer than a lease lives.
     pub fn found(&mut self, now: Duration, held: Option<Held>) -> Result<Option<i64>, FatalError> {
         let Some(held) = held else {
             self.taken_since = None;
@@ -375,13 +375,13 @@ impl Keeper {
         Ok(Some(held.revision))
     }
 
-    /// The process's key was written under its lease.
+    /// Records that the process's key was written under its lease.
     pub fn registered(&mut self) {
         self.registered = true;
     }
 
-    /// etcd says something. If it was silent for so long that leases may have ended by that alone,
-    /// it was away, though the session has outlived it.
+    /// Records a sign of life from etcd. If it was silent for so long that leases may have expired
+    /// for that reason alone, it counts as having been away, although the session has survived.
     fn hears(&mut self, now: Duration) {
         let Some(session) = &mut self.session else { return };
         let silent = now.saturating_sub(std::mem::replace(&mut session.spoke, now));
@@ -394,7 +394,7 @@ impl Keeper {
         record.incarnation == self.record.incarnation
     }
 
-    /// etcd has just said that this is how things are.
+    /// Updates the view after etcd has confirmed it.
     fn confirmed(&mut self) {
         self.view.connected = true;
         self.view.leading =

@@ -1,9 +1,9 @@
 //! Bytes that the leader leaves in etcd for the next one.
 //!
-//! Every write is a transaction on condition that the writer still leads: one that has been
-//! replaced without knowing it changes nothing, and it does not lead again after that. The bytes
-//! are cut into pieces below etcd's bound of a request; a head names the pieces that belong
-//! together, and is written last, so that whoever reads finds the old ones or the new ones.
+//! Every write is a transaction on condition that the writer still leads: a leader that has been
+//! replaced without knowing it changes nothing, and does not lead again. The bytes are cut into
+//! pieces below etcd's bound on a request. A head names the pieces that belong together and is
+//! written last, so that a reader finds either the old pieces or the new ones.
 use std::time::Duration;
 
 use etcd_client::{Client, Compare, CompareOp, Error, PutOptions, Txn, TxnOp};
@@ -15,28 +15,28 @@ use super::view::LEADER_KEY;
 
 /// Longest wait for an answer.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// Largest piece; etcd's default bound of a request is 1.5 MiB.
+/// Maximum size of a piece in bytes; etcd's default bound on a request is 1.5 MiB.
 const PIECE_BYTES: usize = 512 << 10;
-/// Most pieces.
+/// Maximum number of pieces.
 const PIECES_MAX: usize = 64;
 
 /// Why the ledger could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
-    /// etcd does not answer, or not as it should.
+    /// etcd does not answer, or gives an unexpected answer.
     #[error("{0}")]
     Etcd(String),
-    /// Somebody else leads.
+    /// Another process leads.
     #[error("this process does not lead any more")]
     Fenced,
-    /// The bytes are too many.
-    #[error("{bytes} bytes are over the bound of {}", PIECE_BYTES * PIECES_MAX)]
+    /// There are too many bytes.
+    #[error("{bytes} bytes exceed the limit of {}", PIECE_BYTES * PIECES_MAX)]
     TooLarge {
-        /// How many.
+        /// Number of bytes.
         bytes: usize,
     },
-    /// What is there does not belong together.
-    #[error("what is there is damaged: {0}")]
+    /// The stored pieces do not belong together.
+    #[error("the stored record is damaged: {0}")]
     Damaged(String),
 }
 
@@ -46,17 +46,17 @@ impl From<Error> for LedgerError {
     }
 }
 
-/// Which pieces belong together, as JSON.
+/// Head of the ledger, as JSON: names the pieces that belong together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Head {
-    /// Grows with every write; pieces are written where those of the one before last are.
+    /// Grows with every write; even and odd generations are written to different keys.
     generation: u64,
     pieces: usize,
     bytes: usize,
     crc32c: u32,
 }
 
-/// See the module's documentation.
+/// The ledger; see the module's documentation.
 pub struct Ledger {
     options: EtcdOptions,
     client: Option<Client>,
@@ -70,13 +70,13 @@ impl std::fmt::Debug for Ledger {
 }
 
 impl Ledger {
-    /// The ledger of the cluster that `options` name.
+    /// The ledger of the cluster named in `options`.
     #[must_use]
     pub fn new(options: EtcdOptions) -> Self {
         Self { options, client: None, generation: None }
     }
 
-    /// Not below the prefix that everybody watches.
+    /// Returns a key outside the prefix that everybody watches.
     fn key(&self, rest: &str) -> String {
         format!("/{}:totals/{rest}", self.options.cluster)
     }
@@ -85,7 +85,7 @@ impl Ledger {
         self.key(&format!("{}/{piece}", generation % 2))
     }
 
-    /// What was left last; `None` when nothing was.
+    /// Returns the bytes that were stored last; `None` if there are none.
     ///
     /// # Errors
     /// [`LedgerError`].
@@ -103,11 +103,11 @@ impl Ledger {
             return Ok(None);
         };
         let damaged = |problem: String| LedgerError::Damaged(problem);
-        // One that cannot be read is followed by any other.
+        // A head that cannot be read may be followed by any generation.
         self.generation = Some(0);
         let head: Head =
             serde_json::from_slice(head.value()).map_err(|error| damaged(error.to_string()))?;
-        // Whatever becomes of the pieces: the next ones go elsewhere.
+        // Even if the pieces are damaged, the next ones go to the other keys.
         self.generation = Some(head.generation);
         if head.pieces > PIECES_MAX {
             return Err(damaged(format!("it has {} pieces", head.pieces)));
@@ -125,10 +125,10 @@ impl Ledger {
         Ok(Some(bytes))
     }
 
-    /// Leaves `bytes`, as the leader of `epoch`.
+    /// Stores `bytes`, as the leader of `epoch`.
     ///
     /// # Errors
-    /// [`LedgerError`]; what was there before is there then, unless the answer alone was lost.
+    /// [`LedgerError`]; the previous bytes are still stored then, unless only the answer was lost.
     pub async fn save(&mut self, epoch: i64, bytes: &[u8]) -> Result<(), LedgerError> {
         if bytes.len() > PIECE_BYTES * PIECES_MAX {
             return Err(LedgerError::TooLarge { bytes: bytes.len() });
@@ -146,7 +146,7 @@ impl Ledger {
         bytes: &[u8],
     ) -> Result<(), LedgerError> {
         if self.generation.is_none() {
-            // Which pieces are there is not known: those of the head must not be written over.
+            // It is unknown which pieces the head names: they must not be overwritten.
             match self.read(client).await {
                 Ok(_) | Err(LedgerError::Damaged(_)) => {}
                 Err(error) => return Err(error),
@@ -164,14 +164,14 @@ impl Ledger {
             crc32c: crc32c::crc32c(bytes),
         };
         let head = serde_json::to_vec(&head).map_err(|e| LedgerError::Etcd(e.to_string()))?;
-        // Not known until it is answered: the next write looks.
+        // Unknown until etcd answers: the next write reads the head again.
         self.generation = None;
         self.put(client, epoch, self.key("head"), head).await?;
         self.generation = Some(generation);
         Ok(())
     }
 
-    /// Writes one key if the leader is still that of `epoch`.
+    /// Writes one key if the leader of `epoch` still leads.
     async fn put(
         &self,
         client: &mut Client,

@@ -1,83 +1,83 @@
-//! PURE: what is known of the cluster. Lists and events go in, in any order and any number of
-//! times; what is newer by its revision wins.
+//! PURE: the known state of the cluster. It takes lists and events in any order and any number of
+//! times; the newest revision wins.
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
 use super::{Desired, Destination, Pinned, Record};
 
-/// The cluster, as far as this process knows.
+/// The cluster as far as this process knows it.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct View {
-    /// Everybody, by key.
+    /// Records of all processes, by key.
     pub records: BTreeMap<String, Record>,
-    /// Who leads.
+    /// The current leader.
     pub leader: Option<Leader>,
-    /// Who led last, also when nobody leads.
+    /// The last leader, even if nobody leads now.
     pub led: Option<Led>,
-    /// What operators told those who led.
+    /// Operators' commands, as stored by the leaders.
     pub desired: Option<Desired>,
-    /// etcd answers.
+    /// Whether etcd answers.
     pub connected: bool,
-    /// This process leads, as far as it knows.
+    /// Whether this process leads, as far as it knows.
     pub leading: bool,
-    /// Up to which revision this is known.
+    /// Revision up to which this is known.
     pub revision: i64,
-    /// When this was last confirmed, in seconds since 1970; 0 is never.
+    /// When this was last confirmed, in seconds since 1970; 0 means never.
     pub confirmed: u64,
 }
 
-/// A coordinator that leads.
+/// The coordinator that leads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Leader {
-    /// Who.
+    /// Its record.
     pub record: Record,
-    /// Grows from leader to leader: the revision at which it began to lead.
+    /// Its epoch: the revision at which it began to lead, which grows from leader to leader.
     pub epoch: i64,
-    /// The lease that its key ends with; 0 where that is not known.
+    /// The lease of its key; 0 where unknown.
     pub lease: i64,
 }
 
-/// Who led last. No lease ends this key: whoever leads writes it with the leader's.
+/// The last leader. This key has no lease: each leader writes it together with the leader's key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Led {
-    /// Who.
+    /// Its record.
     #[serde(flatten)]
     pub record: Record,
-    /// It ended in order, and will not lead again.
+    /// Whether it ended in order and will not lead again.
     #[serde(default)]
     pub ended: bool,
-    /// When this was written.
+    /// Revision of the last write.
     #[serde(skip)]
     pub revision: i64,
 }
 
-/// One key as a list shows it.
+/// One key as listed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Without the cluster's prefix.
+    /// The key, without the cluster's prefix.
     pub key: String,
-    /// What it says.
+    /// Its value.
     pub value: Value,
-    /// When the key came to be.
+    /// Revision at which the key was created.
     pub created: i64,
-    /// The lease that it ends with; 0: none.
+    /// The lease that the key is bound to; 0: none.
     pub lease: i64,
 }
 
-/// See [`Entry`].
+/// Value of an [`Entry`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Value {
-    /// What a process says of itself.
+    /// A process's record of itself.
     Process(Record),
-    /// Under [`LED_KEY`].
+    /// The value of [`LED_KEY`].
     Led(Led),
-    /// Under [`DESIRED_KEY`].
+    /// The value of [`DESIRED_KEY`].
     Desired(Desired),
 }
 
 impl Value {
-    /// What is under a key, as of its last revision; `None` when it is not ours.
+    /// Decodes the value of a key as of `revision`; `None` if it is not ours.
     #[must_use]
     pub fn decode(key: &str, bytes: &[u8], revision: i64) -> Option<Self> {
         match key {
@@ -91,16 +91,16 @@ impl Value {
     }
 }
 
-/// The leader's key, without the cluster's prefix.
+/// Key of the leader, without the cluster's prefix.
 pub const LEADER_KEY: &str = "leader";
-/// That of who led last.
+/// Key of the last leader.
 pub const LED_KEY: &str = "led";
-/// That of what operators want.
+/// Key of the operators' commands.
 pub const DESIRED_KEY: &str = "desired";
 
 impl View {
-    /// A whole list, as of `revision`: what is not in it is not there. An older list than what is
-    /// known changes nothing.
+    /// Takes a complete list as of `revision`: a key that is not in it does not exist. A list older
+    /// than the known state changes nothing.
     pub fn list(&mut self, revision: i64, entries: Vec<Entry>) {
         if revision < self.revision {
             return;
@@ -113,21 +113,21 @@ impl View {
         self.revision = revision;
     }
 
-    /// A whole list, as of `revision`, that is newer than anything known: of an etcd that was put
-    /// back to an older state, whose revisions begin again, too.
+    /// Takes a complete list that is newer than anything known, even if its `revision` is lower: an
+    /// etcd restored to an older state counts revisions from there.
     pub fn list_anew(&mut self, revision: i64, entries: Vec<Entry>) {
         self.revision = revision;
         self.list(revision, entries);
     }
 
-    /// A key was written at `revision`.
+    /// Takes a write of a key at `revision`.
     pub fn put(&mut self, revision: i64, entry: Entry) {
         if revision > self.revision {
             self.insert(entry);
         }
     }
 
-    /// A key is gone since `revision`.
+    /// Takes the deletion of a key at `revision`.
     pub fn delete(&mut self, revision: i64, key: &str) {
         if revision <= self.revision {
             return;
@@ -140,12 +140,12 @@ impl View {
         }
     }
 
-    /// All events up to `revision` were taken.
+    /// Records that all events up to `revision` were taken.
     pub fn reached(&mut self, revision: i64) {
         self.revision = self.revision.max(revision);
     }
 
-    /// Which coordinator to dial; `None` while nobody leads.
+    /// Returns the coordinator to dial; `None` while nobody leads.
     #[must_use]
     pub fn destination(&self) -> Option<Destination> {
         self.leader.as_ref().map(|leader| Destination {
@@ -169,9 +169,9 @@ impl View {
         self.leader.as_ref().filter(|_| self.leading)
     }
 
-    /// Another process run than this one that leads, or led last: then this one, which led before,
-    /// has to stop, for the other one has left totals and commands that this one does not know.
-    /// That nobody leads, or that etcd cannot be asked, is no reason.
+    /// Returns another process run that leads or led last. If there is one, a process that led
+    /// before it must stop, because the other one has stored totals and commands that this one does
+    /// not know. That nobody leads, or that etcd cannot be reached, is no reason.
     #[must_use]
     pub fn other_than(&self, incarnation: u64) -> Option<Leader> {
         let other = |record: &Record| record.incarnation != incarnation;
@@ -225,7 +225,7 @@ mod tests {
         view.put(11, entry("c", 1, 11));
         view.delete(12, "a");
         view.reached(12);
-        // Again, and older than what is known.
+        // Repeated events, and ones older than what is known.
         view.put(11, entry("a", 1, 3));
         view.delete(9, "b");
         view.list(10, vec![entry("a", 1, 3)]);
@@ -233,7 +233,7 @@ mod tests {
         // A list after events were lost.
         view.list(20, vec![entry("d", 2, 19)]);
         assert_eq!((keys(&view), view.revision), (vec!["d"], 20));
-        // etcd was put back: its first list counts, and what happens from there.
+        // etcd was restored: its first list counts, and so do events after it.
         view.list_anew(5, vec![entry("e", 2, 4)]);
         view.put(6, entry("f", 2, 6));
         assert_eq!((keys(&view), view.revision), (vec!["e", "f"], 5));
@@ -243,7 +243,7 @@ mod tests {
     fn several_events_of_one_revision_all_count() {
         let mut view = View::default();
         view.list(1, Vec::new());
-        // A lease's end deletes all its keys at one revision.
+        // When a lease ends, all its keys are deleted at one revision.
         view.put(2, entry("a", 1, 2));
         view.put(2, entry("b", 1, 2));
         view.reached(2);

@@ -1,9 +1,9 @@
-//! Application metrics: what the users of the runtime count, merged and published like our own.
+//! Application metrics: counted by programs that embed the runtime, merged and published like ours.
 //!
 //! Any actor of any node declares a counter, gauge or histogram with tags on its process's
-//! [`Metrics`] and records through the handle. Totals travel with the process's reports; equal tags
-//! of all processes become one series: counters and histograms add up, gauges by the rule they were
-//! declared with. A process that dies leaves its totals and takes its gauges.
+//! [`Metrics`] and records through the handle. Totals are sent with the process's reports; equal
+//! tags of all processes become one series: counters and histograms add up, gauges merge by their
+//! declared rule. When a process dies, its totals stay and its gauges vanish.
 //!
 //! ```
 //! use shared::metrics::application::{GaugeMerge, Metrics};
@@ -30,18 +30,18 @@ pub(super) use self::merge::Applications;
 pub use self::merge::MergedFamily;
 use super::snapshot::{HistogramTotals, LabelValues, NANOS_PER_UNIT, Value};
 
-/// Most metrics of one process.
+/// Maximum number of metrics per process.
 pub const METRICS_MAX: usize = 256;
-/// Most numbers a process's metrics may hold: one per counter or gauge and set of tags, one per
-/// bucket of a histogram.
+/// Maximum number of values in a process's metrics: one per counter or gauge and set of tags, one
+/// per bucket of a histogram.
 pub const CELLS_MAX: usize = 8192;
-/// Most bytes that the values of tags may have, all together.
+/// Maximum total length of a process's tag values, in bytes.
 pub const TAG_BYTES_MAX: usize = 64 << 10;
 
-/// One declared metric with its series, as it travels; series are sorted by their tags.
+/// One declared metric with its series, as sent to the coordinator; series are sorted by tags.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Family {
-    /// What it is.
+    /// What it is declared as.
     pub declaration: Declaration,
     /// Its values.
     pub series: Vec<(LabelValues, Value)>,
@@ -55,7 +55,7 @@ pub struct Metrics {
 
 #[derive(Debug, Default)]
 struct Inner {
-    /// By name.
+    /// Metrics by name.
     metrics: BTreeMap<String, Declared>,
     cells: usize,
     tag_bytes: usize,
@@ -71,7 +71,7 @@ struct Declared {
 #[derive(Clone, Debug)]
 pub struct Counter(Handle);
 
-/// A gauge: a present value.
+/// A gauge: a current value.
 #[derive(Clone, Debug)]
 pub struct Gauge(Handle);
 
@@ -86,24 +86,24 @@ struct Handle {
 }
 
 impl Metrics {
-    /// No metrics yet.
+    /// Creates an empty set of metrics.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Declares a counter; its name ends with `_total`. Declaring it again alike gives the same.
+    /// Declares a counter; its name ends with `_total`. Declaring it again gives the same counter.
     ///
     /// # Errors
-    /// [`Error`], also when the name is taken by a metric of another kind or with other tags.
+    /// [`Error`], also if the name is taken by a metric of another kind or with other tags.
     pub fn counter(&self, name: &str, help: &str, tags: &[&str]) -> Result<Counter, Error> {
         self.declare(Declaration::new(name, help, tags, Kind::Counter)?).map(Counter)
     }
 
-    /// Declares a gauge. Declaring it again alike gives the same.
+    /// Declares a gauge. Declaring it again gives the same gauge.
     ///
     /// # Errors
-    /// As [`Metrics::counter`].
+    /// Same as [`Metrics::counter`].
     pub fn gauge(
         &self,
         name: &str,
@@ -115,10 +115,10 @@ impl Metrics {
     }
 
     /// Declares a histogram whose buckets have the upper bounds `bounds`; a bucket for everything
-    /// above is implied. Declaring it again alike gives the same.
+    /// above is implied. Declaring it again gives the same histogram.
     ///
     /// # Errors
-    /// As [`Metrics::counter`].
+    /// Same as [`Metrics::counter`].
     pub fn histogram(
         &self,
         name: &str,
@@ -130,7 +130,7 @@ impl Metrics {
         self.declare(Declaration::new(name, help, tags, kind)?).map(Histogram)
     }
 
-    /// All of them now, sorted by name.
+    /// Returns the current values, sorted by name.
     #[must_use]
     pub fn snapshot(&self) -> Vec<Family> {
         let families = self.inner();
@@ -177,7 +177,7 @@ impl Metrics {
 }
 
 impl Handle {
-    /// Changes the value under these tags, which is made when it is new.
+    /// Changes the value under these tags; creates it if it is new.
     fn record(&self, tags: &[&str], change: impl FnOnce(&mut Value)) -> Result<(), Error> {
         let inner = &mut *self.metrics.inner();
         let Some(declared) = inner.metrics.get_mut(&*self.name) else { return Ok(()) };
@@ -211,7 +211,7 @@ impl Counter {
     /// Adds `n` under these tags, given in the order of the declaration.
     ///
     /// # Errors
-    /// When the tags are not as many as declared, too long, or one set too many.
+    /// If tags are missing, surplus or too long, or there are too many sets of tags.
     pub fn add(&self, n: u64, tags: &[&str]) -> Result<(), Error> {
         self.0.record(tags, |value| {
             if let Value::Counter(total) = value {
@@ -225,7 +225,7 @@ impl Gauge {
     /// Sets the value under these tags, given in the order of the declaration.
     ///
     /// # Errors
-    /// As [`Counter::add`], and for a value that is not finite.
+    /// Same as [`Counter::add`], and for a value that is not finite.
     pub fn set(&self, to: f64, tags: &[&str]) -> Result<(), Error> {
         if !to.is_finite() {
             return Err(Error::Value { name: self.0.name.to_string(), value: to });
@@ -238,7 +238,7 @@ impl Histogram {
     /// Observes a value under these tags, given in the order of the declaration.
     ///
     /// # Errors
-    /// As [`Counter::add`], and for a value that is negative or not finite.
+    /// Same as [`Counter::add`], and for a value that is negative or not finite.
     pub fn observe(&self, observed: f64, tags: &[&str]) -> Result<(), Error> {
         if !observed.is_finite() || observed < 0.0 {
             return Err(Error::Value { name: self.0.name.to_string(), value: observed });

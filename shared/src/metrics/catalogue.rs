@@ -1,9 +1,9 @@
 //! Every series, declared once. No other place names one: the exposition, the merge, the log line
 //! and `docs/metrics.md` read this table; recording code uses its typed constants.
 //!
-//! Names carry the prefix `tutti_` and base units, and pass `promtool check metrics`. Series that
-//! belong to a replica carry `replica` and are added up by the query. Buckets are fixed, never
-//! derived from a configuration, because histograms merge exactly only over equal bounds.
+//! Names have the prefix `tutti_` and base units, and pass `promtool check metrics`. Series of a
+//! replica have the label `replica`; queries add them up. Buckets are fixed, never derived from the
+//! configuration, because histograms merge exactly only if their bounds are equal.
 use super::definition::{
     CounterId, Definition, GaugeId, GaugeMerge, HistogramId, Kind, Owner, SeriesId, Unit,
 };
@@ -73,8 +73,8 @@ macro_rules! text_or_none {
 
 /// Declares the table and one typed constant per row:
 /// `kind(argument) ID: "name", unit, model [labels], owner, "help", when "condition";`
-/// where `model` stands before the labels of series that also carry the served model's name, and
-/// `when` tells what makes a series appear that is not always there.
+/// where `model` marks series that also carry the served model's name, and `when` is the condition
+/// under which a series appears that does not always exist.
 macro_rules! catalogue {
     ($($kind:ident $(($argument:expr))? $id:ident: $name:literal, $unit:ident,
        $($model:ident)? [$($label:expr),*], $owner:ident, $help:literal
@@ -114,15 +114,16 @@ macro_rules! catalogue {
 use GaugeMerge::{Max, Ratio, Sum};
 
 catalogue! {
-    // Requests. Each is counted once, by the coordinator.
+    // Requests, each counted once, by the coordinator.
     counter REQUESTS_ACCEPTED: "tutti_requests_accepted_total", Requests, model [], Coordinator,
-        "Requests taken into the queue; a front end's request that the next leader goes on with, once by each. Equals finished by reason plus in flight.";
+        "Requests accepted into the queue; a front end's request that the next leader continues is \
+         counted once by each. Equals finished by reason plus in flight.";
     counter REQUESTS_REJECTED: "tutti_requests_rejected_total", Requests,
         model [RejectReason::LABEL], Frontend,
-        "Requests not taken, by the reason that their clients are told; never counted as accepted.";
+        "Requests rejected, by the reason given to the client; never counted as accepted.";
     counter REQUESTS_EXPIRED: "tutti_requests_expired_total", Requests,
         model [ExpiryReason::LABEL], Frontend,
-        "Requests given up because their time was over: the client's own bound, or the queue's.";
+        "Requests given up because their time was up: the client's own limit or the queue's.";
     counter REQUEST_SUCCESS: "tutti_request_success_total", Requests,
         model [FinishedReason::LABEL], Coordinator,
         "Accepted requests that ended, by reason; abort and error included. handed_over: with its coordinator, and the next one goes on with it and accepts it anew.";
@@ -135,7 +136,7 @@ catalogue! {
         "Requests in a replica's batch now.";
     gauge(Sum) REQUESTS_WAITING: "tutti_requests_waiting", Requests,
         model [WaitingReason::LABEL, REPLICA], Coordinator,
-        "Requests waiting now, by what for; replica is none before one was chosen.";
+        "Requests waiting now, by what they wait for; replica is none before one is chosen.";
     gauge(Sum) REQUESTS_SWAPPED: "tutti_requests_swapped", Requests, model [REPLICA], Coordinator,
         "Requests whose KV blocks are in host memory now.", when "requests are swapped";
     counter REQUESTS_REPLAYED: "tutti_requests_replayed_total", Requests, model [], Coordinator,
@@ -148,10 +149,11 @@ catalogue! {
         "Requests that a replica holds outside its batch now, waiting or swapped, by LoRA adapter.",
         when "LoRA adapters are served";
 
-    // Tokens. Counted as the coordinator accepts them, so once, whatever ranks or retries there
+    // Tokens, counted when the coordinator accepts them: once, however many ranks or retries there
     // are.
     counter PROMPT_TOKENS: "tutti_prompt_tokens_total", Tokens, model [REPLICA], Coordinator,
-        "Prompt tokens processed for the first time, computed or from a cache; for each choice (n).";
+        "Prompt tokens processed for the first time, computed or from a cache, once per choice \
+         (n).";
     counter PROMPT_TOKENS_BY_SOURCE: "tutti_prompt_tokens_by_source_total", Tokens,
         model [REPLICA, PromptSource::LABEL], Coordinator,
         "Prompt tokens by where their keys and values came from; adds up to the prompt tokens.";
@@ -164,9 +166,11 @@ catalogue! {
         Coordinator, "Tokens generated and accepted.";
     counter TOKENS_RECOMPUTED: "tutti_tokens_recomputed_total", Tokens, model [REPLICA],
         Coordinator,
-        "Tokens computed again after a preemption, a failover or another leader's end, prompts included; in no other token series.";
+        "Tokens recomputed after a preemption, a failover or another leader's end, prompts \
+         included; not counted in any other token series.";
     counter TOKENS_WASTED: "tutti_tokens_wasted_total", Tokens, model [REPLICA], Coordinator,
-        "Tokens sampled and not accepted, because steps run ahead: their sequence had ended or was preempted; in no other token series.";
+        "Tokens sampled but not accepted, because steps run ahead: their sequence had ended or was \
+         preempted; not counted in any other token series.";
     gauge(Sum) PROMPT_THROUGHPUT: "tutti_prompt_throughput_tokens_per_second", Tokens, model [],
         Coordinator,
         "Deprecated, use rate(): prompt tokens computed per second of the last log interval.";
@@ -195,13 +199,14 @@ catalogue! {
 
     counter PREEMPTIONS_SWAPPED: "tutti_preemptions_swapped_total", Events, model [REPLICA],
         Coordinator,
-        "Of tutti_preemptions_total those whose KV blocks went to host memory; of the others they are computed again.",
+        "Preemptions of tutti_preemptions_total whose KV blocks went to host memory; those of the \
+         others are recomputed.",
         when "requests are swapped";
     counter KV_SWAPPED_BLOCKS: "tutti_kv_swapped_blocks_total", Blocks,
         model [SwapDirection::LABEL, REPLICA], Coordinator,
         "KV blocks copied to host memory (out) and back (in).", when "requests are swapped";
 
-    // Speculative decoding: what the coordinator made of each draft when its step was answered.
+    // Speculative decoding: the coordinator's verdict on each draft when its step was answered.
     counter SPEC_DECODE_DRAFTS: "tutti_spec_decode_drafts_total", Events, model [REPLICA],
         Coordinator, "Drafts verified, each of one or more tokens.",
         when "decoding is speculative";
@@ -216,31 +221,33 @@ catalogue! {
         when "decoding is speculative";
     counter SPEC_DECODE_EMITTED_TOKENS: "tutti_spec_decode_emitted_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Tokens emitted by drafts: those accepted and one more each, but for texts that ended before.",
+        "Tokens emitted by drafts: those accepted and one more per draft, except where the text \
+         ended before.",
         when "decoding is speculative";
     counter SPEC_DECODE_EMITTABLE_TOKENS: "tutti_spec_decode_emittable_tokens_total", Tokens,
         model [REPLICA], Coordinator,
-        "Tokens that drafts would emit if all of theirs were accepted: those drafted and one more each.",
+        "Tokens that drafts would emit if all were accepted: those drafted and one more per draft.",
         when "decoding is speculative";
     gauge(Ratio {
         numerator: SPEC_DECODE_ACCEPTED_TOKENS.series(),
         denominator: SPEC_DECODE_DRAFT_TOKENS.series(),
     }) SPEC_DECODE_ACCEPTANCE: "tutti_spec_decode_draft_acceptance_ratio", Ratio, model [REPLICA],
-        Coordinator, "Drafted tokens accepted of those drafted, over all time.",
+        Coordinator, "Fraction of drafted tokens that were accepted, over all time.",
         when "decoding is speculative";
     gauge(Ratio {
         numerator: SPEC_DECODE_EMITTED_TOKENS.series(),
         denominator: SPEC_DECODE_EMITTABLE_TOKENS.series(),
     }) SPEC_DECODE_EFFICIENCY: "tutti_spec_decode_efficiency_ratio", Ratio, model [REPLICA],
-        Coordinator, "Tokens emitted of those that could have been, over all time.",
+        Coordinator,
+            "Tokens emitted by drafts as a fraction of those that could have been, over all time.",
         when "decoding is speculative";
 
-    // Latencies. They start at arrival and survive the loss of a replica.
+    // Latencies, counted from arrival; they survive the loss of a replica.
     histogram(TTFT_SECONDS) TIME_TO_FIRST_TOKEN: "tutti_time_to_first_token_seconds", Seconds,
         model [], Coordinator,
         "Arrival to first token, once per request, by the coordinator that accepted that token.";
     histogram(TOKEN_SECONDS) INTER_TOKEN_LATENCY: "tutti_inter_token_latency_seconds", Seconds,
-        model [], Coordinator, "Between two tokens of one choice, once per gap.";
+        model [], Coordinator, "Time between two tokens of one choice, once per gap.";
     histogram(TOKEN_SECONDS) REQUEST_TIME_PER_OUTPUT_TOKEN:
         "tutti_request_time_per_output_token_seconds", Seconds, model [], Coordinator,
         "Mean time per output token after the first, once per request that ended by stop or length.";
@@ -249,7 +256,8 @@ catalogue! {
         "Arrival to end, once per request for text that ended by stop or length.";
     histogram(REQUEST_SECONDS) EMBEDDING_LATENCY: "tutti_embedding_latency_seconds", Seconds,
         model [], Coordinator,
-        "Arrival of a call for embeddings to the vector of one of its inputs, once per input; in no other latency.";
+        "Arrival of a call for embeddings to the vector of one of its inputs, once per input; not \
+         counted in any other latency.";
     histogram(REQUEST_SECONDS) REQUEST_QUEUE_TIME: "tutti_request_queue_time_seconds", Seconds,
         model [], Coordinator,
         "Arrival to first scheduling, once per request for text that came so far, however it ends.";
@@ -265,7 +273,9 @@ catalogue! {
 
     // Sizes and parameters of requests.
     histogram(REQUEST_TOKENS) REQUEST_PROMPT_TOKENS: "tutti_request_prompt_tokens", Tokens,
-        model [], Coordinator, "Prompt tokens of a request, once when it ends; 0 of one that ended with its coordinator.";
+        model [], Coordinator,
+            "Prompt tokens of a request, once when it ends; 0 for one that ended with its \
+             coordinator.";
     histogram(REQUEST_TOKENS) REQUEST_GENERATION_TOKENS: "tutti_request_generation_tokens", Tokens,
         model [], Coordinator,
         "Tokens accepted over all choices of a request, once when it ends for any reason.";
@@ -286,47 +296,52 @@ catalogue! {
     histogram(REQUEST_TOKENS) REQUEST_PARAMS_MAX_TOKENS: "tutti_request_params_max_tokens", Tokens,
         model [], Coordinator, "The parameter max_tokens, once when a request ends for any reason.";
 
-    // KV cache, per replica: every rank has the same blocks, so they are counted once.
+    // KV cache, per replica: all ranks have the same blocks, so they are counted once.
     gauge(Sum) KV_CACHE_BLOCKS_USED: "tutti_kv_cache_used_blocks", Blocks, model [REPLICA],
         Coordinator, "KV blocks that requests hold now.";
     gauge(Sum) KV_CACHE_BLOCKS: "tutti_kv_cache_blocks", Blocks, model [REPLICA], Coordinator,
-        "KV blocks there are.";
+        "KV blocks in total.";
     gauge(Ratio {
         numerator: KV_CACHE_BLOCKS_USED.series(),
         denominator: KV_CACHE_BLOCKS.series(),
     }) KV_CACHE_USAGE: "tutti_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
-        "KV blocks used of those there are, 0 to 1. Over replicas divide the sums, do not average.";
+        "Fraction of KV blocks in use, 0 to 1. Across replicas, divide the sums; do not average.";
     gauge(Sum) HOST_KV_CACHE_BLOCKS_USED: "tutti_host_kv_cache_used_blocks", Blocks,
-        model [REPLICA], Coordinator, "KV blocks of host memory that requests hold now.",
+        model [REPLICA], Coordinator, "KV blocks in host memory that requests hold now.",
         when "requests are swapped";
     gauge(Sum) HOST_KV_CACHE_BLOCKS: "tutti_host_kv_cache_blocks", Blocks, model [REPLICA],
-        Coordinator, "KV blocks of host memory there are.", when "requests are swapped";
+        Coordinator, "KV blocks in host memory in total.", when "requests are swapped";
     gauge(Ratio {
         numerator: HOST_KV_CACHE_BLOCKS_USED.series(),
         denominator: HOST_KV_CACHE_BLOCKS.series(),
     }) HOST_KV_CACHE_USAGE: "tutti_host_kv_cache_usage_ratio", Ratio, model [REPLICA], Coordinator,
-        "KV blocks of host memory used of those there are, 0 to 1.", when "requests are swapped";
+        "Fraction of KV blocks in host memory in use, 0 to 1.", when "requests are swapped";
     gauge(Max) CACHE_CONFIG_INFO: "tutti_cache_config_info", Info,
         model [BLOCK_SIZE, CACHE_DTYPE, ENABLE_PREFIX_CACHING, MAX_MODEL_LEN,
          MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, NUM_BLOCKS, NUM_HOST_BLOCKS, REPLICA,
          TENSOR_PARALLEL],
         Coordinator, "Sizes and options of a replica's engine, while it serves.";
 
-    // Ranks. Every rank is real: labelled, never deduplicated.
+    // Ranks, labelled and never deduplicated.
     histogram(STEP_SECONDS) RANK_STEP: "tutti_rank_step_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Plan received to result handed back, per step.";
     histogram(STEP_SECONDS) RANK_FORWARD: "tutti_rank_forward_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Forward pass without collectives, per step.";
     histogram(STEP_SECONDS) RANK_COLLECTIVE: "tutti_rank_collective_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "Waiting for and exchanging with other ranks, per step; not where GPUs exchange data by themselves, within graphs: it is part of the forward pass there, and nobody knows how much.";
+        "Waiting for and exchanging data with other ranks, per step; not measured where GPUs \
+         exchange data by themselves, within graphs: there it is an unknown part of the forward \
+         pass.";
     counter RANK_COLLECTIVE_BYTES: "tutti_rank_collective_bytes_total", Bytes,
         model [ALGORITHM, RANK, REPLICA, WORKER], EveryRank,
-        "Bytes of partial sums and logits that a rank gave to exchanges with other ranks, by how it did: host (through host memory or TCP), nccl, one_shot and two_shot (own kernels over memory that GPUs see of each other).",
+        "Bytes of partial sums and logits that a rank exchanged with other ranks, by algorithm: \
+         host (through host memory or TCP), nccl, one_shot and two_shot (own kernels that access \
+         other GPUs' memory).",
         when "replicas have several ranks";
     counter RANK_COLLECTIVE_ABORTS: "tutti_rank_collective_aborts_total", Events,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "Exchanges with other ranks that were broken off: aborted, failed, or not finished in time.";
+        "Exchanges with other ranks that were not completed: aborted, failed, or not finished in \
+         time.";
     histogram(STEP_SECONDS) RANK_SAMPLE: "tutti_rank_sample_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank, "Choosing tokens, per step.";
     histogram(STEP_SECONDS) RANK_MASKS: "tutti_rank_mask_wait_seconds", Seconds,
@@ -334,7 +349,8 @@ catalogue! {
         "Waiting for masks of structured output when a step was computed, or on its way through a GPU, per step that has some.";
     histogram(STEP_SECONDS) RANK_DRAFT: "tutti_rank_draft_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
-        "Drafting by the draft model (rank 0), per step that drafts; what it had missed of prompts included.",
+        "Drafting by the draft model (rank 0), per step that drafts; prompt tokens that it had \
+         missed included.",
         when "a draft model drafts";
     histogram(STEP_SECONDS) RANK_IDLE: "tutti_rank_idle_seconds", Seconds,
         model [RANK, REPLICA, WORKER], EveryRank,
@@ -348,7 +364,8 @@ catalogue! {
     gauge(Max) REPLICA_UP: "tutti_replica_up", Items, model [REPLICA], Coordinator,
         "1 while a replica serves, 0 while it is being formed again.";
     gauge(Max) REPLICAS_WANTED: "tutti_replicas_wanted", Items, model [], Coordinator,
-        "What --replicas or tutti scale says; without it the replicas there are, serving or not.";
+        "Replicas wanted by --replicas or tutti scale; without either, the replicas that exist, \
+         serving or not.";
     counter FAILOVERS: "tutti_failovers_total", Events, model [REPLICA], Coordinator,
         "Times a serving replica broke and its requests were moved.";
     counter FENCED_FRAMES: "tutti_fenced_frames_total", Events, [], Coordinator,
@@ -358,9 +375,10 @@ catalogue! {
     gauge(Max) WORKER_INFO: "tutti_worker_info", Info, [NODE, VERSION, WORKER], Coordinator,
         "The node name and version of a linked worker.";
     gauge(Max) SLOW_RANKS: "tutti_slow_ranks", Items, [WORKER], Coordinator,
-        "1 for a worker that computes over 3 times as long as its replica's others, for 30 s.";
+        "1 for a worker that takes more than 3 times as long as the others of its replica, for 30 \
+         s.";
     gauge(Max) DEVICES_SET_ASIDE: "tutti_devices_set_aside", Items, [WORKER], Coordinator,
-        "1 for a worker that gets no rank for a while, as its device failed again and again.";
+        "1 for a worker that gets no rank for a while because its device failed repeatedly.";
     counter WORKER_RESTARTS: "tutti_worker_restarts_total", Events, [WORKER], Coordinator,
         "Times a worker came back as another process.";
     gauge(Max) WORKER_LAST_REPORT: "tutti_worker_last_report_timestamp_seconds", Seconds, [WORKER],
@@ -383,11 +401,11 @@ catalogue! {
         "Messages put into mailboxes of named actors.";
     counter ACTOR_MESSAGES_REFUSED: "tutti_actor_messages_refused_total", Events,
         [MessageRefusal::LABEL], Process,
-        "Messages to named actors without effect, by reason; who asked was told.";
+        "Messages to named actors that had no effect, by reason; the sender was told.";
 
-    // Membership by etcd, as the coordinator sees it.
+    // Membership through etcd, as the coordinator sees it.
     gauge(Max) MEMBERSHIP_CONNECTED: "tutti_membership_connected", Items, [], Coordinator,
-        "1 while etcd answers the coordinator, 0 while it goes on with what it knew last.",
+        "1 while etcd answers the coordinator, 0 while it continues with what it last knew.",
         when "the cluster meets through etcd";
     gauge(Max) MEMBERSHIP_CONFIRMED: "tutti_membership_confirmed_timestamp_seconds", Seconds, [],
         Coordinator,
@@ -404,7 +422,7 @@ catalogue! {
         "When etcd last had the totals for the next leader, written or unchanged, in seconds since 1970; first when this leader began.",
         when "the cluster meets through etcd";
     gauge(Max) TOTALS_CHECKPOINT_INTERVAL: "tutti_totals_checkpoint_interval_seconds", Seconds, [],
-        Coordinator, "How often etcd is to have the totals (--checkpoint-interval).",
+        Coordinator, "How often the totals are written to etcd (--checkpoint-interval).",
         when "the cluster meets through etcd";
 
     // HTTP.
@@ -413,25 +431,27 @@ catalogue! {
         "HTTP requests answered; status 499: the client left before the end of its answer.";
     histogram(REQUEST_SECONDS) HTTP_REQUEST_DURATION: "tutti_http_request_duration_seconds",
         Seconds, [Method::LABEL, ROUTE], Frontend,
-        "HTTP request received to the end of its answer, of a stream its last event.";
+        "HTTP request received to the end of its answer; for a stream, its last event.";
     gauge(Sum) HTTP_REQUESTS_IN_FLIGHT: "tutti_http_requests_in_flight", Requests, [], Frontend,
         "HTTP requests whose answers, streams included, have not ended.";
     counter HTTP_CONNECTIONS_REFUSED: "tutti_http_connections_refused_total", Events, [], Frontend,
-        "HTTP connections that were closed at once, since their address had its share of them.";
+        "HTTP connections that were closed at once because their address had reached its limit.";
     counter FILE_RELOADS: "tutti_secret_file_reloads_total", Events,
         [SecretFile::LABEL, ReloadOutcome::LABEL], Frontend,
         "Files of API keys and of TLS that were read again because they changed, by outcome.";
 
-    // Processes, hosts and devices. Processes of one host see the same host: maximum, not sum.
+    // Processes, hosts and devices. Processes on one host see the same host: maximum, not sum.
     counter PROCESS_CPU: "tutti_process_cpu_seconds_total", Seconds, [PROCESS], Process,
-        "Time that a process's threads have computed, user and system.";
+        "CPU time of a process's threads, user and system.";
     gauge(Max) PROCESS_MEMORY: "tutti_process_resident_memory_bytes", Bytes, [PROCESS], Process,
-        "Memory that a process has in RAM.";
+        "Resident memory of a process.";
     gauge(Max) PROCESS_MEMORY_LIMIT: "tutti_process_memory_limit_bytes", Bytes, [PROCESS], Process,
-        "Memory that a process's control group, its container, may have; all processes in it together.",
+        "Memory limit of a process's control group, such as its container, for all processes in it \
+         together.",
         when "a control group bounds memory";
     counter LOG_LINES_DROPPED: "tutti_log_lines_dropped_total", Events, [PROCESS], Process,
-        "Lines of a process's log that did not go to its stderr, because whoever reads that was too slow.";
+        "Lines of a process's log that were not written to its stderr because its reader was too \
+         slow.";
     gauge(Max) HOST_CPU_USAGE: "tutti_host_cpu_usage_ratio", Ratio, [HOST], Process,
         "Share of a host's cores in use since the last report, 0 to 1.";
     gauge(Max) HOST_CPUS: "tutti_host_cpus", Items, [HOST], Process, "Cores of a host.";
@@ -457,7 +477,7 @@ catalogue! {
     counter REPORTS_REFUSED: "tutti_reports_refused_total", Events, [ReportRefusal::LABEL],
         Coordinator, "Stats reports of workers and front ends not merged, by reason.";
     counter OBSERVATIONS_REFUSED: "tutti_observations_refused_total", Events,
-        [ObservationRefusal::LABEL], Process, "Values not recorded because they make no sense.";
+        [ObservationRefusal::LABEL], Process, "Values not recorded because they are invalid.";
     histogram(STEP_SECONDS) SCRAPE_DURATION: "tutti_scrape_duration_seconds", Seconds, [],
         Coordinator, "Merging and rendering one scrape; visible from the next scrape on.";
     gauge(Max) BUILD_INFO: "tutti_build_info", Info, [VERSION], Coordinator,
@@ -466,11 +486,11 @@ catalogue! {
         "When the coordinator started, in seconds since 1970.";
 }
 
-/// Every series, in the order of the documentation.
+/// All series, in the order of the documentation.
 pub static CATALOGUE: &[Definition] = DEFINITIONS;
 
-/// By position: differs between two programs when labels, kind or bucket bounds of a series differ,
-/// so that its totals may not be added up.
+/// Hashes by catalogue position. The hash of a series differs between two programs if its labels,
+/// kind or bucket bounds do, so that its totals must not be added up.
 pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
     let mut forms = [0; DEFINITIONS.len()];
     let mut row = 0;
@@ -481,7 +501,7 @@ pub(super) static FORMS: [u64; DEFINITIONS.len()] = {
     forms
 };
 
-/// FNV-1a over everything that decides whether two totals may be added.
+/// FNV-1a hash of everything that decides whether two totals may be added.
 const fn form(definition: &Definition) -> u64 {
     let mut state = 0xcbf2_9ce4_8422_2325;
     state = hash_bytes(state, definition.name.as_bytes());
@@ -510,6 +530,6 @@ const fn hash_bytes(mut state: u64, bytes: &[u8]) -> u64 {
         state = (state ^ bytes[index] as u64).wrapping_mul(0x0100_0000_01b3);
         index += 1;
     }
-    // Ends the field, so that "ab","c" and "a","bc" differ.
+    // Terminates the field, so that "ab","c" and "a","bc" differ.
     (state ^ 0xff).wrapping_mul(0x0100_0000_01b3)
 }

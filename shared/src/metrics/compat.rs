@@ -1,8 +1,8 @@
-//! PURE: the names that other servers publish, from the same totals.
+//! PURE: the metric names of other servers, computed from the same totals.
 //!
-//! Dashboards, autoscaling rules and gateway pickers written for those servers work unchanged. The
-//! names are theirs (a colon, `_perc` for a ratio), so a linter objects to them; ours stay clean.
-//! Buckets are ours: theirs are a subset wherever a query could name one.
+//! Dashboards, autoscaling rules and gateway endpoint pickers written for those servers work
+//! unchanged. The names are theirs (with a colon, or `_perc` for a ratio), so a linter objects to
+//! them; ours stay clean. Buckets are ours: theirs are a subset wherever a query could name one.
 use std::collections::BTreeMap;
 
 use super::catalogue as ours;
@@ -10,12 +10,12 @@ use super::definition::{GaugeMerge, Kind, SeriesId};
 use super::merged::{Merged, merge, scalar};
 use super::snapshot::{LabelValues, Value};
 
-/// A server whose names can be published too.
+/// A server whose metric names can be published too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Compat {
-    /// The `vllm:` names; replicas are engines.
+    /// The `vllm:` names; each replica is an engine.
     Vllm,
-    /// The `vllm:` names; one series for the whole cluster, for whoever takes one for the server's.
+    /// The `vllm:` names; one series for the whole cluster, for readers that expect one per server.
     VllmCluster,
     /// The `aphrodite:` names; one series for the whole cluster.
     Aphrodite,
@@ -27,7 +27,7 @@ pub struct Alias {
     /// The name.
     pub name: &'static str,
     source: From,
-    /// Their label, and ours that gives its value. Labels that are not named are summed over.
+    /// Their label, and our label that gives its value. Labels that are not listed are summed over.
     labels: &'static [(&'static str, &'static str)],
 }
 
@@ -35,27 +35,27 @@ pub struct Alias {
 #[derive(Clone, Copy, Debug)]
 enum From {
     Series(SeriesId),
-    /// Sums of both, divided.
+    /// The ratio of the sums of two series.
     Ratio(SeriesId, SeriesId),
-    /// Those series alone that have this value of this label.
+    /// Only series in which this label has this value.
     Only(SeriesId, &'static str, &'static str),
-    /// LoRA adapters that requests run with, and wait for: lists in labels.
+    /// LoRA adapters in use and waited for, as lists in labels.
     Adapters {
         running: SeriesId,
         waiting: SeriesId,
     },
 }
 
-/// The series of an alias now.
+/// Current series of an alias.
 #[derive(Clone, Debug, PartialEq)]
 pub struct AliasFamily {
     /// The name.
     pub name: &'static str,
-    /// What it means, and which series of ours it is.
+    /// Help text: what it means, and which of our series it is.
     pub help: String,
     /// Counter, gauge or histogram.
     pub kind: Kind,
-    /// How many of a counter's integers make 1.
+    /// Number of a counter's integer steps per unit.
     pub scale: f64,
     /// Label names, in the order of the values.
     pub labels: Vec<&'static str>,
@@ -162,7 +162,7 @@ const APHRODITE: &[Alias] = aliases! {
 };
 
 impl AliasFamily {
-    /// The upper bounds of a histogram's buckets; empty for other kinds.
+    /// Returns the upper bounds of a histogram's buckets; empty for other kinds.
     #[must_use]
     pub fn bounds(&self) -> &'static [f64] {
         match self.kind {
@@ -173,7 +173,7 @@ impl AliasFamily {
 }
 
 impl Compat {
-    /// Every name it has.
+    /// Returns all its names.
     #[must_use]
     pub const fn aliases(self) -> &'static [Alias] {
         match self {
@@ -182,7 +182,7 @@ impl Compat {
         }
     }
 
-    /// Its families, where ours exist.
+    /// Returns its families, as far as our series exist.
     pub fn families(self, merged: &Merged) -> impl Iterator<Item = AliasFamily> {
         let engines = self != Self::VllmCluster;
         self.aliases().iter().filter_map(move |alias| alias.family(merged, engines))
@@ -190,7 +190,7 @@ impl Compat {
 }
 
 impl Alias {
-    /// The series of ours that it stands for.
+    /// Returns our series that it stands for.
     #[must_use]
     pub fn source(&self) -> SeriesId {
         match self.source {
@@ -201,7 +201,7 @@ impl Alias {
         }
     }
 
-    /// The series now; `engines` tells whether replicas have each their own.
+    /// Returns its current series; `engines` tells whether each replica has its own.
     fn family(&self, merged: &Merged, engines: bool) -> Option<AliasFamily> {
         let definition = self.source().definition();
         let labels: Vec<(&str, &str)> =
@@ -212,7 +212,7 @@ impl Alias {
             }
             From::Only(id, label, value) => {
                 let series = regroup(merged, id, &labels, Some((label, value)))?;
-                let help = format!("{} of which {label} is {value}.", definition.name);
+                let help = format!("{} where {label} is {value}.", definition.name);
                 (definition.kind, series, help)
             }
             From::Adapters { running, waiting } => {
@@ -245,7 +245,7 @@ impl Alias {
     }
 }
 
-/// One of our families under these of their labels; or what of it has one value of a label of ours.
+/// Regroups one of our families by their labels; `only` selects series by one of our labels.
 fn regroup(
     merged: &Merged,
     id: SeriesId,
@@ -280,8 +280,8 @@ fn regroup(
     Some(grouped)
 }
 
-/// The one series of adapters: how many are served, and lists of those in use. Whoever finds
-/// several takes that with the largest value, which is a time there.
+/// Builds the one series about adapters: the number served, and lists of those in use. Its value is
+/// a time, because readers that find several series take the one with the largest value.
 fn adapters(
     merged: &Merged,
     running: SeriesId,
@@ -301,7 +301,7 @@ fn adapters(
     Some(BTreeMap::from([(LabelValues::from(labels), Value::Gauge(at))]))
 }
 
-/// What a label value of ours is called there.
+/// Translates one of our label values into theirs.
 fn their_value(value: &str) -> &str {
     match value {
         "preempted" => "capacity",

@@ -1,26 +1,25 @@
-//! What the declaration of a series consists of. The declarations are in [`super::catalogue`].
+//! The parts of a series' declaration. The declarations are in [`super::catalogue`].
 use super::catalogue::CATALOGUE;
 use super::labels::Label;
 
-/// Position of a series in the catalogue. Sources with another catalogue are refused by its hash,
-/// so the number is enough on the wire.
+/// Position of a series in the catalogue, within one process; between processes, series go by name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SeriesId(pub(super) u16);
 
 impl SeriesId {
-    /// The number that travels.
+    /// Returns the position.
     #[must_use]
     pub const fn index(self) -> u16 {
         self.0
     }
 
-    /// The series with this number, if there is one.
+    /// Returns the series at this position, if there is one.
     #[must_use]
     pub fn from_index(index: u16) -> Option<Self> {
         (usize::from(index) < CATALOGUE.len()).then_some(Self(index))
     }
 
-    /// The declaration.
+    /// Returns the declaration.
     #[must_use]
     pub fn definition(self) -> &'static Definition {
         // In bounds: a `SeriesId` is made by the catalogue or by `from_index`.
@@ -43,7 +42,7 @@ pub struct HistogramId<const L: usize>(pub(super) SeriesId);
 macro_rules! series_of {
     ($($id:ident),*) => {$(
         impl<const L: usize> $id<L> {
-            /// The position in the catalogue.
+            /// Returns the series.
             #[must_use]
             pub const fn series(self) -> SeriesId {
                 self.0
@@ -53,30 +52,30 @@ macro_rules! series_of {
 }
 series_of!(CounterId, GaugeId, HistogramId);
 
-/// One series: everything that is fixed about it.
+/// Declaration of one series: everything that is fixed about it.
 #[derive(Clone, Copy, Debug)]
 pub struct Definition {
     /// The published name.
     pub name: &'static str,
-    /// Counter, gauge or histogram, with what only that kind has.
+    /// Counter, gauge or histogram, with the details of that kind.
     pub kind: Kind,
-    /// What one unit of the value is.
+    /// Unit of the value.
     pub unit: Unit,
-    /// Whether the published series also carries the served model's name: the same for all of a
-    /// cluster's series, so it is written when they are published and not kept with each of them.
+    /// Whether the published series also carries the served model's name: the same for all series
+    /// of a cluster, so it is added when they are published and not stored with each of them.
     pub model: bool,
-    /// The labels whose values tell its series apart, sorted by name.
+    /// Labels that distinguish its series, sorted by name.
     pub labels: &'static [Label],
-    /// Who measures it.
+    /// Who reports it.
     pub owner: Owner,
-    /// What the value means, for `# HELP` and the documentation.
+    /// Help text, for `# HELP` and the documentation.
     pub help: &'static str,
-    /// What makes the series appear, where it is not always there.
+    /// Condition under which the series appears, if it does not always exist.
     pub when: Option<&'static str>,
 }
 
 impl Definition {
-    /// How many of a counter's integers make 1 of its unit: seconds are counted in 1e-9.
+    /// Returns the number of a counter's integer steps per unit: seconds are counted in 1e-9.
     #[must_use]
     pub fn counter_scale(&self) -> f64 {
         match self.unit {
@@ -85,7 +84,7 @@ impl Definition {
         }
     }
 
-    /// The upper bounds of a histogram's buckets without the infinite one; empty for other kinds.
+    /// Upper bounds of a histogram's buckets without the infinite one; empty for other kinds.
     #[must_use]
     pub fn buckets(&self) -> &'static [f64] {
         match self.kind {
@@ -94,7 +93,7 @@ impl Definition {
         }
     }
 
-    /// How values of several sources under the same labels become one, in words.
+    /// Describes how values of several sources with the same labels are merged.
     #[must_use]
     pub fn merge_rule(&self) -> &'static str {
         match self.kind {
@@ -112,9 +111,9 @@ impl Definition {
 pub enum Kind {
     /// A total that only grows.
     Counter,
-    /// A present value; it vanishes with its source.
+    /// A current value; it vanishes with its source.
     Gauge(GaugeMerge),
-    /// Observations counted in buckets with these upper bounds, strictly increasing and finite; a
+    /// Observations counted in buckets with these finite, strictly increasing upper bounds; a
     /// bucket for everything above is implied.
     Histogram(&'static [f64]),
 }
@@ -122,38 +121,38 @@ pub enum Kind {
 /// How gauges with equal labels are merged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum GaugeMerge {
-    /// The sources hold disjoint things: add.
+    /// The sum, for sources that hold disjoint things.
     Sum,
-    /// The largest: points in time, and the constant 1 of information series.
+    /// The maximum, for points in time and for the constant 1 of info series.
     Max,
     /// Never reported by a source: computed after merging as numerator / denominator for each set
-    /// of labels, absent where the denominator is 0.
+    /// of labels; absent where the denominator is 0.
     Ratio {
-        /// A summed gauge or a counter with the same labels.
+        /// Numerator: a summed gauge or a counter with the same labels.
         numerator: SeriesId,
-        /// A summed gauge or a counter with the same labels.
+        /// Denominator: a summed gauge or a counter with the same labels.
         denominator: SeriesId,
     },
 }
 
-/// Who may report a series. A report that holds another source's series is refused, which keeps a
-/// replica's tokens from being counted once per rank.
+/// Who may report a series. A report that contains another owner's series is refused, which
+/// prevents a replica's tokens from being counted once per rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
-    /// The coordinator, which accepts every token and therefore loses nothing with a worker.
+    /// The coordinator, which accepts every token and so loses nothing when a worker dies.
     Coordinator,
-    /// Rank 0 of a replica alone: what every rank sees alike.
+    /// Only rank 0 of a replica, for what all ranks see alike.
     RankZero,
-    /// Every rank, labelled; never added up over ranks by us.
+    /// Every rank, labelled; we never add these up over ranks.
     EveryRank,
-    /// Whoever serves HTTP: the coordinator, or a front end of its own.
+    /// Whatever process serves HTTP: the coordinator or a separate front end.
     Frontend,
-    /// Any process: what each has of its own.
+    /// Any process, for what each has of its own.
     Process,
 }
 
 impl Owner {
-    /// In words, for the documentation.
+    /// Returns its name in the documentation.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -166,14 +165,14 @@ impl Owner {
     }
 }
 
-/// What one unit of a value is.
+/// Unit of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Requests.
     Requests,
     /// Tokens.
     Tokens,
-    /// Seconds; with gauges also seconds since 1970. Counters hold 1e-9 of them.
+    /// Seconds; for gauges also seconds since 1970. Counters count in 1e-9 s.
     Seconds,
     /// Bytes.
     Bytes,
@@ -191,14 +190,14 @@ pub enum Unit {
     Events,
     /// Things that exist now.
     Items,
-    /// The parameter itself.
+    /// The value of a parameter.
     Value,
     /// Always 1; the labels are the information.
     Info,
 }
 
 impl Unit {
-    /// In words, for the documentation.
+    /// Returns its name in the documentation.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {

@@ -12,13 +12,13 @@ pub struct Label {
 }
 
 impl Label {
-    /// A label with any value, bounded in number by the merger.
+    /// A label that takes any value; the merger bounds their number.
     #[must_use]
     pub const fn open(name: &'static str) -> Self {
         Self { name, values: &[] }
     }
 
-    /// True when `value` may be used.
+    /// Whether `value` is legal.
     #[must_use]
     pub fn allows(&self, value: &str) -> bool {
         value.len() <= MAX_LABEL_VALUE_BYTES
@@ -26,16 +26,16 @@ impl Label {
     }
 }
 
-/// Longest label value, in bytes.
+/// Maximum length of a label value, in bytes.
 pub const MAX_LABEL_VALUE_BYTES: usize = 128;
 
 /// Index of the replica.
 pub const REPLICA: Label = Label::open("replica");
 /// Rank within the replica, 0-based.
 pub const RANK: Label = Label::open(RANK_NAME);
-/// How ranks exchange data: a name of the program's own.
+/// Algorithm with which ranks exchange data, by the program's own name for it.
 pub const ALGORITHM: Label = Label::open("algorithm");
-/// The worker's slot, stable over its restarts.
+/// The worker's slot, stable across its restarts.
 pub const WORKER: Label = Label::open(WORKER_NAME);
 /// The pattern of an HTTP route, not the requested path.
 pub const ROUTE: Label = Label::open("route");
@@ -45,43 +45,43 @@ pub const STATUS: Label = Label::open("status");
 pub const VERSION: Label = Label::open("version");
 /// Tokens per KV block.
 pub const BLOCK_SIZE: Label = Label::open("block_size");
-/// What is said of the numbers of KV caches (`--dtype`).
+/// Data type of the KV cache, as configured (`--dtype`).
 pub const CACHE_DTYPE: Label = Label::open("cache_dtype");
 /// Whether prefixes of prompts are looked up in the KV cache.
 pub const ENABLE_PREFIX_CACHING: Label =
     Label { name: "enable_prefix_caching", values: &["true", "false"] };
-/// Blocks that a replica has in host memory.
+/// KV blocks that a replica has in host memory.
 pub const NUM_HOST_BLOCKS: Label = Label::open("num_host_blocks");
 /// Blocks of a replica's KV cache.
 pub const NUM_BLOCKS: Label = Label::open("num_blocks");
-/// Longest sequence in tokens.
+/// Maximum length of a sequence, in tokens.
 pub const MAX_MODEL_LEN: Label = Label::open("max_model_len");
-/// Most sequences in one step.
+/// Maximum number of sequences in one step.
 pub const MAX_NUM_SEQS: Label = Label::open("max_num_seqs");
-/// Most tokens computed in one step.
+/// Maximum number of tokens computed in one step.
 pub const MAX_NUM_BATCHED_TOKENS: Label = Label::open("max_num_batched_tokens");
-/// Place in a draft, from 0.
+/// Position in a draft, from 0.
 pub const POSITION: Label = Label::open("position");
-/// Ranks of the replica.
+/// Number of ranks of the replica.
 pub const TENSOR_PARALLEL: Label = Label::open("tensor_parallel");
 
-/// A front end's slot, stable over its restarts.
+/// The front end's slot, stable across its restarts.
 pub const FRONTEND: Label = Label::open(FRONTEND_NAME);
-/// A node's name: one process that is part of the cluster.
+/// Name of a node, which is one process of the cluster.
 pub const NODE: Label = Label::open("node");
 /// A process of the cluster: `coordinator`, `worker-0`, `frontend-0`.
 pub const PROCESS: Label = Label::open(PROCESS_NAME);
-/// A machine's name.
+/// Name of a machine.
 pub const HOST: Label = Label::open("host");
 /// Index of a GPU on its host.
 pub const GPU: Label = Label::open("gpu");
 /// The product name of a device.
 pub const NAME: Label = Label::open("name");
-/// A device's own identity.
+/// UUID of a device.
 pub const UUID: Label = Label::open("uuid");
 /// A LoRA adapter.
 pub const ADAPTER: Label = Label::open("adapter");
-/// The served model's name: see [`super::Definition::model`].
+/// The served model's name; see [`super::Definition::model`].
 pub const MODEL_NAME: &str = "model_name";
 
 pub(super) const FRONTEND_NAME: &str = "frontend";
@@ -100,10 +100,10 @@ pub trait LabelValue: Copy + Sized + 'static {
     /// Every value, in the order of [`LabelValue::position`].
     const ALL: &'static [Self];
 
-    /// As published.
+    /// Returns the published value.
     fn as_str(self) -> &'static str;
 
-    /// Position in [`LabelValue::ALL`].
+    /// Returns the position in [`LabelValue::ALL`].
     fn position(self) -> usize;
 }
 
@@ -139,13 +139,13 @@ label_enum! {
     FinishedReason, "finished_reason" {
         /// The client left or cancelled.
         Abort = "abort",
-        /// The server gave it up.
+        /// The server gave up on it.
         Error = "error",
         /// The next coordinator goes on with it, and accepts it anew.
         HandedOver = "handed_over",
         /// The token limit was reached.
         Length = "length",
-        /// An end token or a stop string.
+        /// An end token or a stop string was reached.
         Stop = "stop",
     }
 }
@@ -155,15 +155,15 @@ label_enum! {
     RejectReason, "reason" {
         /// It is not valid.
         Invalid = "invalid",
-        /// A front end is at one of its bounds: of texts that wait, of large bodies, of grammars.
+        /// A front end is at one of its bounds: waiting texts, large bodies, grammars.
         Overloaded = "overloaded",
-        /// Its API key has as many as it may have.
+        /// Its API key has reached its limit.
         KeyLimit = "key_limit",
         /// The bounded queue is full.
         QueueFull = "queue_full",
         /// The server is shutting down.
         ShuttingDown = "shutting_down",
-        /// It can never fit: into the KV cache, the model's context or the bound of bodies.
+        /// It can never fit: into the KV cache, the model's context or the bound on bodies.
         TooLarge = "too_large",
         /// Credentials are missing or wrong.
         Unauthorized = "unauthorized",
@@ -173,11 +173,11 @@ label_enum! {
 }
 
 label_enum! {
-    /// Why a request's time was over.
+    /// Why a request expired.
     ExpiryReason, "reason" {
-        /// The client's own bound has passed.
+        /// The client's own deadline has passed.
         Deadline = "deadline",
-        /// It has waited for its first step for too long.
+        /// It waited too long for its first step.
         QueueWait = "queue_wait",
     }
 }
@@ -187,15 +187,15 @@ label_enum! {
     SecretFile, "file" {
         /// API keys.
         ApiKeys = "api_keys",
-        /// The server's certificate and its key, and authorities of clients.
+        /// The server's certificate and key, and the authorities for clients.
         Tls = "tls",
     }
 }
 
 label_enum! {
-    /// What became of a file that was read again.
+    /// Outcome of reading a changed file again.
     ReloadOutcome, "outcome" {
-        /// It cannot be used: what was read before stays in use.
+        /// It cannot be used: the previous content stays in use.
         Failed = "failed",
         /// It is in use.
         Ok = "ok",
@@ -203,13 +203,13 @@ label_enum! {
 }
 
 label_enum! {
-    /// What says what a request's output must be.
+    /// What constrains a request's structured output.
     GuideKind, "kind" {
         /// A list of strings.
         Choice = "choice",
         /// A grammar.
         Grammar = "grammar",
-        /// A JSON schema, that of any object too.
+        /// A JSON schema, including the schema of any object.
         Json = "json",
         /// A regular expression.
         Regex = "regex",
@@ -241,19 +241,19 @@ label_enum! {
 }
 
 label_enum! {
-    /// Why a message to a named actor had no effect, or its sender no reply.
+    /// Why a message to a named actor had no effect, or its sender got no reply.
     MessageRefusal, "reason" {
-        /// No reply in time.
+        /// No reply came in time.
         Deadline = "deadline",
-        /// The actor failed over it.
+        /// The actor failed while handling it.
         Failed = "failed",
-        /// A link on the way broke, or did not take it.
+        /// A link on the path broke or did not accept it.
         LinkLost = "link_lost",
-        /// The actor does not keep up.
+        /// The actor does not keep up: its mailbox is full.
         MailboxFull = "mailbox_full",
         /// The actor takes other messages.
         Malformed = "malformed",
-        /// Nobody has the name.
+        /// No actor has the name.
         NoSuchActor = "no_such_actor",
         /// It does not fit into a frame.
         TooLarge = "too_large",
@@ -263,7 +263,7 @@ label_enum! {
 }
 
 label_enum! {
-    /// Which way KV blocks go between the KV cache and host memory.
+    /// Direction in which KV blocks are copied between the KV cache and host memory.
     SwapDirection, "direction" {
         /// To the KV cache.
         In = "in",
@@ -273,25 +273,25 @@ label_enum! {
 }
 
 label_enum! {
-    /// Where an actor is in its life.
+    /// State of an actor.
     ActorState, "state" {
         /// Serving.
         Alive = "alive",
         /// Gone for good.
         Dead = "dead",
-        /// Finishing what it holds, taking nothing new.
+        /// Finishing what it holds, accepting nothing new.
         Draining = "draining",
         /// Not placed yet.
         Pending = "pending",
         /// Waiting to be started again.
         Restarting = "restarting",
-        /// Coming up.
+        /// Starting.
         Starting = "starting",
     }
 }
 
 label_enum! {
-    /// What a registered process is.
+    /// Role of a registered process.
     MemberRole, "role" {
         /// Schedules, or stands by.
         Coordinator = "coordinator",
@@ -325,14 +325,14 @@ label_enum! {
 label_enum! {
     /// Why a source's report was refused.
     ReportRefusal, "reason" {
-        /// An application metric of it is not legal, or is declared otherwise elsewhere; the rest
-        /// of the report was taken.
+        /// One of its application metrics is not legal, or is declared differently elsewhere; the
+        /// rest of the report was merged.
         Application = "application",
         /// Bucket counts do not fit the declared bounds.
         BucketMismatch = "bucket_mismatch",
-        /// It has series that our catalogue has not, or not alike; they alone are left out.
+        /// It has series that our catalogue lacks or declares differently; only those are left out.
         CatalogueMismatch = "catalogue_mismatch",
-        /// It brings more label sets than allowed; the rest of the report was taken.
+        /// It has more label sets than allowed; the rest of the report was merged.
         LabelCardinality = "label_cardinality",
         /// It cannot be decoded, or is not in canonical order.
         Malformed = "malformed",
@@ -340,34 +340,34 @@ label_enum! {
         NotFinite = "not_finite",
         /// It holds a series that this source does not own.
         NotOwner = "not_owner",
-        /// It came after its incarnation was retired.
+        /// It arrived after its incarnation was retired.
         Retired = "retired",
         /// A total is lower than reported before.
         TotalFell = "total_fell",
-        /// A label value is not one of the declared ones.
+        /// A label value is not among the declared ones.
         UnknownLabel = "unknown_label",
-        /// It holds a series that does not exist, or exists with another kind.
+        /// It contains a series that does not exist, or that has another kind.
         UnknownSeries = "unknown_series",
     }
 }
 
 label_enum! {
-    /// Why a connection of a worker or front end was not taken.
+    /// Why a connection of a worker or front end was refused.
     HandshakeRefusal, "reason" {
-        /// It may not join, or not now: its name is taken, its totals are closed, what it says of
-        /// itself is not legal.
+        /// It may not join, or not now: its name is taken, its totals are closed, or what it
+        /// declares is not legal.
         Admission = "admission",
-        /// It has another cluster secret, or none, or one where there is none.
+        /// It has another cluster secret, or none, or has one although the cluster has none.
         Authentication = "authentication",
-        /// Too many connections of its address are half open.
+        /// Too many connections from its address are half open.
         Crowded = "crowded",
         /// It closed the connection, or the connection broke.
         Gone = "gone",
-        /// What it said is no hello of ours.
+        /// Its first message is not a valid hello.
         Malformed = "malformed",
-        /// It said nothing, or did not take the answer, in time.
+        /// It sent nothing, or did not read the answer, in time.
         Silent = "silent",
-        /// It is of another protocol version.
+        /// It has another protocol version.
         Version = "version",
     }
 }
@@ -381,11 +381,11 @@ label_enum! {
         Closed = "closed",
         /// This side closed it.
         Local = "local",
-        /// It sent what is no frame of ours, or more than is taken.
+        /// It sent something that is not a valid frame, or more than is accepted.
         Malformed = "malformed",
-        /// It did not take its frames.
+        /// It did not read its frames.
         QueueFull = "queue_full",
-        /// Nothing was heard of it.
+        /// Nothing was received from it.
         Silent = "silent",
     }
 }

@@ -1,8 +1,8 @@
-//! The cells that one thread counts in.
+//! Cells in which one thread counts.
 //!
-//! A series with its label values is resolved once into a handle; recording through a handle is an
-//! index and an addition: no string, no hash, no lock, no allocation. Whoever shares a
-//! [`LocalStats`] between threads puts it behind one lock of its own.
+//! A series with its label values is resolved once into a handle. Recording through a handle is an
+//! index and an addition: no string, no hash, no lock, no allocation. To share a [`LocalStats`]
+//! between threads, put it behind one lock, as [`SharedStats`] does.
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ pub struct Gauge(usize);
 #[derive(Clone, Copy, Debug)]
 pub struct Histogram(usize);
 
-/// A handle that records nothing: what a refused label value resolves to.
+/// Index of a handle that records nothing: a refused label value resolves to it.
 const NOWHERE: usize = usize::MAX;
 
 /// The cells of one thread.
@@ -36,7 +36,7 @@ pub struct LocalStats {
     counters: Vec<u64>,
     /// `None` is an absent series.
     gauges: Vec<Option<f64>>,
-    /// Of removed gauges, for the next ones.
+    /// Cells of removed gauges, for reuse.
     free_gauges: Vec<usize>,
     histograms: Vec<HistogramCell>,
     refused: PerValue<Counter>,
@@ -47,13 +47,13 @@ pub struct LocalStats {
 pub struct SharedStats(Arc<Mutex<LocalStats>>);
 
 impl SharedStats {
-    /// Clones of it share these cells.
+    /// Shares these cells; clones refer to the same ones.
     #[must_use]
     pub fn of(stats: LocalStats) -> Self {
         Self(Arc::new(Mutex::new(stats)))
     }
 
-    /// Records with the cells.
+    /// Calls `record` with the cells.
     pub fn with<R>(&self, record: impl FnOnce(&mut LocalStats) -> R) -> R {
         // A panic elsewhere leaves plain numbers behind, which stay usable.
         record(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
@@ -84,25 +84,25 @@ enum Cell {
 struct HistogramCell {
     bounds: &'static [f64],
     totals: HistogramTotals,
-    /// By bucket; empty for histograms without.
+    /// Exemplars by bucket; empty for histograms without exemplars.
     exemplars: Vec<Option<Exemplar>>,
 }
 
-/// One observation of a bucket, with the request it came from.
+/// One observation of a bucket, with its request.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Exemplar {
-    /// The id of the response that its client saw.
+    /// Id of the response, as the client saw it.
     pub request_id: Arc<str>,
     /// The value observed.
     pub value: f64,
-    /// When, by the process's clock.
+    /// Time of the observation, by the process's clock.
     pub at: Duration,
 }
 
 /// The exemplars of a process: series, label values, bucket, exemplar.
 pub type Exemplars = Vec<(SeriesId, LabelValues, usize, Exemplar)>;
 
-/// An exemplar is replaced when it is older than this: a busy histogram pays for one now and then.
+/// An exemplar older than this is replaced, so that a busy histogram rarely pays for one.
 const EXEMPLAR_AGE: Duration = Duration::from_secs(1);
 
 impl Default for LocalStats {
@@ -112,7 +112,7 @@ impl Default for LocalStats {
 }
 
 impl LocalStats {
-    /// No series but that of refused observations.
+    /// Creates cells with only the series of refused observations.
     #[must_use]
     pub fn new() -> Self {
         let mut stats = Self::uncounted();
@@ -122,8 +122,8 @@ impl LocalStats {
         stats
     }
 
-    /// No series at all, and what is refused is not counted: for cells that are shown beside
-    /// merged totals, which have the series of refused observations already.
+    /// Creates cells without any series; refused values are not counted. For cells that are shown
+    /// beside merged totals, which already have the series of refused observations.
     #[must_use]
     pub fn uncounted() -> Self {
         let refused = PerValue::new::<ObservationRefusal>(|_| Counter(NOWHERE));
@@ -137,7 +137,7 @@ impl LocalStats {
         }
     }
 
-    /// Resolves a counter, which exists from then on, at 0 at first. A label value outside its
+    /// Resolves a counter, which exists from then on and starts at 0. A label value outside its
     /// declared set is counted as refused and gives a handle that records nothing.
     pub fn counter<const L: usize>(&mut self, id: CounterId<L>, labels: [&str; L]) -> Counter {
         let cell = self.resolve(id.series(), &labels, |stats| {
@@ -147,7 +147,7 @@ impl LocalStats {
         Counter(if let Some(Cell::Counter(cell)) = cell { cell } else { NOWHERE })
     }
 
-    /// Resolves a gauge, absent until it is set. Label values as with [`LocalStats::counter`].
+    /// Resolves a gauge, absent until it is set. Label values: see [`LocalStats::counter`].
     pub fn gauge<const L: usize>(&mut self, id: GaugeId<L>, labels: [&str; L]) -> Gauge {
         let cell = self.resolve(id.series(), &labels, |stats| {
             Cell::Gauge(stats.free_gauges.pop().unwrap_or_else(|| {
@@ -158,7 +158,7 @@ impl LocalStats {
         Gauge(if let Some(Cell::Gauge(cell)) = cell { cell } else { NOWHERE })
     }
 
-    /// Resolves a histogram, which exists from then on, empty at first. Label values as with
+    /// Resolves a histogram, which exists from then on and starts empty. Label values: see
     /// [`LocalStats::counter`].
     pub fn histogram<const L: usize>(
         &mut self,
@@ -175,14 +175,14 @@ impl LocalStats {
         Histogram(if let Some(Cell::Histogram(cell)) = cell { cell } else { NOWHERE })
     }
 
-    /// Adds `n`.
+    /// Adds `n` to a counter.
     pub fn add(&mut self, counter: Counter, n: u64) {
         if let Some(total) = self.counters.get_mut(counter.0) {
             *total = total.saturating_add(n);
         }
     }
 
-    /// Sets a gauge. A value that is not finite is refused and the old one stays.
+    /// Sets a gauge. A value that is not finite is refused, and the old one stays.
     pub fn set(&mut self, gauge: Gauge, value: f64) {
         if !value.is_finite() {
             self.refuse(ObservationRefusal::InvalidValue);
@@ -198,8 +198,8 @@ impl LocalStats {
         }
     }
 
-    /// Forgets a gauge's series: for labels that may not come again, such as names. Its handle must
-    /// not be used any more; whoever wants the series again resolves it again.
+    /// Forgets a gauge's series, for labels that may not come again, such as names. Its handle must
+    /// not be used any more; to get the series back, resolve it again.
     pub fn remove(&mut self, gauge: Gauge) {
         let place = self
             .index
@@ -217,19 +217,19 @@ impl LocalStats {
         self.observe_n(histogram, value, 1);
     }
 
-    /// Observes `value` `n` times. Negative values and those that are not finite are refused, which
-    /// counts once.
+    /// Observes `value` `n` times. A value that is negative or not finite is refused, which counts
+    /// once.
     pub fn observe_n(&mut self, histogram: Histogram, value: f64, n: u64) {
         if !value.is_finite() || value < 0.0 {
             self.refuse(ObservationRefusal::InvalidValue);
             return;
         }
-        // Saturates: an observation of 3.4e29 is as wrong as one above it.
+        // Saturates: an observation of 3.4e29 is as wrong as any above it.
         let nanos = (value * NANOS_PER_UNIT as f64).round() as u128;
         self.record(histogram, value, nanos, n);
     }
 
-    /// Observes a whole value, exactly.
+    /// Observes an integer, exactly.
     pub fn observe_count(&mut self, histogram: Histogram, value: u64) {
         self.record(histogram, value as f64, u128::from(value) * NANOS_PER_UNIT, 1);
     }
@@ -239,7 +239,7 @@ impl LocalStats {
         self.record(histogram, value.as_secs_f64(), value.as_nanos(), 1);
     }
 
-    /// Observes a duration `n` times, exactly, and remembers now and then which request it was of.
+    /// Observes a duration `n` times, exactly; now and then keeps its request as an exemplar.
     pub fn observe_exemplar(
         &mut self,
         histogram: Histogram,
@@ -263,7 +263,7 @@ impl LocalStats {
         }
     }
 
-    /// All exemplars.
+    /// Returns all exemplars.
     #[must_use]
     pub fn exemplars(&self) -> Exemplars {
         let mut all = Vec::new();
@@ -277,7 +277,7 @@ impl LocalStats {
         all
     }
 
-    /// Takes all totals. Costs one allocation per histogram.
+    /// Takes a snapshot of all totals. Costs one allocation per histogram.
     #[must_use]
     pub fn snapshot(&self) -> PartialSnapshot {
         let series = self.index.iter().filter_map(|entry| {
@@ -292,7 +292,7 @@ impl LocalStats {
         PartialSnapshot { series: series.collect(), ..PartialSnapshot::default() }
     }
 
-    /// Returns the bucket.
+    /// Records an observation and returns its bucket.
     fn record(&mut self, histogram: Histogram, value: f64, nanos: u128, n: u64) -> Option<usize> {
         let cell = self.histograms.get_mut(histogram.0)?;
         // `le` is inclusive: the first bucket whose bound is not below the value.
@@ -310,7 +310,7 @@ impl LocalStats {
         self.add(counter, 1);
     }
 
-    /// Finds or makes the cell of (id, labels); `None` when a label value is not legal.
+    /// Finds or makes the cell of (id, labels); `None` if a label value is not legal.
     fn resolve(
         &mut self,
         id: SeriesId,
@@ -338,8 +338,8 @@ impl LocalStats {
     }
 }
 
-/// One handle for every value of a closed label, so that each series exists from the start and a
-/// rate sees its first event.
+/// One handle for every value of a closed label, so that each series exists from the start and
+/// `rate()` sees its first event.
 #[derive(Clone, Debug)]
 pub struct PerValue<H>(Vec<H>);
 
@@ -349,7 +349,7 @@ impl<H: Copy> PerValue<H> {
         Self(V::ALL.iter().map(|value| resolve(value.as_str())).collect())
     }
 
-    /// The handle of `value`, a value of the label this was made for.
+    /// Returns the handle of `value`, a value of the label this was made for.
     #[must_use]
     pub fn get<V: LabelValue>(&self, value: V) -> H {
         self.0[value.position()]

@@ -1,4 +1,4 @@
-//! The totals of the whole cluster at one moment, to be read by whoever publishes them.
+//! The merged totals of the whole cluster at one moment, for publishing.
 use std::collections::BTreeMap;
 
 use super::application::{Kind as AppKind, MergedFamily};
@@ -7,8 +7,8 @@ use super::definition::{CounterId, Definition, GaugeId, GaugeMerge, HistogramId,
 use super::labels::LabelValue;
 use super::snapshot::{HistogramTotals, LabelValues, PartialSnapshot, Value};
 
-/// Merged totals. Everything in it was taken under one lock: what holds between two series at any
-/// moment holds here.
+/// Merged totals, all taken under one lock: any relation that holds between two series at every
+/// moment also holds here.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Merged {
     series: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
@@ -16,7 +16,7 @@ pub struct Merged {
 }
 
 impl Merged {
-    /// What one process has recorded, merged with nothing.
+    /// Returns what one process has recorded, merged with nothing.
     #[must_use]
     pub fn of(snapshot: &PartialSnapshot) -> Self {
         let mut merged = Self::default();
@@ -28,8 +28,8 @@ impl Merged {
         merged
     }
 
-    /// These totals, and the gauges of `present`: of a later moment since when nothing of note was
-    /// counted.
+    /// Returns these totals with the gauges of `present`, which is from a later moment, with
+    /// nothing of note counted in between.
     #[must_use]
     pub fn with_gauges_of(&self, present: &Self) -> Self {
         let is_gauge = |id: &SeriesId| matches!(id.definition().kind, Kind::Gauge(_));
@@ -44,14 +44,14 @@ impl Merged {
         Self { series, application }
     }
 
-    /// Every series that exists, by catalogue position, then label values.
+    /// Returns every series that exists, by catalogue position, then label values.
     pub fn families(
         &self,
     ) -> impl Iterator<Item = (&'static Definition, &BTreeMap<LabelValues, Value>)> {
         self.series.iter().map(|(id, family)| (id.definition(), family))
     }
 
-    /// Application metrics, by name.
+    /// Returns the application metrics, by name.
     #[must_use]
     pub fn application(&self) -> &[MergedFamily] {
         &self.application
@@ -61,13 +61,13 @@ impl Merged {
         self.application = application;
     }
 
-    /// One family, if any of its series exists.
+    /// Returns one family, if any of its series exists.
     #[must_use]
     pub fn family(&self, id: SeriesId) -> Option<&BTreeMap<LabelValues, Value>> {
         self.series.get(&id)
     }
 
-    /// One counter, if it exists.
+    /// Returns one counter, if it exists.
     #[must_use]
     pub fn counter<const L: usize>(&self, id: CounterId<L>, labels: [&str; L]) -> Option<u64> {
         match self.find(id.series(), &labels)? {
@@ -76,7 +76,7 @@ impl Merged {
         }
     }
 
-    /// A counter added up over all labels.
+    /// Returns the sum of a counter over all labels.
     #[must_use]
     pub fn counter_sum<const L: usize>(&self, id: CounterId<L>) -> u64 {
         self.values(id.series()).fold(0, |sum, value| match value {
@@ -85,7 +85,7 @@ impl Merged {
         })
     }
 
-    /// A counter added up over all labels but one, of which only `value` counts.
+    /// Returns the sum of a counter over the series whose label of `value`'s kind has that value.
     #[must_use]
     pub fn counter_sum_of<const L: usize, V: LabelValue>(&self, id: CounterId<L>, value: V) -> u64 {
         let declared = id.series().definition().labels;
@@ -100,7 +100,7 @@ impl Merged {
         )
     }
 
-    /// One gauge, if it exists.
+    /// Returns one gauge, if it exists.
     #[must_use]
     pub fn gauge<const L: usize>(&self, id: GaugeId<L>, labels: [&str; L]) -> Option<f64> {
         match self.find(id.series(), &labels)? {
@@ -109,7 +109,7 @@ impl Merged {
         }
     }
 
-    /// A gauge added up over all labels; only meaningful for one that is no ratio.
+    /// Returns the sum of a gauge over all labels; meaningless for a ratio.
     #[must_use]
     pub fn gauge_sum<const L: usize>(&self, id: GaugeId<L>) -> f64 {
         self.values(id.series()).fold(0.0, |sum, value| match value {
@@ -118,7 +118,7 @@ impl Merged {
         })
     }
 
-    /// One histogram, if it exists.
+    /// Returns one histogram, if it exists.
     #[must_use]
     pub fn histogram<const L: usize>(
         &self,
@@ -131,7 +131,7 @@ impl Merged {
         }
     }
 
-    /// A histogram added up over all labels.
+    /// Returns the sum of a histogram over all labels.
     #[must_use]
     pub fn histogram_sum<const L: usize>(&self, id: HistogramId<L>) -> HistogramTotals {
         let mut sum = HistogramTotals::empty(id.series().definition().buckets().len());
@@ -143,7 +143,7 @@ impl Merged {
         sum
     }
 
-    /// Merges one value in by the series' rule.
+    /// Merges in one value by the series' rule.
     pub(super) fn add(&mut self, id: SeriesId, labels: &LabelValues, value: &Value) {
         let family = self.series.entry(id).or_default();
         match family.get_mut(labels) {
@@ -154,7 +154,7 @@ impl Merged {
         }
     }
 
-    /// Computes the ratios. Once, after everything was added.
+    /// Computes the ratios; call it once, after everything was added.
     pub(super) fn add_ratios(&mut self) {
         for (index, definition) in CATALOGUE.iter().enumerate() {
             let Kind::Gauge(GaugeMerge::Ratio { numerator, denominator }) = definition.kind else {
@@ -192,7 +192,7 @@ impl Merged {
     }
 }
 
-/// A value that is one number.
+/// Returns a counter's or gauge's value as one number.
 pub(super) fn scalar(value: &Value) -> Option<f64> {
     match value {
         Value::Counter(total) => Some(*total as f64),
@@ -201,7 +201,7 @@ pub(super) fn scalar(value: &Value) -> Option<f64> {
     }
 }
 
-/// Merges `value` into `held`. Kinds were compared with the catalogue when the report was applied.
+/// Merges `value` into `held`. Their kinds were checked when the report was applied.
 pub(super) fn merge(kind: Kind, held: &mut Value, value: &Value) {
     match (held, value) {
         (Value::Counter(held), Value::Counter(value)) => *held = held.saturating_add(*value),

@@ -1,10 +1,10 @@
-//! PURE: reports of all sources to one total.
+//! PURE: merges the reports of all sources.
 //!
-//! State: per live (source, incarnation) its newest snapshot; for all that are gone, their added-up
-//! counters and histograms. A total is retired + live, so it cannot fall when a source goes, and
-//! its gauges vanish with it. A report is taken whole or refused whole, but for series beyond the
-//! bound of label sets: those alone are left out, or one label value too many would blind
-//! everything.
+//! State: the newest snapshot of each live (source, incarnation); for all retired ones, their
+//! added-up counters and histograms. A total is retired + live, so it cannot fall when a source
+//! goes; its gauges vanish with it. A report is taken or refused as a whole, except for series
+//! beyond the bound on label sets: only those are left out, because otherwise one label value too
+//! many would hide everything.
 pub mod checkpoint;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -28,7 +28,7 @@ pub enum Source {
     Coordinator,
     /// A worker, by its slot.
     Worker(WorkerId),
-    /// A front end, by its slot: of this process (slot 0) or of its own.
+    /// A front end, by its slot: the one in this process (slot 0) or a separate process.
     Frontend(FrontendId),
 }
 
@@ -45,13 +45,13 @@ impl fmt::Display for Source {
 /// Bounds of the merger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Most label sets per series name: of counters and histograms over all sources and all time,
-    /// of gauges over the sources that there are.
+    /// Maximum number of label sets per series name: for counters and histograms over all sources
+    /// and all time, for gauges over the current sources.
     pub label_sets: usize,
-    /// How many retired incarnations of a source are remembered, so that a late report of one is
-    /// refused rather than counted again.
+    /// Number of retired incarnations remembered per source, so that a late report from one of them
+    /// is refused rather than counted again.
     pub retired_incarnations: usize,
-    /// How many incarnations may be lost and not retired; then the one lost first is.
+    /// Maximum number of lost incarnations; beyond it, the one lost first is retired.
     pub lost: usize,
 }
 
@@ -61,22 +61,22 @@ impl Default for Limits {
     }
 }
 
-/// What a report did.
+/// Effect of a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Applied {
-    /// It is now the newest of its incarnation.
+    /// It is now the newest report of its incarnation.
     Fresh,
-    /// A newer one was already here; nothing changed.
+    /// A newer report was already here; nothing changed.
     Stale,
 }
 
-/// Why a report was not merged; nothing of it was.
+/// Why a report was refused; nothing in it was merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a stats report was refused: {}{}", .reason.as_str(), named(*.series))]
 pub struct Refused {
     /// The reason.
     pub reason: ReportRefusal,
-    /// The first series at fault, where it is one of ours.
+    /// The first series at fault, if it is one of ours.
     pub series: Option<SeriesId>,
 }
 
@@ -89,31 +89,31 @@ fn named(series: Option<SeriesId>) -> String {
 pub struct Merger {
     limits: Limits,
     live: BTreeMap<(Source, Incarnation), Live>,
-    /// Counters and histograms of incarnations that are gone.
+    /// Counters and histograms of retired incarnations.
     retired: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
-    /// Lost and not heard of again, longest first.
+    /// Lost incarnations that have not reported again, longest lost first.
     lost: VecDeque<(Source, Incarnation)>,
     applications: Applications,
-    /// Label sets, for their bound. Those of gauges that are gone stay until their room is wanted.
+    /// Known label sets, for their bound. Those of vanished gauges stay until their room is needed.
     label_sets: BTreeMap<SeriesId, BTreeSet<LabelValues>>,
-    /// Series that have reached it, and which of them have not been said yet.
+    /// Series that have reached the bound.
     full: BTreeSet<SeriesId>,
     unsaid: Vec<String>,
-    /// By [`ReportRefusal::position`].
+    /// Counts by [`ReportRefusal::position`].
     refused: Vec<u64>,
 }
 
 #[derive(Debug)]
 struct Live {
     sequence: u64,
-    /// Nothing is heard of it: its gauges do not count until it reports again.
+    /// Its link is lost: its gauges do not count until it reports again.
     lost: bool,
     series: Vec<SeriesSnapshot>,
-    /// What its last report had beyond the bound of label sets.
+    /// Label sets in its last report that were beyond the bound.
     left_out: LabelSets,
     application: Vec<Family>,
-    /// It has series that are not known here; that is said.
+    /// It reports series that are not known here; this was logged.
     other_catalogue: bool,
 }
 
@@ -126,7 +126,7 @@ impl Default for Merger {
 }
 
 impl Merger {
-    /// A merger that has seen nothing.
+    /// Creates a merger that has seen nothing.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self {
@@ -143,13 +143,13 @@ impl Merger {
         }
     }
 
-    /// Takes a report. `sequence` grows with every report of an incarnation; a report that is not
-    /// newer than the last one taken changes nothing.
+    /// Applies a report. `sequence` grows with every report of an incarnation; a report that is not
+    /// newer than the last one applied changes nothing.
     ///
     /// # Errors
-    /// Returns [`Refused`], and counts it, when the report is not one that this source, continuing
-    /// from its last report, can have made. Series beyond the bound of label sets are left out;
-    /// each counts as a refusal, once.
+    /// Returns [`Refused`], and counts it, if this source, continuing from its last report, cannot
+    /// have made the report. Series beyond the bound on label sets are left out; each counts as one
+    /// refusal.
     pub fn apply(
         &mut self,
         source: Source,
@@ -202,8 +202,8 @@ impl Merger {
         Ok(Applied::Fresh)
     }
 
-    /// The link to an incarnation is gone: its gauges vanish, its totals stay, and it goes on from
-    /// them if it reports again.
+    /// Handles the loss of the link to an incarnation: its gauges vanish, its totals stay, and it
+    /// continues from them if it reports again.
     pub fn lost(&mut self, source: Source, incarnation: Incarnation) {
         let Some(live) = self.live.get_mut(&(source, incarnation)) else { return };
         if std::mem::replace(&mut live.lost, true) {
@@ -218,8 +218,8 @@ impl Merger {
         }
     }
 
-    /// The incarnation is gone for good: its totals stay, its gauges vanish, later reports of it
-    /// are refused. Repeating this changes nothing.
+    /// Retires an incarnation that is gone for good: its totals stay, its gauges vanish, and later
+    /// reports from it are refused. Repeating this changes nothing.
     pub fn retire(&mut self, source: Source, incarnation: Incarnation) {
         let gone = self.gone.entry(source).or_default();
         if !gone.contains(&incarnation) {
@@ -248,21 +248,21 @@ impl Merger {
         }
     }
 
-    /// Counts a report that did not get as far as [`Merger::apply`].
+    /// Counts a report that was refused before [`Merger::apply`].
     pub fn refuse(&mut self, reason: ReportRefusal, series: Option<SeriesId>) -> Refused {
         self.refused[reason.position()] += 1;
         Refused { reason, series }
     }
 
-    /// What was refused of application metrics, and which series have too many label sets, in
-    /// words; each is said once.
+    /// Returns descriptions, each once, of refused application metrics and of series with too many
+    /// label sets.
     pub fn take_unsaid(&mut self) -> Vec<String> {
         let mut unsaid = std::mem::take(&mut self.unsaid);
         unsaid.extend(self.applications.take_unsaid());
         unsaid
     }
 
-    /// The totals now.
+    /// Returns the current totals.
     #[must_use]
     pub fn merged(&self) -> Merged {
         let mut merged = Merged::default();
@@ -292,7 +292,7 @@ impl Merger {
         merged
     }
 
-    /// Remembers the label sets of `new`, which are those of `series` that the last report of `key`
+    /// Remembers the label sets in `new`, which are those in `series` that the last report of `key`
     /// did not have, as far as the bound allows; returns those beyond it.
     fn admit_label_sets(
         &mut self,
@@ -308,7 +308,7 @@ impl Merger {
                 continue;
             }
             if known.len() >= max && is_gauge(*id) && counted.insert(*id) {
-                // Those of sources that are gone, or that have others now, make room.
+                // Label sets that no source reports any more make room.
                 let others = self.live.iter().filter(|(of, _)| **of != key);
                 let others = others.flat_map(|(_, live)| &live.series);
                 let there = others.chain(series).filter(|it| it.id == id.index());
@@ -332,7 +332,7 @@ impl Merger {
     }
 }
 
-/// Says which series of a report are not known here.
+/// Describes the series in a report that are not known here.
 fn left_out_of(source: Source, unknown: &[String]) -> String {
     let some: Vec<&str> = unknown.iter().take(5).map(String::as_str).collect();
     let more = match unknown.len().saturating_sub(some.len()) {
@@ -340,7 +340,7 @@ fn left_out_of(source: Source, unknown: &[String]) -> String {
         more => format!(" and {more} more"),
     };
     format!(
-        "{source} is of another version: its series {}{more} are not known here, or are otherwise, and \
+        "{source} is of another version: its series {}{more} are unknown or different here, and \
          are left out",
         some.join(", ")
     )
@@ -352,8 +352,8 @@ fn is_gauge(id: SeriesId) -> bool {
 
 type Fault = (ReportRefusal, Option<SeriesId>);
 
-/// Compares a report with the last one of its incarnation. Both are sorted, so one walk over both
-/// does it. Returns the series that are new in it.
+/// Compares a report with the last one of its incarnation, in one walk over both, which are sorted.
+/// Returns the label sets that are new in it.
 fn check(
     source: Source,
     before: &[SeriesSnapshot],
@@ -389,7 +389,7 @@ fn check(
     Ok(new)
 }
 
-/// A counter or histogram that is not reported any more has fallen to nothing.
+/// A counter or histogram that is no longer reported has fallen to nothing.
 fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), Fault> {
     match missing.value {
         Value::Gauge(_) => Ok(()),
@@ -410,7 +410,7 @@ fn continues(now: &Value, before: &Value) -> bool {
 
 fn check_value(definition: &Definition, value: &Value) -> Result<(), ReportRefusal> {
     match (definition.kind, value) {
-        // A ratio is ours to compute.
+        // Ratios are computed here, never reported.
         (Kind::Gauge(GaugeMerge::Ratio { .. }), _) => Err(ReportRefusal::UnknownSeries),
         (Kind::Counter, Value::Counter(_)) => Ok(()),
         (Kind::Gauge(_), Value::Gauge(value)) if value.is_finite() => Ok(()),
@@ -426,7 +426,7 @@ fn check_value(definition: &Definition, value: &Value) -> Result<(), ReportRefus
     }
 }
 
-/// Are these the declared labels, and may `source` report under them?
+/// Checks that these are the declared labels and that `source` may report under them.
 fn check_labels(
     source: Source,
     definition: &Definition,
@@ -448,7 +448,7 @@ fn check_labels(
         (Owner::Coordinator | Owner::Frontend, Source::Coordinator)
         | (Owner::Frontend, Source::Frontend(_)) => true,
         (Owner::EveryRank | Owner::RankZero, Source::Worker(worker)) => {
-            // A worker speaks for itself alone, and for a replica only as its rank 0.
+            // A worker speaks only for itself, and for its replica only as rank 0.
             value_of(WORKER_NAME).is_none_or(|value| *value == worker.0.to_string())
                 && (definition.owner == Owner::EveryRank
                     || value_of(RANK_NAME).is_some_and(|value| value == "0"))

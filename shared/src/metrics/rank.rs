@@ -1,6 +1,6 @@
 //! The series of one rank of a replica, as a worker's executor thread records them.
 //!
-//! A worker that is formed into another replica, or under another rank, takes new handles: its old
+//! When a worker becomes another rank or joins another replica, it takes new handles: its old
 //! totals stay under their labels, its old gauges vanish.
 use std::time::Duration;
 
@@ -20,9 +20,9 @@ pub struct RankStats {
     stats: LocalStats,
     worker: WorkerId,
     rank: Option<Handles>,
-    /// What other threads of the process measure.
+    /// Measurements of the process's other threads.
     process: SharedStats,
-    /// What its named actors count.
+    /// Counts of its named actors.
     actors: SharedStats,
     application: Metrics,
     sequence: u64,
@@ -31,19 +31,19 @@ pub struct RankStats {
 #[derive(Debug)]
 struct Handles {
     rank: u32,
-    /// Rank, replica, worker.
+    /// Values of the labels rank, replica and worker.
     labels: [String; 3],
     step: Histogram,
     forward: Histogram,
     collective: Histogram,
-    /// It is known how long exchanges take.
+    /// Whether the duration of exchanges is known.
     is_timed: bool,
     broken_off: Counter,
-    /// By algorithm, as they come up.
+    /// Bytes exchanged, by algorithm; filled as algorithms are used.
     exchanged: Vec<(&'static str, Counter)>,
     sample: Histogram,
     masks: Histogram,
-    /// When something was drafted.
+    /// Resolved when something is drafted.
     draft: Option<Histogram>,
     idle: Histogram,
     weights: Gauge,
@@ -51,7 +51,7 @@ struct Handles {
 }
 
 impl RankStats {
-    /// The cells of the worker in slot `worker`, for one process run.
+    /// Creates the cells of the worker in slot `worker`, for one process run.
     #[must_use]
     pub fn new(worker: WorkerId) -> Self {
         Self {
@@ -65,19 +65,19 @@ impl RankStats {
         }
     }
 
-    /// With what other threads of the process measure and what the application counts.
+    /// Adds the measurements of the process's other threads and the application's metrics.
     #[must_use]
     pub fn with_process(self, process: SharedStats, application: Metrics) -> Self {
         Self { process, application, ..self }
     }
 
-    /// With what the process's named actors count.
+    /// Adds the counts of the process's named actors.
     #[must_use]
     pub fn with_actors(self, actors: SharedStats) -> Self {
         Self { actors, ..self }
     }
 
-    /// The worker became rank `rank` of `replica`.
+    /// Records that the worker became rank `rank` of `replica`.
     pub fn formed(&mut self, replica: ReplicaId, rank: u32, weight_bytes: u64, load: Duration) {
         self.left();
         let values = [rank.to_string(), replica.0.to_string(), self.worker.0.to_string()];
@@ -105,14 +105,14 @@ impl RankStats {
         self.rank = Some(handles);
     }
 
-    /// The worker is no rank of a replica any more.
+    /// Records that the worker is no longer a rank of a replica.
     pub fn left(&mut self) {
         self.released();
         self.rank = None;
     }
 
-    /// The epoch is over, perhaps for good: what describes the rank vanishes until it is formed
-    /// again. What is still to be counted of it counts as its own.
+    /// Records that the epoch is over, perhaps for good: gauges about the rank vanish until it is
+    /// formed again. What remains to be counted still counts for this rank.
     pub fn released(&mut self) {
         if let Some(rank) = &self.rank {
             self.stats.clear(rank.weights);
@@ -120,7 +120,7 @@ impl RankStats {
         }
     }
 
-    /// One step was run. Before [`RankStats::formed`] there is nothing to count it under.
+    /// Records one step. Before [`RankStats::formed`] there is no rank to count it for.
     pub fn step(&mut self, timings: &StepTimings) {
         let Some(rank) = &mut self.rank else { return };
         let micros = Duration::from_micros;
@@ -144,7 +144,7 @@ impl RankStats {
         }
     }
 
-    /// The rank gave `bytes` to exchanges with other ranks, by `algorithm`.
+    /// Records that the rank gave `bytes` to exchanges with other ranks, using `algorithm`.
     pub fn exchanged(&mut self, algorithm: &'static str, bytes: u64) {
         let Some(rank) = &mut self.rank else { return };
         let known = rank.exchanged.iter().find(|(known, _)| *known == algorithm);
@@ -161,29 +161,29 @@ impl RankStats {
         self.stats.add(counter, bytes);
     }
 
-    /// So many exchanges with other ranks were broken off.
+    /// Records that `count` exchanges with other ranks were broken off.
     pub fn broken_off(&mut self, count: u64) {
         if let Some(rank) = &self.rank {
             self.stats.add(rank.broken_off, count);
         }
     }
 
-    /// Whether the steps' timings tell how long exchanges took.
+    /// Sets whether the timings of steps tell how long exchanges took.
     pub fn times_exchanges(&mut self, does: bool) {
         if let Some(rank) = &mut self.rank {
             rank.is_timed = does;
         }
     }
 
-    /// The worker's other cells.
+    /// Returns the worker's cells.
     pub fn local(&mut self) -> &mut LocalStats {
         &mut self.stats
     }
 
-    /// The next report. Costs a few microseconds and allocates: once per interval, not per step.
+    /// Makes the next report. Takes microseconds and allocates: once per interval, not per step.
     ///
     /// # Errors
-    /// Returns [`SnapshotError::TooLarge`] when this worker has grown too many series.
+    /// Returns [`SnapshotError::TooLarge`] if this worker has too many series.
     pub fn report(&mut self) -> Result<WorkerStats, SnapshotError> {
         let mut snapshot = self.stats.snapshot();
         snapshot.add(self.process.snapshot());

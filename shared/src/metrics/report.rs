@@ -1,10 +1,9 @@
-//! Snapshots as they travel between processes, which may be of different versions of the program.
+//! The encoding of snapshots sent between processes, perhaps of different versions.
 //!
-//! Series go by the names of their families, as in checkpoints, each with a hash of what decides
-//! whether totals may be added up. What the reader's catalogue has not, or not alike, is left out
-//! and named: a series that is new, or that has changed, takes no other one with it. Names are
-//! those of the families that a report has, and are in each of them: one that is lost costs no
-//! other.
+//! Series are identified by the names of their families, as in checkpoints, each with a hash of
+//! what decides whether totals may be added up. Series that the reader's catalogue lacks or
+//! declares differently are left out and named; this affects no other series. Every report carries
+//! the names of its families, so that a lost report does not affect others.
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::LazyLock;
 
@@ -16,14 +15,14 @@ use super::definition::SeriesId;
 use super::snapshot::{LabelValues, PartialSnapshot, SeriesSnapshot, Value};
 use crate::wire::codec::{self, CodecError};
 
-/// Largest encoded snapshot.
+/// Maximum size of an encoded snapshot, in bytes.
 pub const MAX_SNAPSHOT_BYTES: usize = 256 * 1024;
 
-/// Why a snapshot could not be coded.
+/// Why a snapshot could not be encoded or decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
     /// It is too large.
-    #[error("a snapshot of {bytes} bytes exceeds the bound of {MAX_SNAPSHOT_BYTES} bytes")]
+    #[error("a snapshot of {bytes} bytes exceeds the limit of {MAX_SNAPSHOT_BYTES} bytes")]
     TooLarge {
         /// Its size.
         bytes: usize,
@@ -31,9 +30,9 @@ pub enum SnapshotError {
     /// A series is of a family that the snapshot does not name.
     #[error("a series is of family {family}, the snapshot names {families}")]
     NoFamily {
-        /// Which.
+        /// Index of the family.
         family: u16,
-        /// How many there are.
+        /// Number of families in the snapshot.
         families: usize,
     },
     /// The bytes do not hold a snapshot.
@@ -41,17 +40,17 @@ pub enum SnapshotError {
     Codec(#[from] CodecError),
 }
 
-/// What is written.
+/// The encoded form, as written.
 #[derive(Serialize)]
 struct Written<'a> {
-    /// Names and forms.
+    /// Names and form hashes of the families.
     families: Vec<(&'static str, u64)>,
-    /// Positions in `families`, labels and values.
+    /// Indices into `families`, labels and values.
     series: Vec<(u16, &'a LabelValues, &'a Value)>,
     application: &'a [Family],
 }
 
-/// The same as it is read.
+/// The encoded form, as read.
 #[derive(Deserialize)]
 struct Read {
     families: Vec<(String, u64)>,
@@ -73,7 +72,7 @@ pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotEr
             families.push((name, FORMS[usize::from(*id)]));
             last = Some(id);
         }
-        // No more families than the catalogue has, whose positions are of this type.
+        // Fits, since there are no more families than catalogue positions, which are of this type.
         series.push((families.len().saturating_sub(1) as u16, labels, value));
     }
     let application = &snapshot.application;
@@ -84,8 +83,8 @@ pub fn encode_snapshot(snapshot: &PartialSnapshot) -> Result<Vec<u8>, SnapshotEr
     Ok(bytes)
 }
 
-/// Decodes a snapshot, as far as our catalogue has its series. That it makes sense is for
-/// [`super::Merger::apply`] to find.
+/// Decodes a snapshot as far as our catalogue has its series. [`super::Merger::apply`] checks its
+/// contents.
 ///
 /// # Errors
 /// Returns [`SnapshotError::TooLarge`] above [`MAX_SNAPSHOT_BYTES`], [`SnapshotError::NoFamily`],
@@ -117,7 +116,7 @@ pub fn decode_snapshot(bytes: &[u8]) -> Result<PartialSnapshot, SnapshotError> {
     Ok(snapshot)
 }
 
-/// The series that a family is, if our catalogue has it alike.
+/// Returns the series of a family, if our catalogue declares it the same way.
 fn known((name, form): &(String, u64)) -> Option<SeriesId> {
     static PLACES: LazyLock<BTreeMap<&str, u16>> =
         LazyLock::new(|| (0..).zip(CATALOGUE).map(|(at, it)| (it.name, at)).collect());
@@ -125,7 +124,7 @@ fn known((name, form): &(String, u64)) -> Option<SeriesId> {
     (FORMS.get(usize::from(place)) == Some(form)).then(|| SeriesId::from_index(place))?
 }
 
-/// Whether our catalogue has these values of labels that have a closed set of them.
+/// Whether our catalogue has these values of labels with a closed set of values.
 fn has_values(id: SeriesId, labels: &[String]) -> bool {
     let mut declared = id.definition().labels.iter().zip(labels);
     declared.all(|(label, value)| label.values.is_empty() || label.values.contains(&value.as_str()))
@@ -160,7 +159,7 @@ mod tests {
         assert!(read.unknown.is_empty());
     }
 
-    /// A program whose catalogue has other series, one of ours otherwise, and another order.
+    /// A program whose catalogue has another order, other series, and one of ours changed.
     #[test]
     fn another_program_s_series_are_found_by_their_names() {
         let (steps, running) = (ENGINE_STEPS.series(), REQUESTS_RUNNING.series());

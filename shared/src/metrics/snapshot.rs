@@ -1,16 +1,16 @@
-//! Running totals: one process's series at one moment. How they travel is [`super::report`]'s.
+//! Running totals: one process's series at one moment. [`super::report`] encodes them.
 //!
-//! Histograms carry one count per bucket (not cumulative over buckets); the last is for everything
-//! above the last bound, so the number of observations is their sum and cannot disagree. Sums are
-//! integers of 1e-9 units: adding them is associative, hence a merged total cannot fall by rounding
-//! when a source is retired or reports arrive in another order.
+//! Histograms carry one count per bucket (not cumulative). The last bucket is for everything above
+//! the last bound, so the number of observations is the sum of the counts and cannot disagree with
+//! them. Sums are integers in units of 1e-9: adding integers is associative, so a merged total
+//! cannot fall by rounding when a source is retired or reports arrive in another order.
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use super::application::Family;
 
-/// How many of the integers in [`HistogramTotals::sum_nanos`] make 1.
+/// Number of integer steps in [`HistogramTotals::sum_nanos`] per unit.
 pub const NANOS_PER_UNIT: u128 = 1_000_000_000;
 
 /// Label values of one series, in the order of its declaration.
@@ -23,13 +23,13 @@ pub struct PartialSnapshot {
     pub series: Vec<SeriesSnapshot>,
     /// Metrics of the application, sorted by name.
     pub application: Vec<Family>,
-    /// Names of series that the source has and our catalogue has not, or not alike: left out.
+    /// Names of the source's series that our catalogue lacks or declares differently: left out.
     pub unknown: Vec<String>,
 }
 
 impl PartialSnapshot {
     /// Adds the series of another part of the same process. Counters and histograms that both have
-    /// are added up; a gauge belongs to one part.
+    /// are added up; a gauge belongs to only one part.
     pub fn add(&mut self, other: Self) {
         for series in other.series {
             let key = (series.id, &series.labels);
@@ -64,7 +64,7 @@ pub struct SeriesSnapshot {
 pub enum Value {
     /// A total since the process started.
     Counter(u64),
-    /// A present value.
+    /// A current value.
     Gauge(f64),
     /// Observations since the process started.
     Histogram(HistogramTotals),
@@ -80,7 +80,7 @@ pub struct HistogramTotals {
 }
 
 impl HistogramTotals {
-    /// No observations yet, for a histogram with `bounds` bounds.
+    /// Creates the totals of a histogram with `bounds` bounds and no observations.
     #[must_use]
     pub fn empty(bounds: usize) -> Self {
         Self { buckets: vec![0; bounds + 1], sum_nanos: 0 }
@@ -92,17 +92,17 @@ impl HistogramTotals {
         self.buckets.iter().fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Sum of the observed values. Exact for whole values below 2^53, and never falls while
-    /// `sum_nanos` does not.
+    /// Sum of the observed values. Exact for integers below 2^53, and never falls unless
+    /// `sum_nanos` does.
     #[must_use]
     pub fn sum(&self) -> f64 {
-        // Converted in two parts: `sum_nanos as f64` alone would round whole values above 9e6.
+        // Converted in two parts: `sum_nanos as f64` alone would round integers above 9e6.
         let whole = self.sum_nanos / NANOS_PER_UNIT;
         let rest = self.sum_nanos % NANOS_PER_UNIT;
         whole as f64 + rest as f64 / NANOS_PER_UNIT as f64
     }
 
-    /// Adds the observations of `other`, which has as many buckets.
+    /// Adds the observations of `other`, which has the same number of buckets.
     pub fn add(&mut self, other: &Self) {
         for (mine, theirs) in self.buckets.iter_mut().zip(&other.buckets) {
             *mine = mine.saturating_add(*theirs);
@@ -110,7 +110,7 @@ impl HistogramTotals {
         self.sum_nanos = self.sum_nanos.saturating_add(other.sum_nanos);
     }
 
-    /// True when nothing in `self` is lower than in `before`.
+    /// Whether nothing in `self` is lower than in `before`.
     #[must_use]
     pub fn continues(&self, before: &Self) -> bool {
         self.sum_nanos >= before.sum_nanos
@@ -128,7 +128,7 @@ mod tests {
         let totals = |sum_nanos| HistogramTotals { buckets: vec![0], sum_nanos };
         assert_eq!(totals(9_007_199_254_740_991 * NANOS_PER_UNIT).sum(), 9_007_199_254_740_991.0);
         assert_eq!(totals(1_500_000_000).sum(), 1.5);
-        // Just below and at a whole number: the order of the integers is kept.
+        // Just below and at an integer: the order is kept.
         let below = totals(4_000_000_000_000_000 * NANOS_PER_UNIT - 1).sum();
         assert!(below <= totals(4_000_000_000_000_000 * NANOS_PER_UNIT).sum());
     }

@@ -2,9 +2,9 @@
 //! forwards messages between other processes.
 use serde::{Deserialize, Serialize};
 
-/// Longest name of an actor, in bytes.
+/// Maximum length of an actor's name, in bytes.
 pub const ACTOR_NAME_MAX: usize = 128;
-/// Longest forwarded reason, in bytes.
+/// Maximum length of a forwarded reason, in bytes.
 pub const REASON_MAX: usize = 1024;
 
 /// The content of one frame of kind `actor`.
@@ -23,7 +23,7 @@ pub enum ActorFrame {
     },
     /// A message for an actor.
     Deliver {
-        /// The sender's number for it; 0 when it expects nothing back.
+        /// The sender's id for the message; 0 if it expects nothing back.
         id: u64,
         /// The actor's name.
         to: String,
@@ -37,7 +37,7 @@ pub enum ActorFrame {
     },
     /// The outcome of a message.
     Answer {
-        /// The number that the message had.
+        /// The id that the message had.
         id: u64,
         /// The reply (empty for a delivery), or why there is none.
         #[serde(with = "crate::wire::bytes::or_error")]
@@ -45,7 +45,7 @@ pub enum ActorFrame {
     },
     /// Asks for one notice when this actor dies.
     Watch {
-        /// The watcher's number for it.
+        /// The watcher's id for the watch.
         id: u64,
         /// The actor's name.
         name: String,
@@ -54,27 +54,27 @@ pub enum ActorFrame {
     },
     /// The watched actor is alive, with this generation.
     Watching {
-        /// The watcher's number.
+        /// The watcher's id.
         id: u64,
         /// The actor's generation.
         generation: u64,
     },
     /// Ends a watch.
     Unwatch {
-        /// The watcher's number.
+        /// The watcher's id.
         id: u64,
     },
     /// The watched actor is dead. Sent once per watch.
     Died {
-        /// The watcher's number.
+        /// The watcher's id.
         id: u64,
         /// Why, in one sentence.
         reason: String,
     },
-    /// The actor cannot be watched, which says nothing about its life. The last variant, since its
-    /// index goes over the wire.
+    /// The actor cannot be watched, which says nothing about its life. Stays the last variant,
+    /// because variants are encoded by index.
     NotWatched {
-        /// The watcher's number.
+        /// The watcher's id.
         id: u64,
         /// Why, in one sentence.
         reason: String,
@@ -111,7 +111,7 @@ pub enum ActorLife {
 }
 
 impl ActorLife {
-    /// The name shown to operators.
+    /// Returns the name shown to operators.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -132,13 +132,13 @@ pub struct ActorReport {
     pub name: String,
     /// Its kind, shown to operators.
     pub kind: String,
-    /// Differs for each actor that ever had the name; stays the same over an actor's restarts.
+    /// Differs for each actor that ever had the name; stays the same across an actor's restarts.
     pub generation: u64,
     /// Its state.
     pub life: ActorLife,
     /// Number of restarts.
     pub restarts: u32,
-    /// Most restarts in a row; absent where no such limit is known.
+    /// Maximum number of restarts in a row; absent where no such limit is known.
     pub max_restarts: Option<u32>,
     /// Why it is restarting or dead.
     pub reason: Option<String>,
@@ -154,21 +154,21 @@ pub enum AskError {
     #[error("the mailbox of `{0}` is full")]
     MailboxFull(String),
     /// Too many asks are pending.
-    #[error("{0} asks are under way, the bound")]
+    #[error("{0} asks are in progress, which is the limit")]
     TooManyAsks(u32),
-    /// A link on the way broke. The message may have been handled.
+    /// A link on the path broke. The message may have been handled.
     #[error("the link to {0} is gone")]
     LinkLost(String),
     /// No reply came in time. The message may be handled later.
     #[error("no reply within {0} ms")]
     Deadline(u32),
-    /// The actor failed on this message, or before it.
+    /// The actor failed on this message or before it.
     #[error("the actor failed: {0}")]
     Failed(String),
     /// The message cannot be encoded, or the actor cannot decode it.
     #[error("not a message that this actor takes: {0}")]
     Malformed(String),
     /// The message is too large for a frame.
-    #[error("a message of {0} bytes is over the bound of a frame")]
+    #[error("a message of {0} bytes exceeds the limit of a frame")]
     TooLarge(u64),
 }

@@ -1,4 +1,4 @@
-//! Messages of the control plane: who a worker is, and how a replica is formed.
+//! Messages of the control plane: worker introductions and the formation of replicas.
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
@@ -34,15 +34,15 @@ pub struct Hello {
     pub device: DeviceKind,
     /// Compute threads it will use.
     pub threads: u32,
-    /// What its host offers, and what its operator says of it.
+    /// Resources of its host, and labels and resources that its operator declared.
     pub offer: NodeResources,
-    /// Where this worker accepts the TCP collective's connections.
+    /// Where this worker accepts connections of the TCP collective.
     pub collective_addr: SocketAddr,
     /// The program's version; informational.
     pub version: String,
-    /// What its bits come from, at most [`BUILD_MAX`] bytes: ranks of one replica are of one build.
+    /// Fingerprint of the build, at most [`BUILD_MAX`] bytes; equal on all ranks of a replica.
     pub build: String,
-    /// The GPU that it computes on, as the driver names it (UUID); empty on CPUs.
+    /// UUID of the GPU that it computes on, as reported by the driver; empty on CPUs.
     pub gpu: String,
     /// Of which models it has the files: the [`fingerprint`](crate::hub::name::fingerprint) of the
     /// last [`ToFetch`], if all of that is here; else 0.
@@ -51,25 +51,25 @@ pub struct Hello {
     pub rejoin: Rejoin,
 }
 
-/// Longest name of a build, in bytes.
+/// Maximum length of a build fingerprint, in bytes.
 pub const BUILD_MAX: usize = 64;
 
-/// What a worker was at its last coordinator: a hint, so that a new one may give it the same place
-/// and it may keep its weights.
+/// What a worker was at its previous coordinator: a hint that lets a new coordinator give it the
+/// same place, so that it can keep its weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rejoin {
-    /// Its slot.
+    /// Slot it had.
     pub slot: Option<WorkerId>,
-    /// The weights it holds.
+    /// Weights it holds.
     pub shard: Option<HeldShard>,
 }
 
-/// Which part of which model a worker holds.
+/// The part of a model that a worker holds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HeldShard {
     /// The model, as [`Form`] names it.
     pub model: String,
-    /// What was in it.
+    /// Identity of the folder's contents when the weights were loaded.
     pub identity: ModelIdentity,
     /// The rank, 0-based.
     pub rank: u32,
@@ -77,33 +77,33 @@ pub struct HeldShard {
     pub world_size: u32,
 }
 
-/// Most labels, and most resources of its operator's own, of a node.
+/// Maximum number of labels, and of operator-defined resources, of a node.
 pub const RESOURCES_MAX: usize = 8;
-/// Longest name of a label or resource and longest value of a label, in bytes: all of them fit into
-/// a hello.
+/// Maximum length of the name of a label or resource and of a label's value, in bytes, so that all
+/// of them fit into a hello.
 pub const RESOURCE_NAME_MAX: usize = 63;
 
-/// The label that says which GPUs of a host NVLink joins: workers find its value out themselves,
-/// unless their operator gives it.
+/// The label that says which GPUs of a host are joined by NVLink. Workers detect its value unless
+/// their operator sets it.
 pub const NVLINK_LABEL: &str = "nvlink";
 
-/// What a node offers to actors and ranks.
+/// Resources and labels that a node offers for placing actors and ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NodeResources {
-    /// Cores.
+    /// Number of cores.
     pub cpus: u32,
-    /// GPUs.
+    /// Number of GPUs.
     pub gpus: u32,
-    /// Memory for weights and KV cache that is free, in bytes.
+    /// Free memory for weights and KV cache, in bytes.
     pub memory_bytes: u64,
-    /// What its operator says that it has, in whole units.
+    /// Operator-defined resources, in whole units.
     pub custom: BTreeMap<String, u64>,
-    /// What its operator says that it is.
+    /// Operator-defined labels.
     pub labels: BTreeMap<String, String>,
 }
 
 impl NodeResources {
-    /// How much of a resource it has: `cpus`, `gpus`, `memory` in bytes, or one of its operator's.
+    /// Amount of a resource: `cpus`, `gpus`, `memory` in bytes, or an operator-defined one.
     #[must_use]
     pub fn amount(&self, name: &str) -> u64 {
         match name {
@@ -117,11 +117,11 @@ impl NodeResources {
     /// Checks the bounds.
     ///
     /// # Errors
-    /// Which bound, in one sentence.
+    /// The bound that is broken, in one sentence.
     pub fn check(&self) -> Result<(), String> {
         for (what, count) in [("labels", self.labels.len()), ("resources", self.custom.len())] {
             if count > RESOURCES_MAX {
-                return Err(format!("{count} {what}, the bound is {RESOURCES_MAX}"));
+                return Err(format!("{count} {what}, the limit is {RESOURCES_MAX}"));
             }
         }
         let texts = self.labels.iter().flat_map(|(key, value)| [key, value]);
@@ -163,10 +163,9 @@ impl ToFetch {
 /// The coordinator's answer to [`Hello`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Welcome {
-    /// The slot this worker has in the cluster.
+    /// Slot of this worker in the cluster.
     pub worker: WorkerId,
-    /// Interval of the worker's idle stats reports, in milliseconds; 0 when it shall measure
-    /// nothing.
+    /// Interval of the worker's idle stats reports, in milliseconds; 0 if it must measure nothing.
     pub stats_interval_ms: u64,
 }
 
@@ -175,56 +174,55 @@ pub struct Welcome {
 pub enum CollectiveSpec {
     /// One rank: nothing to exchange.
     None,
-    /// All ranks on one host: a POSIX shared memory object, created by rank 0 and unlinked as soon
-    /// as every rank has it mapped.
+    /// All ranks on one host: a POSIX shared memory object that rank 0 creates and unlinks as soon
+    /// as every rank has mapped it.
     SharedMemory {
-        /// The object's name, without a slash; unique per epoch.
+        /// Name of the object, without a slash; unique per epoch.
         name: String,
     },
     /// Ranks on several hosts.
     Tcp {
-        /// Every rank's listening address, in rank order.
+        /// Listening address of every rank, in rank order.
         ranks: Vec<SocketAddr>,
-        /// What ranks of this epoch greet each other with, so that no stranger takes a rank's
-        /// place; not to be guessed, and sent over the links alone.
+        /// Token with which ranks of this epoch greet each other, so that no stranger takes a
+        /// rank's place. It is unguessable and sent over the links only.
         token: u64,
     },
 }
 
-/// Sizes that bound one engine; equal on every rank.
+/// Limits of one engine; equal on every rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EngineConfig {
     /// Tokens per KV block.
     pub block_size: u32,
-    /// Longest sequence (prompt and output together), in tokens.
+    /// Maximum length of a sequence (prompt and output together), in tokens.
     pub max_model_len: u32,
-    /// Most sequences in one step.
+    /// Maximum number of sequences in one step.
     pub max_num_seqs: u32,
-    /// Most tokens computed in one step.
+    /// Maximum number of tokens computed in one step.
     pub max_num_batched_tokens: u32,
-    /// Memory for the KV cache per rank, in bytes; 0: as much as the rank's device has for it.
+    /// Memory for the KV cache per rank, in bytes; 0: all that the rank's device has left for it.
     pub kv_cache_bytes: u64,
-    /// Host memory for the KV blocks of sequences that are swapped out, per rank, in bytes; 0: none
-    /// is swapped.
+    /// Host memory per rank for the KV blocks of swapped-out sequences, in bytes; 0: no swapping.
     pub swap_bytes: u64,
 }
 
-/// What matrix products take of their activations, named as vLLM does. Everything that is not a
-/// matrix product is f32; what weights are kept in is [`Quantization`]'s.
+/// Data type of activations in matrix products, named as in vLLM. Everything that is not a matrix
+/// product is f32; how weights are stored is [`Quantization`]'s concern.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Dtype {
-    /// What the checkpoint says in its `config.json`: bfloat16 where it is bfloat16, else float32;
-    /// on GPUs bfloat16.
+    /// By the checkpoint's `config.json`: bfloat16 if it says bfloat16, otherwise float32. On GPUs
+    /// bfloat16.
     #[default]
     Auto,
-    /// About f32's precision. Not on GPUs.
+    /// About the precision of f32. Not on GPUs.
     Float32,
     /// Activations rounded to bf16.
     Bfloat16,
 }
 
 impl Dtype {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 3] = [Self::Auto, Self::Float32, Self::Bfloat16];
 
     /// Its name on the command line.
@@ -238,18 +236,18 @@ impl Dtype {
     }
 }
 
-/// In what the large matrices of the decoder are kept, named as vLLM does.
+/// How the decoder's large matrices are stored, named as in vLLM.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Quantization {
     /// bf16.
     #[default]
     None,
-    /// Integers of 8 bits with a scale for each output, quantised from what the checkpoint has.
+    /// 8-bit integers with a scale per output channel, quantised from the checkpoint's weights.
     Int8,
 }
 
 impl Quantization {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Self; 2] = [Self::None, Self::Int8];
 
     /// Its name on the command line.
@@ -273,39 +271,39 @@ pub struct Form {
     pub rank: u32,
     /// The tensor-parallel degree.
     pub world_size: u32,
-    /// Sums over ranks are made as so many ranks would make them, a multiple of `world_size`: so
-    /// that the same request gives the same bits at every degree the replica may take.
+    /// Sums over ranks are computed as this many ranks would compute them, a multiple of
+    /// `world_size`, so that a request gets the same bits at every degree the replica may take.
     pub reduction_ranks: u32,
     /// How the ranks are connected.
     pub collective: CollectiveSpec,
-    /// Deadline of the collective's set-up and of each of its operations, in milliseconds.
+    /// Deadline for setting up the collective and for each of its operations, in milliseconds.
     pub collective_timeout_ms: u64,
     /// The model folder, as a path on the worker's host; or a model on the hub, as
     /// [`HubModel`](crate::hub::HubModel) is written, whose files the worker has in its cache.
     pub model: String,
-    /// How its matrix products are computed.
+    /// Data type of activations in matrix products.
     pub dtype: Dtype,
-    /// How its weights are kept.
+    /// How the weights are stored.
     pub quantization: Quantization,
-    /// The adapters beside it.
+    /// LoRA adapters to load beside the model.
     pub lora: Lora,
     /// The draft model's folder, as a path on the host of rank 0, which alone has it, or likewise
     /// a model on the hub; none where there is no draft model.
     pub draft_model: Option<String>,
-    /// The sizes.
+    /// Limits of the engine.
     pub engine: EngineConfig,
 }
 
-/// Most bytes of a [`GroupId`]; NCCL's have 128.
+/// Maximum length of a [`GroupId`], in bytes; NCCL's have 128.
 pub const GROUP_ID_MAX: usize = 256;
 
-/// What the ranks' GPUs find each other by, made by rank 0 for one epoch. Whoever knows it may take
-/// part: it goes over the links alone, and into no log.
+/// Identifier by which the ranks' GPUs find each other, made by rank 0 for one epoch. Whoever knows
+/// it can take part, so it is sent over the links only and never logged.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GroupId {
     /// The epoch being formed.
     pub epoch: Epoch,
-    /// At most [`GROUP_ID_MAX`]; what is in them only the ranks know.
+    /// At most [`GROUP_ID_MAX`] bytes, opaque to all but the ranks.
     #[serde(with = "crate::wire::bytes")]
     pub bytes: Vec<u8>,
 }
@@ -316,14 +314,14 @@ impl fmt::Debug for GroupId {
     }
 }
 
-/// How far the weights are loaded.
+/// Progress of loading the weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadProgress {
     /// The epoch being formed.
     pub epoch: Epoch,
-    /// Bytes of this rank's shard packed so far.
+    /// Bytes of this rank's shard that are packed so far.
     pub bytes_done: u64,
-    /// Bytes of this rank's shard.
+    /// Total bytes of this rank's shard.
     pub bytes_total: u64,
 }
 
@@ -332,15 +330,15 @@ pub struct LoadProgress {
 pub struct Formed {
     /// The epoch.
     pub epoch: Epoch,
-    /// How many KV blocks fit on this rank.
+    /// Number of KV blocks that fit on this rank.
     pub kv_blocks: u32,
-    /// How many KV blocks fit into its host memory for swapping.
+    /// Number of KV blocks that fit into its host memory for swapping.
     pub host_blocks: u32,
     /// Bytes of weights held.
     pub weight_bytes: u64,
-    /// Seconds the load took; 0 when weights were kept from an earlier epoch.
+    /// Seconds the load took; 0 if the weights were kept from an earlier epoch.
     pub load_seconds: f64,
-    /// What is in the model folder of the rank's host.
+    /// Identity of the model folder's contents on the rank's host.
     pub identity: ModelIdentity,
 }
 
@@ -351,7 +349,7 @@ pub struct FormFailed {
     pub epoch: Epoch,
     /// One sentence naming file, tensor or peer, and the reason.
     pub message: String,
-    /// True when trying again with the same model cannot help (a corrupt file, an unsupported
+    /// True if trying again with the same model cannot help (a corrupt file, an unsupported
     /// architecture).
     pub permanent: bool,
 }
@@ -361,9 +359,9 @@ pub struct FormFailed {
 pub struct Start {
     /// The epoch.
     pub epoch: Epoch,
-    /// Blocks to allocate: the minimum over the ranks.
+    /// Number of KV blocks to allocate: the minimum over the ranks.
     pub num_blocks: u32,
-    /// Blocks to allocate in host memory: likewise.
+    /// Number of blocks to allocate in host memory: the minimum over the ranks.
     pub host_blocks: u32,
 }
 
@@ -374,7 +372,7 @@ pub struct Started {
     pub epoch: Epoch,
 }
 
-/// One worker's cumulative measurements. Totals since the process started, never differences, so a
+/// One worker's cumulative measurements: totals since the process started, never differences, so a
 /// lost or repeated report does no harm.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct WorkerStats {

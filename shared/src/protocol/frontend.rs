@@ -19,7 +19,7 @@ use crate::metrics::labels::RejectReason;
 use crate::sampling::SamplingParams;
 use crate::wire::frame::FrameKind;
 
-/// A front end's slot, as the coordinator numbers them; survives the process's restart. Slot 0 is
+/// A front end's slot, assigned by the coordinator; survives a restart of the process. Slot 0 is
 /// the coordinator's own front end.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
@@ -44,27 +44,27 @@ pub struct FrontendHello {
     pub pid: u32,
     /// The program's version; informational.
     pub version: String,
-    /// The slot at its previous coordinator: a hint, so that a new coordinator may assign the same.
+    /// Slot at its previous coordinator: a hint, so that a new coordinator can assign the same one.
     pub slot: Option<FrontendId>,
 }
 
 /// The coordinator's answer to [`FrontendHello`].
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FrontendWelcome {
-    /// The slot assigned to this front end.
+    /// Slot assigned to this front end.
     pub frontend: FrontendId,
     /// Interval of its stats reports, in milliseconds.
     pub stats_interval_ms: u64,
-    /// The model that is served.
+    /// What is being served.
     pub serving: Serving,
 }
 
-/// Most names of one model in the API.
+/// Maximum number of names of one model in the API.
 pub const MODEL_NAMES_MAX: usize = 16;
-/// Longest such name, in bytes.
+/// Maximum length of such a name, in bytes.
 pub const MODEL_NAME_MAX: usize = 1024;
 
-/// Checks the names that a model shall have in the API.
+/// Checks the names that a model is to have in the API.
 ///
 /// # Errors
 /// One sentence naming the bound that is broken.
@@ -77,7 +77,7 @@ pub fn check_model_names(names: &[String]) -> Result<(), String> {
         if !(1..=MODEL_NAME_MAX).contains(&name.len()) || name.chars().any(char::is_control) {
             let len = name.len();
             return Err(format!(
-                "a name of {len} bytes: it must have 1 to {MODEL_NAME_MAX}, and no control \
+                "a name has {len} bytes: it must have 1 to {MODEL_NAME_MAX}, and no control \
                  characters"
             ));
         }
@@ -94,15 +94,15 @@ pub struct Serving {
     /// The model folder, as a path on the coordinator's host, or a model on the hub, as
     /// [`HubModel`](crate::hub::HubModel) is written.
     pub model: String,
-    /// The model's name in the API.
+    /// Name of the model in the API.
     pub served_model_name: String,
-    /// Its other names in the API.
+    /// Other names of the model in the API.
     pub model_aliases: Vec<String>,
-    /// The LoRA adapters served beside it.
+    /// LoRA adapters served beside the model.
     pub adapters: Vec<Adapter>,
-    /// Longest sequence, in tokens.
+    /// Maximum length of a sequence, in tokens.
     pub max_model_len: u32,
-    /// Fingerprint of the tokenizer's files: both sides must have the same.
+    /// Fingerprint of the tokenizer's files: both sides must have the same one.
     pub text_fingerprint: u64,
     /// Whether requests are scheduled by priority.
     pub priorities: bool,
@@ -126,50 +126,50 @@ impl Serving {
     }
 }
 
-/// A request on its way to the engine.
+/// A request submitted to the engine.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SubmitRequest {
-    /// The front end's number for it, below 2^40 and used once per link.
+    /// The front end's id for it, below 2^40 and used once per link.
     pub id: RequestId,
     /// The prompt.
     pub prompt: Vec<u32>,
-    /// Parameters of the first choice; the other choices differ only in their index.
+    /// Sampling parameters of the first choice; the other choices differ only in their index.
     pub sampling: SamplingParams,
     /// Number of choices.
     pub n: u32,
     /// Stop strings.
     pub stops: Vec<String>,
-    /// Look for stop strings in text that includes special tokens.
+    /// Whether to look for stop strings in text that includes special tokens.
     pub keep_special: bool,
-    /// Each choice's text continues the prompt's: a leading space of its first token belongs to it,
-    /// whatever the tokenizer does at the beginning of a text.
+    /// Whether each choice's text continues the prompt: a leading space of its first token then
+    /// belongs to it, whatever the tokenizer does at the beginning of a text.
     pub goes_on: bool,
-    /// Most tokens per choice.
+    /// Maximum number of tokens per choice.
     pub max_tokens: u32,
-    /// The client gave no bound: if the KV cache lacks room for `max_tokens`, fewer will do.
+    /// Whether the client gave no bound: fewer than `max_tokens` will do if the KV cache is full.
     pub open_ended: bool,
     /// The structured output (guided decoding) that each choice as a whole must match.
     pub guide: Option<GuideSpec>,
-    /// Lower values are scheduled earlier.
+    /// Scheduling priority; lower values are scheduled earlier.
     pub priority: i32,
-    /// Requests with different salts do not share cached prompt prefixes.
+    /// Salt of the prefix cache: requests with different salts do not share cached prompt prefixes.
     pub cache_salt: u64,
-    /// The number of its LoRA adapter; 0 for none.
+    /// Number of its LoRA adapter; 0 for none.
     pub adapter: u32,
     /// Tokens that end a sequence.
     pub end_tokens: Vec<u32>,
-    /// Microseconds since the front end received it; an age, since clocks of two processes are
-    /// never compared.
+    /// Microseconds since the front end received it. An age rather than a time, since the clocks of
+    /// two processes are never compared.
     pub waited_us: u64,
-    /// The response id that the client sees.
+    /// Response id that the client sees.
     pub response_id: String,
-    /// What a coordinator that is gone accepted of it, one entry for each choice; empty for a
-    /// request of which no token was accepted and no choice is over. It goes on from there.
+    /// What a previous coordinator accepted of it, one entry per choice; it continues from there.
+    /// Empty if no token was accepted and no choice has ended.
     pub accepted: Vec<AcceptedChoice>,
 }
 
 impl SubmitRequest {
-    /// Number of choices that are not over yet.
+    /// Returns the number of choices that have not ended.
     #[must_use]
     pub fn choices_left(&self) -> usize {
         let is_over = |choice: &&AcceptedChoice| matches!(choice, AcceptedChoice::Over { .. });
@@ -177,34 +177,34 @@ impl SubmitRequest {
     }
 }
 
-/// What was accepted of one choice by a coordinator that is gone.
+/// What a previous coordinator accepted of one choice.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AcceptedChoice {
-    /// These tokens, in order, perhaps none; the choice goes on, unless they complete it.
+    /// The tokens so far, in order, perhaps none; the choice continues unless they complete it.
     GoesOn(Vec<u32>),
-    /// So many tokens, and its end: it is not run again.
+    /// The choice has ended: it is not run again.
     Over {
-        /// How many tokens it has, for figures of the whole request.
+        /// Number of its tokens, for the totals of the request.
         tokens: u32,
     },
 }
 
-/// An event of a request; events are in order. A request ends with `Finished` for each choice, or
-/// with one `Failed`.
+/// An event of a request; a request's events are in order. A request ends with one `Finished` per
+/// choice or with one `Failed`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum EngineEvent {
     /// Log-probabilities of the prompt tokens from index 1 on, complete before the first generated
-    /// token. Those of a long prompt come in several pieces, in order.
+    /// token. Those of a long prompt arrive in several pieces, in order.
     PromptLogprobs(Vec<TokenLogprobs>),
-    /// The prompt's complete embedding, as the model gives it, not normalised.
+    /// Complete embedding of the prompt as the model computes it, not normalised.
     Embedding(Vec<f32>),
     /// One accepted token.
     Token {
-        /// The choice it belongs to.
+        /// Choice it belongs to.
         choice: u32,
         /// The token.
         token: u32,
-        /// Its log-probabilities, when asked for.
+        /// Its log-probabilities, if requested.
         logprobs: Option<TokenLogprobs>,
     },
     /// One choice is complete.
@@ -221,7 +221,7 @@ pub enum EngineEvent {
 }
 
 impl EngineEvent {
-    /// How many choices are unfinished after this event, of so many before it.
+    /// Returns how many choices are unfinished after this event, given how many were before it.
     #[must_use]
     pub fn left_after(&self, left: usize) -> usize {
         match self {
@@ -245,16 +245,16 @@ pub enum FinishReason {
     Complete,
 }
 
-/// Why the engine rejected or gave up a request.
+/// Why the engine rejected or gave up on a request.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum EngineError {
     /// The bounded queue is full.
     #[error(
         "the queue is full: {queued} requests, choices or tokens of their prompts are waiting, the \
-         bound is {max}"
+         limit is {max}"
     )]
     QueueFull {
-        /// What is waiting now: requests, or the choices or prompt tokens of those requests.
+        /// Number of requests waiting now, or of their choices or prompt tokens.
         queued: u32,
         /// The bound.
         max: u32,
@@ -271,7 +271,7 @@ pub enum EngineError {
         /// Blocks that exist.
         available: u32,
     },
-    /// No replica can serve, and none came back in time.
+    /// No replica can serve the request, and none came back in time.
     #[error("no replica is ready: {message}")]
     Unavailable {
         /// What is being waited for.
@@ -287,31 +287,31 @@ pub enum EngineError {
         message: String,
     },
     /// Replicas repeatedly failed while computing this request and nothing else.
-    #[error("{epochs} times the engine stopped while it computed this request; it is given up")]
+    #[error("the engine stopped {epochs} times while computing this request, which is given up")]
     Quarantined {
-        /// In how many epochs.
+        /// Number of epochs that failed.
         epochs: u32,
     },
     /// The coordinator is shutting down.
     #[error("the server is shutting down")]
     ShuttingDown,
-    /// The server is behind: the request was taken and waited for too long.
+    /// The server is overloaded: the request was accepted but waited too long.
     #[error("the server is overloaded: {message}")]
     Overloaded {
-        /// For what.
+        /// What it waited for.
         message: String,
         /// When to try again, in seconds.
         retry_after_s: u32,
     },
-    /// The server's own fault: a defect, which the request may have nothing to do with.
+    /// Internal error of the server, possibly unrelated to the request.
     #[error("the server failed: {message}")]
     Broke {
-        /// At what.
+        /// What failed.
         message: String,
     },
 }
 
-/// As which reason a refusal is counted.
+/// The reason under which a refusal is counted.
 impl From<&EngineError> for RejectReason {
     fn from(error: &EngineError) -> Self {
         match error {
@@ -337,7 +337,7 @@ pub enum FromFrontend {
     Cancel(RequestId),
     /// Cumulative stats, on a timer.
     Stats(WorkerStats),
-    /// The front end leaves on purpose.
+    /// The front end is leaving on purpose.
     Goodbye {
         /// Why, for the coordinator's log.
         reason: String,
@@ -388,8 +388,8 @@ mod tests {
         for (list, what) in [
             (names(&[]), "0 names"),
             (names(&["a", "b", "a"]), "a is given twice"),
-            (names(&["a", ""]), "a name of 0 bytes"),
-            (names(&[&long]), "a name of 1025 bytes"),
+            (names(&["a", ""]), "a name has 0 bytes"),
+            (names(&[&long]), "a name has 1025 bytes"),
             (names(&["a\n"]), "control characters"),
             ((0..17).map(|n| n.to_string()).collect(), "17 names"),
         ] {

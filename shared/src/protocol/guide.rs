@@ -2,15 +2,15 @@
 //! coordinator compiles to a grammar. Workers only get masks over tokens.
 use serde::{Deserialize, Serialize};
 
-/// Most bytes of a JSON schema.
+/// Maximum length of a JSON schema, in bytes.
 pub const SCHEMA_BYTES_MAX: usize = 256 << 10;
-/// Most bytes of a grammar, and of all alternatives of [`GuideSpec::Choice`] together.
+/// Maximum length of a grammar, and of all strings of [`GuideSpec::Choice`] together, in bytes.
 pub const GRAMMAR_BYTES_MAX: usize = 64 << 10;
-/// Most bytes of [`GuideSpec::Made`]: the client's schema and tools, and the grammar around them.
+/// Maximum length of [`GuideSpec::Made`], in bytes: schema, tools and the grammar around them.
 pub const MADE_BYTES_MAX: usize = 2 * SCHEMA_BYTES_MAX;
-/// Most bytes of a regular expression.
+/// Maximum length of a regular expression, in bytes.
 pub const REGEX_BYTES_MAX: usize = 16 << 10;
-/// Most alternatives of [`GuideSpec::Choice`], and tokens of [`GuideSpec::Tokens`].
+/// Maximum number of alternatives of [`GuideSpec::Choice`], and of tokens of [`GuideSpec::Tokens`].
 pub const GUIDE_ITEMS_MAX: usize = 4096;
 
 /// What the whole output must match.
@@ -29,7 +29,7 @@ pub enum GuideSpec {
     Choice(Vec<String>),
     /// Text derived by this grammar, in Lark's notation.
     Lark(String),
-    /// As `Lark`, for a grammar that a front end wrote around what its client asked for.
+    /// Same as `Lark`, for a grammar that a front end built around the client's request.
     Made(String),
     /// Any sequence of these tokens.
     Tokens(Vec<u32>),
@@ -38,18 +38,18 @@ pub enum GuideSpec {
 /// Whitespace allowed between the parts of JSON.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Whitespace {
-    /// A space, or a line break with its indentation: once in each place, so that no model writes
-    /// whitespace for ever.
+    /// A space, or a line break with its indentation: at most once in each place, so that no model
+    /// writes whitespace for ever.
     #[default]
     Usual,
     /// Nothing.
     None,
-    /// What this regular expression matches, once in each place.
+    /// Text matched by this regular expression, once in each place.
     Pattern(String),
 }
 
 impl GuideSpec {
-    /// Length of its text, in bytes.
+    /// Returns the length of its text, in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         match self {
@@ -86,14 +86,14 @@ impl GuideSpec {
             Self::Choice(_) | Self::Lark(_) | Self::Tokens(_) => GRAMMAR_BYTES_MAX,
         };
         if bytes > most {
-            return Err(format!("has {bytes} bytes, the bound is {most}"));
+            return Err(format!("has {bytes} bytes, the limit is {most}"));
         }
         if let Self::Json { whitespace: Whitespace::Pattern(pattern), .. } = self
             && pattern.len() > REGEX_BYTES_MAX
         {
             let bytes = pattern.len();
             return Err(format!(
-                "has a whitespace pattern of {bytes} bytes, the bound is {REGEX_BYTES_MAX}"
+                "has a whitespace pattern of {bytes} bytes, the limit is {REGEX_BYTES_MAX}"
             ));
         }
         Ok(())
@@ -111,7 +111,7 @@ mod tests {
         let pattern = |bytes: usize| Whitespace::Pattern("b".repeat(bytes));
         for (spec, what) in [
             (GuideSpec::Lark(grammar.clone() + "b"), "has 65537 bytes"),
-            (GuideSpec::Regex(grammar.clone()), "has 65536 bytes, the bound is 16384"),
+            (GuideSpec::Regex(grammar.clone()), "has 65536 bytes, the limit is 16384"),
             (GuideSpec::Json { schema: long, whitespace: pattern(1) }, "has 262145 bytes"),
             (GuideSpec::Json { schema: String::new(), whitespace: pattern(16385) }, "16385 bytes"),
             (GuideSpec::Choice(vec![grammar, "b".to_owned()]), "has 65537 bytes"),

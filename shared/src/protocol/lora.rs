@@ -3,15 +3,15 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-/// Most adapters of a model: the messages that name them all must fit their bounds.
+/// Maximum number of adapters of a model: the messages that list them all must fit their bounds.
 pub const ADAPTERS_MAX: usize = 64;
-/// Longest name of an adapter, in bytes.
+/// Maximum length of an adapter's name, in bytes.
 pub const ADAPTER_NAME_MAX: usize = 128;
-/// Longest path of an adapter's folder, in bytes.
+/// Maximum length of the path of an adapter's folder, in bytes.
 pub const ADAPTER_PATH_MAX: usize = 1024;
 
-/// One LoRA adapter. Requests name it as they name the model; below HTTP it is its index in the
-/// list, from 1, and 0 is the base model alone.
+/// One LoRA adapter. Requests select it by name, in place of the model's; below HTTP it is
+/// identified by its index in the list, from 1, and 0 is the base model alone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Adapter {
     /// Its name in the API.
@@ -31,14 +31,14 @@ pub struct Lora {
 }
 
 impl Lora {
-    /// Checks the bounds, and that each name is unique, also beside the model's own names.
+    /// Checks the bounds, and that each name is unique, also among the model's own names.
     ///
     /// # Errors
     /// One sentence naming the bound that is broken.
     pub fn check<'a>(&'a self, model_names: impl Iterator<Item = &'a str>) -> Result<(), String> {
         let count = self.adapters.len();
         if count > ADAPTERS_MAX {
-            return Err(format!("{count} adapters, the bound is {ADAPTERS_MAX}"));
+            return Err(format!("{count} adapters, the limit is {ADAPTERS_MAX}"));
         }
         let mut names: BTreeSet<&str> = model_names.collect();
         for Adapter { name, path } in &self.adapters {
@@ -56,7 +56,9 @@ impl Lora {
                 ));
             }
             if !names.insert(name) {
-                return Err(format!("the name {name} is given twice; the model's own counts, too"));
+                return Err(format!(
+                    "the name {name} is given twice; the model's own name counts, too"
+                ));
             }
         }
         Ok(())
@@ -86,7 +88,7 @@ mod tests {
         refused(lora(&["a\n"]), "no control characters");
         let many: Vec<String> = (0..=ADAPTERS_MAX).map(|n| n.to_string()).collect();
         let many: Vec<&str> = many.iter().map(String::as_str).collect();
-        refused(lora(&many), "65 adapters, the bound is 64");
+        refused(lora(&many), "65 adapters, the limit is 64");
         let mut long = lora(&["a"]);
         long.adapters[0].path = "p".repeat(ADAPTER_PATH_MAX + 1);
         refused(long, "has 1025 bytes");

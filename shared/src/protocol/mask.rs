@@ -1,6 +1,6 @@
-//! Token masks: which tokens a sequence may get in a step, sent after the step's plan, so that
+//! Token masks: which tokens a sequence may sample in a step, sent after the step's plan, so that
 //! workers need no grammars. A grammar allows a handful of tokens, all but a handful, or about half
-//! of them, so there is a form for each; the maker of a mask takes the one with the fewest bytes.
+//! of them, so there is a form for each; [`TokenMask::from_bits`] picks the smallest.
 use serde::{Deserialize, Serialize};
 
 /// Bits per word of [`TokenMask::Bits`].
@@ -25,14 +25,14 @@ pub const fn words(vocab: u32) -> usize {
 }
 
 impl TokenMask {
-    /// The mask that allows the tokens whose bits are set in `bits` (as in [`TokenMask::Bits`]), in
-    /// the form with the fewest bytes. Missing words allow nothing; bits beyond a vocabulary of
-    /// `vocab` tokens are dropped.
+    /// Builds the mask that allows the tokens whose bits are set in `bits` (as in
+    /// [`TokenMask::Bits`]), in the form with the fewest bytes. Missing words allow nothing; bits
+    /// beyond a vocabulary of `vocab` tokens are dropped.
     #[must_use]
     pub fn from_bits(vocab: u32, bits: &[u32]) -> Self {
         let word = |at: usize| bits.get(at).copied().unwrap_or(0) & valid(vocab, at);
         let rest = |at: usize| !word(at) & valid(vocab, at);
-        // The smallest form can be found without visiting each token.
+        // Find the smallest form without visiting each token.
         let (mut only, mut except, mut dense, mut count) = (0, 0, 0, 0);
         for at in 0..words(vocab) {
             let (yes, valid) = (word(at), valid(vocab, at));
@@ -83,7 +83,7 @@ impl TokenMask {
         }
     }
 
-    /// Whether `token` is allowed. A binary search for lists.
+    /// Whether `token` is allowed. Binary search for lists.
     #[must_use]
     pub fn allows(&self, token: u32) -> bool {
         match self {
@@ -100,8 +100,8 @@ impl TokenMask {
     ///
     /// # Errors
     ///
-    /// One sentence when a list is not ascending or names a token beyond the vocabulary, when the
-    /// number of words does not match the vocabulary or a bit beyond it is set, or when no token is
+    /// One sentence if a list is not ascending or names a token beyond the vocabulary, if the
+    /// number of words does not match the vocabulary or a bit beyond it is set, or if no token is
     /// allowed.
     pub fn check(&self, vocab: u32) -> Result<(), String> {
         match self {
@@ -130,28 +130,28 @@ impl TokenMask {
         }
     }
 
-    /// The mask's exact size in a message, in bytes, for bounds on messages.
+    /// Returns the mask's exact encoded size in bytes, for the bounds on messages.
     #[must_use]
     pub fn weight(&self) -> usize {
         let (Self::Only(numbers) | Self::Except(numbers) | Self::Bits(numbers)) = self;
         1 + length(numbers.len()) + numbers.iter().copied().map(number).sum::<usize>()
     }
 
-    /// Most bytes of a mask from [`from_bits`](Self::from_bits) over a vocabulary of `vocab`
-    /// tokens.
+    /// Returns the maximum encoded size, in bytes, of a mask from [`from_bits`](Self::from_bits)
+    /// over a vocabulary of `vocab` tokens.
     #[must_use]
     pub const fn weight_max(vocab: u32) -> usize {
         1 + length(words(vocab)) + words(vocab) * number(u32::MAX)
     }
 }
 
-/// A bitmap of the tokens of word number `at` that are in the vocabulary.
+/// Bits of word number `at` that stand for tokens of the vocabulary.
 const fn valid(vocab: u32, at: usize) -> u32 {
     let rest = (vocab as usize).saturating_sub(at * WORD as usize);
     if rest >= WORD as usize { u32::MAX } else { (1 << rest) - 1 }
 }
 
-/// The tokens of all set bits, ascending; `count` is their number.
+/// Lists the tokens of all set bits, ascending; `count` is their number.
 fn list_of(vocab: u32, count: usize, word: impl Fn(usize) -> u32) -> Vec<u32> {
     let mut ids = Vec::with_capacity(count);
     for at in 0..words(vocab) {
@@ -179,7 +179,7 @@ const fn weight_of_ids(first: u32, word: u32) -> usize {
 /// Numbers below this take one byte (bincode's varint encoding).
 const ONE_BYTE_BELOW: u32 = 251;
 
-/// Bytes of an encoded number.
+/// Encoded size of a number, in bytes.
 const fn number(value: u32) -> usize {
     match value {
         0..ONE_BYTE_BELOW => 1,
@@ -188,7 +188,7 @@ const fn number(value: u32) -> usize {
     }
 }
 
-/// Bytes of an encoded list length; no mask that fits a frame has 2^32 numbers.
+/// Encoded size of a list's length, in bytes; no mask that fits a frame has 2^32 numbers.
 const fn length(len: usize) -> usize {
     if len > u32::MAX as usize { 9 } else { number(len as u32) }
 }
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!(TokenMask::from_bits(64, &[u32::MAX; 2]), TokenMask::Except(vec![]));
         let half = vec![0x5555_5555; 100];
         assert_eq!(TokenMask::from_bits(3200, &half), TokenMask::Bits(half));
-        // Missing words allow nothing, surplus bits are dropped.
+        // Missing words allow nothing, and surplus bits are dropped.
         assert_eq!(TokenMask::from_bits(70, &[2]), TokenMask::Only(vec![1]));
         assert_eq!(TokenMask::from_bits(3, &[0b1100, 9]), TokenMask::Only(vec![2]));
     }

@@ -8,28 +8,28 @@ use crate::sampling::SamplingParams;
 
 /// What every rank of a replica computes in one step. Encoded once; every rank gets the same bytes.
 ///
-/// Order of application on a worker: `finished` is forgotten, `swap_out` is copied, then `swap_in`,
-/// `admitted` is added, then `sequences` is run as one batch.
+/// A worker applies it in this order: forget `finished`, copy `swap_out`, copy `swap_in`, add
+/// `admitted`, then run `sequences` as one batch.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepPlan {
     /// The epoch the plan belongs to.
     pub epoch: Epoch,
-    /// The step, 1 higher than the plan before it.
+    /// The step's id, 1 higher than the previous plan's.
     pub step: StepId,
     /// Sequences that will not be run again (finished, cancelled or preempted): forget them. Their
-    /// blocks may already belong to another sequence of this very plan.
+    /// blocks may already belong to another sequence of this same plan.
     pub finished: Vec<SeqId>,
-    /// Sequences that leave the KV cache for host memory with all of their blocks, in the order of
-    /// their block tables. They are remembered. Their blocks may already belong to another sequence
-    /// of this very plan.
+    /// Sequences that move from the KV cache to host memory with all of their blocks, in the order
+    /// of their block tables. They are remembered. Their blocks may already belong to another
+    /// sequence of this same plan.
     pub swap_out: Vec<Swap>,
-    /// Sequences that come back, each one also in `sequences`, where its new block table is given
-    /// whole. The first blocks of that may hold what they shall already: the pairs are those of the
-    /// rest. All of its host blocks are free then.
+    /// Sequences that move back, each one also in `sequences`, which gives its whole new block
+    /// table. The first blocks of that table may already hold the right contents: the pairs cover
+    /// the rest. All of its host blocks are free afterwards.
     pub swap_in: Vec<Swap>,
     /// Sequences run for the first time (or again after preemption), in full.
     pub admitted: Vec<NewSequence>,
-    /// The batch. Each sequence occurs at most once.
+    /// The batch; each sequence occurs at most once.
     pub sequences: Vec<SequenceStep>,
 }
 
@@ -40,29 +40,29 @@ pub struct NewSequence {
     pub seq: SeqId,
     /// Prompt and, after a preemption or failover, the tokens accepted so far.
     pub tokens: Vec<u32>,
-    /// How many of `tokens` are prompt.
+    /// How many of `tokens` belong to the prompt.
     pub num_prompt: u32,
-    /// The adapter that it is computed with, see [`super::Adapter`]; 0 for none.
+    /// Adapter that it is computed with, see [`super::Adapter`]; 0 for none.
     pub adapter: u32,
-    /// How to choose its tokens.
+    /// Sampling parameters.
     pub sampling: SamplingParams,
 }
 
-/// One sequence's way between the KV cache and host memory.
+/// One sequence's move between the KV cache and host memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Swap {
     /// The sequence.
     pub seq: SeqId,
-    /// Which block is copied to which, or from which.
+    /// Pairs of blocks to copy between.
     pub blocks: Vec<SwapPair>,
 }
 
 /// A block in the KV cache and one in host memory. Both hold one block's K and V of all layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SwapPair {
-    /// In the KV cache.
+    /// Block in the KV cache.
     pub device: BlockId,
-    /// In host memory.
+    /// Block in host memory.
     pub host: HostBlockId,
 }
 
@@ -71,32 +71,32 @@ pub struct SwapPair {
 pub struct SequenceStep {
     /// The sequence.
     pub seq: SeqId,
-    /// Position of the first token to compute = tokens already in the KV cache.
+    /// Position of the first token to compute: the number of tokens already in the KV cache.
     pub start: u32,
-    /// Tokens to compute, at least 1. The token at `start` may be one the worker itself sampled in
-    /// the step before and the coordinator has not seen yet.
+    /// Number of tokens to compute, at least 1. The token at `start` may be one that the worker
+    /// sampled in the previous step and that the coordinator has not seen yet.
     pub count: u32,
     /// Blocks appended to the sequence's block table before this step.
     pub new_blocks: Vec<BlockId>,
-    /// Sample a token after the last one computed (false within a chunked prefill).
+    /// Whether to sample a token after the last one computed (false within a chunked prefill).
     pub sample: bool,
-    /// Not all tokens may be sampled: which, is in the step's [`StepMasks`]. Only where `sample` is
-    /// set.
+    /// Whether only some tokens may be sampled: which ones is in the step's [`StepMasks`]. Set only
+    /// if `sample` is.
     pub masked: bool,
-    /// Tokens that may come next; mostly none. Where there are, the share is the sequence's last
-    /// token, known to the coordinator, and the drafts behind it: `count` is one more than they are
-    /// at most, `sample` is set and `masked` is not. A token is sampled after each, and those count
-    /// up to the first that is not the draft in its place, that one included.
+    /// Draft tokens; mostly none. If there are any, the share is the sequence's last token, which
+    /// the coordinator knows, and the drafts after it: `count` is at most their number plus one,
+    /// `sample` is set and `masked` is not. A token is sampled after each of these; they count up
+    /// to and including the first that differs from the draft in its place.
     pub drafts: Drafts,
 }
 
-/// Tokens that may come next in a sequence, to be verified.
+/// Draft tokens of a sequence, to be verified.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Drafts {
-    /// These, drafted by the coordinator.
+    /// These tokens, drafted by the coordinator.
     Known(Vec<u32>),
-    /// Up to so many, at least 1: rank 0 drafts them by its draft model before the step is
-    /// computed, and tells the other ranks. It may draft fewer, or none.
+    /// Up to this many, at least 1: rank 0 drafts them with its draft model before the step is
+    /// computed, and sends them to the other ranks. It may draft fewer, or none.
     UpTo(u32),
 }
 
@@ -107,13 +107,13 @@ impl From<Vec<u32>> for Drafts {
 }
 
 impl Drafts {
-    /// None.
+    /// No drafts.
     #[must_use]
     pub const fn none() -> Self {
         Self::Known(Vec::new())
     }
 
-    /// How many there are at most.
+    /// Maximum number of drafts.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -122,13 +122,13 @@ impl Drafts {
         }
     }
 
-    /// Whether there can be none.
+    /// Whether there are certainly no drafts.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Those that are known.
+    /// Returns the drafts that the coordinator knows.
     #[must_use]
     pub fn known(&self) -> &[u32] {
         match self {
@@ -137,7 +137,7 @@ impl Drafts {
         }
     }
 
-    /// How many a draft model is asked for, if it is.
+    /// Returns how many drafts the draft model is asked for, if it is asked.
     #[must_use]
     pub fn asked(&self) -> Option<u32> {
         match self {
@@ -147,18 +147,18 @@ impl Drafts {
     }
 }
 
-/// The tokens that may be sampled in a step, for its masked sequences. What a sequence may get
-/// depends on all its tokens before, and plans are made ahead of those: so this comes behind its
-/// plan, as soon as they are known, while the step is computed or waits for others. Every rank gets
-/// the same bytes; one for each plan that has masked entries.
+/// The tokens that may be sampled in a step, for its masked sequences. They depend on all tokens
+/// before, but plans are made ahead of those. So the masks follow the plan as soon as these tokens
+/// are known, while the step is already computed or queued. Every rank gets the same bytes; there
+/// is one message for each plan that has masked entries.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct StepMasks {
     /// The plan's epoch.
     pub epoch: Epoch,
     /// The plan's step.
     pub step: StepId,
-    /// One per masked entry, in the plan's order. None where it makes no difference, since the
-    /// sequence has ended or was preempted meanwhile: all may be sampled then, and it is ignored.
+    /// One per masked entry, in the plan's order. `None` if the sequence has ended or was preempted
+    /// meanwhile: all tokens may be sampled then, and the result is ignored.
     pub masks: Vec<Option<TokenMask>>,
 }
 
@@ -170,33 +170,33 @@ pub struct StepResult {
     /// The plan's step.
     pub step: StepId,
     /// One per sequence with `sample` set, prompt log-probabilities or an embedding, in the plan's
-    /// order; of a sequence with drafts one per token that counts, at consecutive positions. Empty
-    /// on other ranks than 0.
+    /// order; for a sequence with drafts, one per token that counts, at consecutive positions.
+    /// Empty on ranks other than 0.
     pub outputs: Vec<SequenceOutput>,
-    /// How many tokens the draft model drafted for each sequence that it was asked to draft for, in
-    /// the plan's order. Empty on other ranks than 0.
+    /// Number of tokens that the draft model drafted for each sequence that it was asked about, in
+    /// the plan's order. Empty on ranks other than 0.
     pub drafted: Vec<u32>,
-    /// A [`TokenDigest`] of what the step yielded, as this rank has it: equal on all ranks.
+    /// [`TokenDigest`] of this rank's result of the step: equal on all ranks.
     pub digest: u32,
     /// Where the time went.
     pub timings: StepTimings,
-    /// Cumulative stats riding along.
+    /// Cumulative stats sent along.
     pub stats: WorkerStats,
 }
 
-/// What a step yielded, in four bytes: ranks that have the same tokens have the same digest, others
-/// a different one, but for one in 2^32.
+/// A four-byte digest of a step's tokens: ranks with the same tokens have the same digest; ranks
+/// with different tokens have different ones, except with probability 2^-32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenDigest(u32);
 
 impl TokenDigest {
-    /// Of a step that has yielded nothing yet.
+    /// Returns the digest of a step that has yielded nothing yet.
     #[must_use]
     pub fn of(step: StepId) -> Self {
         Self(crc32c::crc32c(&step.0.to_le_bytes()))
     }
 
-    /// With one more token: which sequence got it, and at which position.
+    /// Adds a token, with its sequence and position.
     #[must_use]
     pub fn with(self, seq: SeqId, position: u32, token: u32) -> Self {
         let mut bytes = [0; 16];
@@ -206,7 +206,7 @@ impl TokenDigest {
         Self(crc32c::crc32c_append(self.0, &bytes))
     }
 
-    /// As it travels.
+    /// Returns the digest as sent.
     #[must_use]
     pub fn value(self) -> u32 {
         self.0
@@ -222,17 +222,17 @@ pub struct SequenceOutput {
     pub position: u32,
     /// The sampled token; absent for a prefill chunk that only reports prompt log-probabilities.
     pub token: Option<u32>,
-    /// Log-probabilities of `token`, when asked for.
+    /// Log-probabilities of `token`, if requested.
     pub logprobs: Option<TokenLogprobs>,
-    /// Log-probabilities of the prompt tokens at positions `prompt_start..`, when asked for; the
+    /// Log-probabilities of the prompt tokens at positions `prompt_start..`, if requested; the
     /// prompt's first token has none.
     pub prompt_logprobs: Vec<TokenLogprobs>,
     /// Position of the first entry of `prompt_logprobs`.
     pub prompt_start: u32,
-    /// The logits or the embedding were not finite: the sequence must fail, not continue.
+    /// Whether the logits or the embedding were not finite: the sequence must fail, not continue.
     pub corrupted: bool,
-    /// The prompt's embedding, where one was asked for and this step computed its last token: as
-    /// many numbers as the model's hidden size. Empty otherwise.
+    /// Embedding of the prompt, if it was requested and this step computed the prompt's last token;
+    /// its length is the model's hidden size. Empty otherwise.
     pub embedding: Vec<f32>,
 }
 
@@ -253,19 +253,19 @@ pub struct TokenLogprobs {
 /// Where one rank spent one step. Durations, never points in time: clocks differ between hosts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepTimings {
-    /// Plan received to result handed to the link, in microseconds.
+    /// From receiving the plan to handing the result to the link, in microseconds.
     pub step_us: u64,
     /// Forward pass without collectives.
     pub forward_us: u64,
-    /// Waiting for and exchanging with other ranks.
+    /// Waiting for other ranks and exchanging data with them.
     pub collective_us: u64,
     /// Sampling (rank 0).
     pub sample_us: u64,
-    /// Waiting for the step's masks; none where it has none, or the rank does not sample.
+    /// Waiting for the step's masks; `None` if it has none or the rank does not sample.
     pub masks_us: Option<u64>,
-    /// Drafting by the draft model (rank 0); none where it was asked for nothing.
+    /// Drafting with the draft model (rank 0); `None` if it was asked for nothing.
     pub draft_us: Option<u64>,
-    /// How long the executor had nothing to do before this plan.
+    /// How long the executor was idle before this plan.
     pub idle_us: u64,
 }
 

@@ -1,4 +1,4 @@
-//! PURE: both sides of a link prove that they know the cluster's secret, before anything else is
+//! PURE: both sides of a link prove that they know the cluster's secret before anything else is
 //! read; then every frame carries a MAC under a key of its link and direction.
 //!
 //! ```text
@@ -9,7 +9,7 @@
 //! ```
 //!
 //! HMAC is HMAC-SHA-256; the secret is hashed once, so its file may have any length from 32 bytes.
-//! Links are authenticated, not encrypted: who can read the network reads prompts and tokens.
+//! Links are authenticated, not encrypted: anyone on the network can read prompts and tokens.
 use std::fmt;
 
 use hmac::{Hmac, KeyInit as _, Mac as _};
@@ -18,7 +18,7 @@ use zeroize::Zeroizing;
 
 use crate::protocol::PROTOCOL_VERSION;
 
-/// First bytes of a client that authenticates.
+/// First bytes sent by a client that authenticates.
 pub const AUTH_MAGIC: [u8; 4] = *b"TUTA";
 /// Bytes of the client's greeting.
 pub const GREETING_LEN: usize = 40;
@@ -30,10 +30,10 @@ pub const PROOF_LEN: usize = 32;
 pub const NONCE_LEN: usize = 32;
 /// Bytes of a frame's tag.
 pub const TAG_LEN: usize = 16;
-/// Fewest bytes of a secret.
+/// Minimum length of a secret, in bytes.
 pub const SECRET_MIN: usize = 32;
 
-/// What all processes of a cluster know. Its bytes are overwritten when it is dropped.
+/// The secret that all processes of a cluster share. Its bytes are overwritten when it is dropped.
 #[derive(Clone)]
 pub struct Secret(Zeroizing<[u8; 32]>);
 
@@ -43,24 +43,24 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Why a peer was not let in, or its frames not taken.
+/// Why a peer was rejected, or its frames were.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum AuthError {
-    /// A secret that could be guessed.
+    /// The secret is short enough to be guessed.
     #[error("the cluster secret has {0} bytes, it must have at least {SECRET_MIN}")]
     ShortSecret(usize),
-    /// The peer does not begin as an authenticating one does.
+    /// The peer does not begin with a greeting.
     #[error("the peer does not authenticate: it runs without the cluster secret")]
     NoGreeting,
-    /// The peer is of another version.
+    /// The peer speaks another protocol version.
     #[error(
         "the peer speaks protocol {theirs}, this side {PROTOCOL_VERSION}: run the same version on both"
     )]
     Version {
-        /// Its version.
+        /// The peer's version.
         theirs: u16,
     },
-    /// The peer went away when it was to prove that it knows the secret.
+    /// The peer hung up instead of proving that it knows the secret.
     #[error("the peer does not prove that it knows the cluster secret: it has another one")]
     Unproven,
     /// The peer does not know the secret.
@@ -69,8 +69,8 @@ pub enum AuthError {
 }
 
 impl Secret {
-    /// A secret of at least [`SECRET_MIN`] bytes; white space around one that is text does not
-    /// count.
+    /// Makes a secret from at least [`SECRET_MIN`] bytes; whitespace around a secret that is text
+    /// is ignored.
     ///
     /// # Errors
     /// [`AuthError::ShortSecret`].
@@ -84,13 +84,13 @@ impl Secret {
         Ok(Self(Zeroizing::new(Sha256::digest(bytes).into())))
     }
 
-    /// A secret that was drawn at random.
+    /// Makes a secret from random bytes.
     #[must_use]
     pub fn of_random(bytes: [u8; 32]) -> Self {
         Self(Zeroizing::new(bytes))
     }
 
-    /// A number for a purpose, which tells nothing of the secret or of other purposes' numbers.
+    /// Derives a number for a purpose; it reveals nothing about the secret or other numbers.
     #[must_use]
     pub fn number(&self, purpose: &str) -> u64 {
         let mut mac = keyed(&self.0);
@@ -102,7 +102,7 @@ impl Secret {
         u64::from_le_bytes(bytes)
     }
 
-    /// Another secret, for a purpose: it tells nothing of this one or of other purposes' ones.
+    /// Derives a secret for a purpose; it reveals nothing about this one or other derived ones.
     #[must_use]
     pub fn derived(&self, purpose: &str) -> Self {
         let mut mac = keyed(&self.0);
@@ -111,8 +111,8 @@ impl Secret {
         Self(Zeroizing::new(mac.finalize().into_bytes().into()))
     }
 
-    /// A number of these parts, in their order, that nobody finds other parts for without the
-    /// secret.
+    /// Returns a keyed hash of these parts, in order; without the secret, nobody can find other
+    /// parts with the same hash.
     #[must_use]
     pub fn number_of(&self, parts: &[&[u8]]) -> u64 {
         let mut mac = keyed(&self.0);
@@ -126,8 +126,8 @@ impl Secret {
         u64::from_le_bytes(bytes)
     }
 
-    /// What a holder of the secret shows over HTTP for a purpose: 64 hexadecimal digits that tell
-    /// nothing of the secret or of other purposes.
+    /// Returns the token that a holder of the secret presents over HTTP for a purpose: 64
+    /// hexadecimal digits that reveal nothing about the secret or about other purposes' tokens.
     #[must_use]
     pub fn token(&self, purpose: &str) -> String {
         let mut mac = keyed(&self.0);
@@ -136,7 +136,7 @@ impl Secret {
         mac.finalize().into_bytes().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// Whether this is the token for a purpose, in time that does not depend on the answer.
+    /// Whether this is the token for a purpose; takes constant time.
     #[must_use]
     pub fn verify_token(&self, purpose: &str, token: &str) -> bool {
         let over = |text: &str| {
@@ -171,13 +171,13 @@ impl Secret {
 }
 
 fn keyed(key: &[u8; 32]) -> Hmac<Sha256> {
-    // HMAC pads a short key with zeros to a block of the hash.
+    // HMAC pads a short key with zeros to the block size of the hash.
     let mut block = [0u8; 64];
     block[..32].copy_from_slice(key);
     Hmac::<Sha256>::new(&block.into())
 }
 
-/// The key of one direction of one link.
+/// MAC key for one direction of one link.
 #[derive(Clone)]
 pub struct MacKey(Hmac<Sha256>);
 
@@ -188,7 +188,7 @@ impl fmt::Debug for MacKey {
 }
 
 impl MacKey {
-    /// The tag of a frame.
+    /// Computes the tag of a frame.
     #[must_use]
     pub fn tag(&self, header: &[u8], body: &[u8]) -> [u8; TAG_LEN] {
         let whole: [u8; 32] = self.over(header, body).finalize().into_bytes().into();
@@ -197,7 +197,7 @@ impl MacKey {
         tag
     }
 
-    /// Whether this is the tag of that frame, in time that does not depend on the answer.
+    /// Whether this is the tag of that frame; takes constant time.
     #[must_use]
     pub fn verify(&self, header: &[u8], body: &[u8], tag: &[u8]) -> bool {
         tag.len() == TAG_LEN && self.over(header, body).verify_truncated_left(tag).is_ok()
@@ -211,16 +211,16 @@ impl MacKey {
     }
 }
 
-/// Keys of both directions, as one side uses them.
+/// MAC keys for both directions, as one side uses them.
 #[derive(Clone, Debug)]
 pub struct SessionKeys {
-    /// For frames that this side sends.
+    /// Key for frames that this side sends.
     pub send: MacKey,
-    /// For frames that it receives.
+    /// Key for frames that this side receives.
     pub receive: MacKey,
 }
 
-/// The client's first message.
+/// Returns the client's first message.
 #[must_use]
 pub fn greeting(nonce: &[u8; NONCE_LEN]) -> [u8; GREETING_LEN] {
     let mut greeting = [0; GREETING_LEN];
@@ -230,7 +230,7 @@ pub fn greeting(nonce: &[u8; NONCE_LEN]) -> [u8; GREETING_LEN] {
     greeting
 }
 
-/// The server's answer to a greeting.
+/// Returns the server's answer to a greeting.
 ///
 /// # Errors
 /// [`AuthError::NoGreeting`] and [`AuthError::Version`].
@@ -274,7 +274,7 @@ pub fn prove(
     Ok((proof.into(), SessionKeys { send: to_server, receive: to_client }))
 }
 
-/// The server's check of a client's proof, and its keys.
+/// Checks a client's proof and returns the server's keys.
 ///
 /// # Errors
 /// [`AuthError::WrongSecret`].

@@ -1,5 +1,5 @@
-//! PURE: byte fields, encoded in one piece: serde treats a `Vec<u8>` as a list and visits each
-//! byte. The wire form is the same.
+//! PURE: byte fields, encoded in one piece. By default serde treats a `Vec<u8>` as a list and
+//! visits each byte; the encoding is the same.
 //!
 //! Usage: `#[serde(with = "bytes")]`, or `#[serde(with = "bytes::or_error")]` on a `Result`.
 use std::fmt;
@@ -41,7 +41,7 @@ pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<u8>
     deserializer.deserialize_byte_buf(Whole)
 }
 
-/// Bytes, or the reason why there are none.
+/// Bytes, or the error that came instead.
 pub mod or_error {
     use super::*;
 

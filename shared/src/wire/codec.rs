@@ -1,7 +1,7 @@
-//! Values to bytes and back: bincode's standard configuration, with bounds; no bytes may be left
-//! over.
+//! Encodes and decodes values with bincode's standard configuration, within bounds and without
+//! bytes left over.
 //!
-//! Framing, checksums and handshakes are not here.
+//! Framing, checksums and handshakes are elsewhere.
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -47,14 +47,14 @@ pub fn decode<T: DeserializeOwned, const LIMIT: usize>(bytes: &[u8]) -> Result<T
 }
 
 /// Most memory, in bytes, that the value of a frame may claim while it is decoded. Numbers take up
-/// to eight times as much there as on the wire (one byte for a `u64` or a length), so this admits
-/// whatever fits into a frame.
+/// to eight times as much memory as on the wire (where a `u64` or a length may take one byte), so
+/// whatever fits into a frame is within this bound.
 pub const MESSAGE_MAX: usize = 16 * super::frame::BODY_MAX as usize;
 
 /// Decodes the body of a frame.
 ///
 /// # Errors
-/// As [`decode`].
+/// Same as [`decode`].
 pub fn decode_message<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, CodecError> {
     decode::<T, MESSAGE_MAX>(bytes)
 }

@@ -3,15 +3,15 @@
 //! ```text
 //! offset  size  field
 //!      0     4  magic "TUTI"
-//!      4     2  protocol version, little endian as all that follows
+//!      4     2  protocol version; this and all numbers below are little endian
 //!      6     1  kind
 //!      7     1  flags: bit 0 is set on authenticated links, where a tag follows the body
 //!      8     4  body length
 //!     12     8  epoch (0 outside of an epoch)
-//!     20     8  sequence: 1 for a direction's first frame, then one more each
+//!     20     8  sequence number, counted from 1 in each direction
 //!     28     4  CRC32C of bytes 0..28 and the body
 //!     32     -  body
-//!      -    16  the tag: HMAC-SHA-256 over header and body, its first bytes; see `auth`
+//!      -    16  tag: the first bytes of HMAC-SHA-256 over header and body; see `auth`
 //! ```
 //!
 //! The length is checked against the kind's bound before memory is reserved, and the buffer grows
@@ -23,19 +23,19 @@ use crate::protocol::PROTOCOL_VERSION;
 pub const MAGIC: [u8; 4] = *b"TUTI";
 /// Bytes before the body.
 pub const HEADER_LEN: usize = 32;
-/// The flag of frames with a tag.
+/// Flag of frames with a tag.
 const AUTHENTICATED: u8 = 1;
 /// Largest body of any kind, in bytes. The coordinator's scheduler ensures that a step plan fits.
 pub const BODY_MAX: u32 = 16 << 20;
 /// Largest body of a handshake frame, in bytes.
 pub const HANDSHAKE_MAX: u32 = 4 << 10;
-/// Largest body of a welcome, which lists all that is served, in bytes.
+/// Largest body of a welcome, which lists everything that is served, in bytes.
 pub const WELCOME_MAX: u32 = 128 << 10;
 /// Largest body of a control message, in bytes.
 pub const CONTROL_MAX: u32 = 1 << 20;
 
-/// Bytes that a decoder keeps reserved between two frames: two reads of a link. Larger frames are
-/// rare, and a process may have a thousand links.
+/// Bytes that a decoder keeps reserved between frames: two reads of a link. Larger frames are rare,
+/// and a process may have a thousand links.
 const RESERVED_MAX: usize = 128 << 10;
 
 /// What a frame carries.
@@ -48,9 +48,9 @@ pub enum FrameKind {
     Welcome = 2,
     /// The coordinator rejects it: a sentence, as a string. The same in all protocol versions.
     Refused = 3,
-    /// Are you there? No body.
+    /// Checks that the peer is alive. No body.
     Ping = 4,
-    /// Yes. No body.
+    /// Answers a ping. No body.
     Pong = 5,
     /// A `protocol::ToWorker` or `protocol::FromWorker` of the control plane.
     Control = 6,
@@ -60,11 +60,11 @@ pub enum FrameKind {
     FrontendHello = 8,
     /// A request: `protocol::FromFrontend`.
     Request = 9,
-    /// What happened to requests: `protocol::ToFrontend`.
+    /// Events of requests: `protocol::ToFrontend`.
     Events = 10,
-    /// Between named actors: `protocol::actors::ActorFrame`.
+    /// A message between named actors: `protocol::actors::ActorFrame`.
     Actor = 11,
-    /// The coordinator cannot take it now; it may dial again: a sentence, as a string.
+    /// The coordinator cannot accept it now; it may dial again: a sentence, as a string.
     NotYet = 12,
     /// The coordinator takes it when it has some files: `protocol::ToFetch`.
     Fetch = 13,
@@ -120,16 +120,16 @@ pub enum FrameError {
     /// The peer speaks another protocol.
     #[error("not a Tutti frame: it begins with {0:02x?}")]
     BadMagic([u8; 4]),
-    /// The peer answers as an HTTP or HTTPS server does.
+    /// The peer answers like an HTTP or HTTPS server.
     #[error(
         "that is an HTTP port: name the coordinator's cluster port (its --cluster-listen, 8001 \
          unless told otherwise)"
     )]
     HttpServer,
-    /// The peer asks as an HTTP client does.
+    /// The peer speaks like an HTTP client.
     #[error("the peer speaks HTTP, and this is the cluster port: HTTP is at --listen")]
     HttpClient,
-    /// The peer speaks another version of it.
+    /// The peer speaks another version of the protocol.
     #[error("the peer speaks protocol {theirs}, this side {ours}: run the same version on both")]
     VersionMismatch {
         /// Our version.
@@ -145,8 +145,8 @@ pub enum FrameError {
         /// The flags' byte.
         flags: u8,
     },
-    /// A body that exceeds its kind's bound.
-    #[error("a {kind:?} frame of {len} bytes is over the bound of {max}")]
+    /// The body exceeds its kind's bound.
+    #[error("a {kind:?} frame of {len} bytes exceeds the limit of {max}")]
     TooLarge {
         /// The kind.
         kind: FrameKind,
@@ -155,10 +155,10 @@ pub enum FrameError {
         /// The bound.
         max: u32,
     },
-    /// Bytes were corrupted on the way.
+    /// Bytes were corrupted in transit.
     #[error("checksum mismatch: {computed:08x} computed, {received:08x} received")]
     BadChecksum {
-        /// The checksum of what arrived.
+        /// The checksum of what was received.
         computed: u32,
         /// The checksum in the frame.
         received: u32,
@@ -181,16 +181,16 @@ pub enum FrameError {
 pub struct FrameEncoder {
     sequence: u64,
     key: Option<MacKey>,
-    /// The protocol version to write, if not our own.
+    /// Protocol version to write, if not our own.
     version: Option<u16>,
 }
 
 impl FrameError {
-    /// What is wrong with a peer whose first bytes are these and none of this protocol's.
+    /// Returns the error for a peer whose first bytes are not this protocol's magic.
     #[must_use]
     pub fn of_foreign(magic: [u8; 4]) -> Self {
         match &magic {
-            // The second is a TLS alert: how an HTTPS port answers bytes that are no TLS.
+            // The second pattern is a TLS alert: an HTTPS port's answer to bytes that are not TLS.
             b"HTTP" | [0x15, 0x03, _, 0] => Self::HttpServer,
             b"GET " | b"HEAD" | b"POST" | b"PUT " | b"OPTI" | b"DELE" | b"PRI " => Self::HttpClient,
             _ => Self::BadMagic(magic),
@@ -199,7 +199,7 @@ impl FrameError {
 }
 
 impl FrameEncoder {
-    /// For a peer of another version, which has frame kinds and bodies of its own.
+    /// Creates an encoder for a peer of another version, which has its own frame kinds and bodies.
     #[must_use]
     pub fn of_version(version: u16) -> Self {
         Self { version: Some(version), ..Self::default() }
@@ -213,7 +213,7 @@ impl FrameEncoder {
     /// Appends a frame to `out`.
     ///
     /// # Errors
-    /// [`FrameError::TooLarge`]; then nothing is written.
+    /// [`FrameError::TooLarge`]; nothing is written then.
     pub fn encode(
         &mut self,
         kind: FrameKind,
@@ -272,13 +272,13 @@ impl FrameDecoder {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Bytes reserved; never much more than have arrived, and few once all frames are taken.
+    /// Bytes reserved: never much more than have arrived, and few once all frames are taken.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.buffer.capacity()
     }
 
-    /// Takes the next whole frame; `None` until more bytes arrive.
+    /// Takes the next complete frame; `None` until more bytes arrive.
     ///
     /// # Errors
     /// [`FrameError`]; the rest of the stream is unusable.

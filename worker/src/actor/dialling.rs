@@ -1,4 +1,4 @@
-//! How the worker actor finds its coordinator: it dials for ever, and follows whichever leads.
+//! How the worker actor finds its coordinator: it dials for ever, and follows the current leader.
 use std::time::Duration;
 
 use actix::{AsyncContext as _, Context, Handler, Message};
@@ -12,7 +12,7 @@ use shared::wire::frame::FrameKind;
 
 use super::{FromLink, WorkerActor, WorkerEnd};
 
-/// A model folder's path that is longer is not told to a new coordinator.
+/// A model folder with a longer path is not reported to a new coordinator.
 const SHARD_MODEL_MAX: usize = 1792;
 
 #[derive(Message)]
@@ -22,17 +22,17 @@ struct Dialled {
     outcome: Result<(Connection, Welcome), JoinError>,
 }
 
-/// This coordinator leads now.
+/// Another coordinator leads now.
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Leads(Destination);
 
 impl WorkerActor {
-    /// Dials the coordinator after a while, one that was not dialled before at once.
+    /// Dials the coordinator after a while, or at once if it was not the one dialled last.
     pub(super) fn dial(&self, ctx: &mut Context<Self>, after: Duration) {
         let config = self.config.clone();
         let mut hello = config.hello.clone();
-        // It has to fit into a hello.
+        // It must fit into a hello.
         let shard = self.uplink.held().filter(|shard| shard.model.len() <= SHARD_MODEL_MAX);
         hello.rejoin = Rejoin { slot: self.slot, shard };
         hello.fetched = self.fetched();
@@ -40,7 +40,7 @@ impl WorkerActor {
         let addr = ctx.address();
         actix::spawn(async move {
             let to = tokio::select! {
-                // Where nobody leads, whoever led last may still be there.
+                // If nobody leads, the last leader may still be there.
                 () = tokio::time::sleep(after) => address.current().or_else(|| last.clone()),
                 other = address.other(last.as_ref()) => Some(other),
             };
@@ -74,13 +74,13 @@ impl WorkerActor {
         });
     }
 
-    /// How long to wait before the next attempt to dial: others have lost their link, too.
+    /// Returns the wait before the next dial; jittered, since others have lost their link, too.
     pub(super) fn pause(&mut self) -> Duration {
         self.dials += 1;
         jittered(self.redial, self.config.hello.incarnation.0, self.dials)
     }
 
-    /// The coordinator took this worker: its link begins.
+    /// Starts the link to a coordinator that accepted this worker.
     fn joined(&mut self, ctx: &mut Context<Self>, connection: Connection, welcome: &Welcome) {
         let (node, slot) = (self.config.hello.node.as_str(), welcome.worker.0);
         tracing::info!(worker = node, slot, coordinator = %connection.peer(), "joined");
@@ -104,7 +104,7 @@ impl WorkerActor {
             let peer = actors.peer_up("the coordinator", link.clone());
             self.peer = Some(peer);
             move |event| match event {
-                // At once: what actors say to each other takes no room from steps.
+                // Handled at once, so that messages between actors take no room from steps.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
                     actors.frame(peer, &frame.body)
                 }
@@ -117,7 +117,7 @@ impl WorkerActor {
         });
         self.uplink.set(Some((number, PeerAddr::new(link.clone()))));
         self.link = Some(link);
-        // What led to this is known from the first moment on.
+        // Log lines from before the link are available to the coordinator at once.
         self.send_log();
     }
 }
@@ -129,7 +129,7 @@ impl Handler<Dialled> for WorkerActor {
         let coordinator = to.address.clone();
         let superseded = self.config.coordinator.current().is_some_and(|now| now != to);
         if self.dialled.replace(to.clone()) != Some(to) {
-            // One that has just begun to lead may not listen yet, but will in a moment.
+            // A coordinator that has just begun to lead may not listen yet, but will in a moment.
             self.redial = REDIAL_MIN;
         }
         match outcome {
@@ -161,7 +161,7 @@ impl Handler<Leads> for WorkerActor {
         if self.dialled.as_ref() == Some(&now) {
             return;
         }
-        // Without a link, the dialling that is under way follows by itself.
+        // Without a link, the dialling in progress follows the leader anyway.
         if let Some(link) = self.link.take() {
             tracing::info!(coordinator = now.address, "another coordinator leads; joining it");
             link.close();

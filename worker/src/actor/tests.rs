@@ -13,7 +13,7 @@ use super::*;
 use crate::executor::Outbox;
 use crate::rank::{AbortSlot, FormError, FormNews, Rank, RankReady, StepSource};
 
-/// A rank that cannot even be made.
+/// A rank whose construction fails.
 struct Defective;
 
 impl Rank for Defective {
@@ -84,7 +84,7 @@ fn a_worker_whose_executor_panicked_ends() {
             rejoin: Rejoin::default(),
         };
         let config = WorkerConfig {
-            // Nobody listens there: it dials for ever.
+            // Nobody listens there, so it dials for ever.
             coordinator: "127.0.0.1:1".into(),
             hello,
             liveness: LivenessConfig::default(),

@@ -1,4 +1,4 @@
-//! The way to the coordinator, as those who send know it.
+//! The sending side of the link to the coordinator.
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -6,10 +6,10 @@ use shared::actor::peer::PeerAddr;
 use shared::ids::{Epoch, WorkerId};
 use shared::protocol::{FromWorker, HeldShard};
 
-/// A link, by the number that the executor knows it by.
+/// A link, with its number at the executor.
 type NumberedLink = (u64, PeerAddr<FromWorker>);
 
-/// The way to the coordinator, shared by the actor and the executor: absent while there is no link.
+/// The sending side of the link, shared by the actor and the executor; empty without a link.
 #[derive(Clone, Debug, Default)]
 pub struct Uplink {
     inner: Arc<Mutex<Option<NumberedLink>>>,
@@ -21,13 +21,13 @@ pub struct Uplink {
 }
 
 impl Uplink {
-    /// Sends a message of `epoch`; without a link it is dropped, since its epoch is over.
+    /// Sends a message of `epoch`; without a link it is dropped, since its epoch has ended.
     pub fn tell(&self, epoch: Epoch, message: &FromWorker) {
         self.tell_if(|_| true, epoch, message);
     }
 
-    /// Sends a message of `epoch`, which began over `link`: over no other, since another
-    /// coordinator counts its epochs anew.
+    /// Sends a message of `epoch`, which began over `link`, over that link only: another
+    /// coordinator may use the same epoch numbers.
     pub fn tell_over(&self, link: u64, epoch: Epoch, message: &FromWorker) {
         self.tell_if(|present| present == link, epoch, message);
     }
@@ -40,18 +40,18 @@ impl Uplink {
         }
     }
 
-    /// The slot this worker has at its present or last coordinator.
+    /// Returns the slot that this worker has at its current or last coordinator.
     #[must_use]
     pub fn worker(&self) -> WorkerId {
         WorkerId(self.worker.load(Ordering::Relaxed))
     }
 
-    /// A coordinator gave this worker a slot.
+    /// Records the slot that a coordinator assigned.
     pub(crate) fn joined(&self, worker: WorkerId) {
         self.worker.store(worker.0, Ordering::Relaxed);
     }
 
-    /// Whether the coordinator wants stats, from now on.
+    /// Sets whether the coordinator wants stats.
     pub(super) fn set_measures(&self, measures: bool) {
         self.measures.store(measures, Ordering::Relaxed);
     }
@@ -62,17 +62,17 @@ impl Uplink {
         self.measures.load(Ordering::Relaxed)
     }
 
-    /// The executor holds these weights now.
+    /// Records the weights that the executor holds now.
     pub fn holds(&self, shard: HeldShard) {
         *self.shard.lock().unwrap_or_else(PoisonError::into_inner) = Some(shard);
     }
 
-    /// The weights that the executor holds.
+    /// Returns the weights that the executor holds.
     pub(super) fn held(&self) -> Option<HeldShard> {
         self.shard.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The present link, or none.
+    /// Sets the current link, if any.
     pub(super) fn set(&self, link: Option<NumberedLink>) {
         *self.inner.lock().unwrap_or_else(PoisonError::into_inner) = link;
     }

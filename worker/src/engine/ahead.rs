@@ -1,17 +1,17 @@
-//! One step ahead: a step is begun while the one before runs, and its tokens are fetched when the
-//! device has them. The device feeds its own last tokens in, so it never waits for its host. All
-//! else is fed by the host, which knows it: prompts, and tokens of sequences that the step before
-//! has not.
+//! One step ahead: a step is begun while the previous one runs, and its tokens are fetched when the
+//! device has them. The device feeds its own last tokens in, so it never waits for its host. The
+//! host feeds everything else, which it knows: prompts, and tokens of sequences that are not in the
+//! previous step.
 //!
-//! Masks come behind their plan, for they are made of the token before. A step that has some is
-//! begun ahead as others are, up to its logits; when its turn has come, the token before is told,
-//! and its masks are waited for while the device computes. Then it is sampled, and only then the
-//! next one is begun: so every rank makes its calls in the same order.
+//! Masks come after their plan, because they depend on the previous token. A step with masks is
+//! begun ahead like others, up to its logits. When its turn has come, the previous token is
+//! reported, and its masks are waited for while the device computes. Then it is sampled, and only
+//! then is the next step begun, so every rank makes its calls in the same order.
 //!
-//! What needs its host in between is not begun ahead: drafts are compared with tokens, embeddings
-//! and log-probabilities of prompts are fetched in the middle of their step.
+//! Steps that need their host in between are not begun ahead: drafts are compared with tokens, and
+//! embeddings and prompt log-probabilities are fetched in the middle of their step.
 //!
-//! Until a token is fetched, a placeholder stands in its sequence: it is counted, never read.
+//! Until a token is fetched, its sequence holds a placeholder, which is counted but never read.
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
@@ -23,21 +23,21 @@ use super::sequence::prompt_targets;
 use super::{Engine, EngineError, masks, sampled_output};
 use crate::rank::StepSource;
 
-/// Steps under way at most.
+/// Maximum number of steps in flight.
 const QUEUED_MAX: usize = 2;
-/// A step is spun for so long before the thread sleeps between looks.
+/// How long to spin for a step before sleeping between polls.
 const SPIN: Duration = Duration::from_millis(20);
 const NAP: Duration = Duration::from_micros(50);
-/// Beyond this the backend's own patience decides.
+/// After this long, the backend's own patience decides.
 const POLL: Duration = Duration::from_secs(10);
 
-/// A step that the device has, and whose tokens, if it samples any, are on their way.
+/// A step that the device has, and whose tokens, if it samples any, have not been fetched.
 #[derive(Debug)]
 pub(super) struct Queued {
     step: StepId,
-    /// It is computed up to its logits, which are sampled when its masks have come.
+    /// Computed up to its logits, which are sampled when its masks have come.
     pub(super) awaits_masks: bool,
-    /// Those of its sequences that get a token, in the order of the rows that are sampled.
+    /// Its sequences that get a token, in the order of the sampled rows.
     entries: Vec<Entry>,
 }
 
@@ -45,15 +45,15 @@ pub(super) struct Queued {
 #[derive(Debug)]
 pub(super) struct Entry {
     seq: SeqId,
-    /// Where in the sequence its token goes.
+    /// Index of its token in the sequence.
     place: usize,
-    /// The position that is reported with it.
+    /// Position reported with it.
     position: u32,
     wants_logprobs: bool,
 }
 
-/// Finds sequences among those of a step. Most plans name theirs in the order of the one before, so
-/// it looks behind the last one found first.
+/// Finds sequences among those of a step. Most plans list theirs in the order of the previous one,
+/// so the search begins after the last one found.
 #[derive(Debug)]
 struct Walk<'a> {
     entries: &'a [Entry],
@@ -65,7 +65,7 @@ impl<'a> Walk<'a> {
         Self { entries: queued.map_or(&[], |queued| &queued.entries), next: 0 }
     }
 
-    /// The row that is sampled for a sequence, if one is.
+    /// The row that is sampled for a sequence, if any.
     fn row(&mut self, seq: SeqId) -> Option<usize> {
         let (before, behind) = self.entries.split_at(self.next);
         let is_own = |entry: &Entry| entry.seq == seq;
@@ -77,7 +77,7 @@ impl<'a> Walk<'a> {
 }
 
 impl<B: Backend> Engine<B> {
-    /// Whether the plan's step was begun ahead; nothing else can come then.
+    /// Whether the plan's step was begun ahead; any other step is an error then.
     pub(super) fn is_begun(&self, plan: &StepPlan) -> Result<bool, EngineError> {
         let Some(queued) = self.queued.front() else { return Ok(false) };
         if queued.step == plan.step {
@@ -92,7 +92,7 @@ impl<B: Backend> Engine<B> {
         let can_queue = |entry: &SequenceStep| {
             let (num_prompt, scores, is_pooled) = match self.sequences.get(&entry.seq) {
                 Some(seq) => (seq.num_prompt, seq.prompt_logprobs.is_some(), seq.pooling.is_some()),
-                // Plans that are looked at ahead admit sequences that are not held yet.
+                // A plan that is looked at ahead may admit sequences that are not held yet.
                 None => match plan.admitted.iter().find(|new| new.seq == entry.seq) {
                     Some(NewSequence { num_prompt, sampling, .. }) => (
                         *num_prompt,
@@ -126,14 +126,13 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Whether every token that the plan computes is one that the last begun step samples, or
-    /// known.
+    /// Whether every token that the plan computes is known or is sampled by the last step begun.
     fn follows(&self, plan: &StepPlan) -> bool {
         let Some(last) = self.queued.back() else { return false };
         if self.queued.len() >= QUEUED_MAX || last.awaits_masks {
             return false;
         }
-        // A token on its way would come to the new sequence of its name.
+        // The pending token would go to the new sequence with the same id.
         let is_awaited = |seq: SeqId| last.entries.iter().any(|entry| entry.seq == seq);
         if plan.admitted.iter().any(|new| is_awaited(new.seq)) {
             return false;
@@ -141,15 +140,15 @@ impl<B: Backend> Engine<B> {
         let mut walk = Walk::new(Some(last));
         let is_there = |entry: &SequenceStep| {
             let found = walk.row(entry.seq);
-            // Of a step that is under way no other tokens than its own are missing.
+            // Of a step in flight, only the sampled tokens are missing.
             let is_fed = found.is_none_or(|at| last.entries[at].place == entry.start as usize);
-            // Few end in one step.
+            // Few sequences end in one step.
             is_fed && !plan.finished.contains(&entry.seq)
         };
         plan.sequences.iter().all(is_there) && self.can_queue(plan)
     }
 
-    /// Begins the next step behind the one that runs.
+    /// Begins the next step behind the running one.
     fn begin_ahead(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         self.admit(plan)?;
         self.check(plan)?;
@@ -167,18 +166,18 @@ impl<B: Backend> Engine<B> {
         self.begin(plan)
     }
 
-    /// Waits for the oldest step, and begins the next when it comes and can be.
+    /// Waits for the oldest step, and begins the next one if it arrives and can be begun.
     pub(super) fn finish(
         &mut self,
         source: &mut dyn StepSource,
         outputs: &mut Vec<SequenceOutput>,
     ) -> Result<(), EngineError> {
         let began = Instant::now();
-        // A step that samples nothing is not waited for: all that comes is behind it.
+        // A step that samples nothing is not waited for: later steps are ordered after it.
         let samples = self.queued.front().is_some_and(|queued| !queued.entries.is_empty());
-        // One that does not follow now does not before this step is finished.
+        // A step that does not follow now will not follow before this one is finished.
         let mut looked_at = None;
-        // At least once: the device may be quicker than its host.
+        // Look at least once: the device may be faster than its host.
         loop {
             if let Some(next) = source.peek()
                 && looked_at.replace((next.epoch, next.step)) != Some((next.epoch, next.step))
@@ -202,7 +201,7 @@ impl<B: Backend> Engine<B> {
         let Some(Queued { mut entries, .. }) = self.queued.pop_front() else { return Ok(()) };
         let reports = self.backend.rank() == 0;
         for (entry, sampled) in entries.iter().zip(self.step.sampled.drain(..)) {
-            // A sequence that the next step forgot is not missed.
+            // The next step may already have forgotten the sequence.
             if let Some(seq) = self.sequences.get_mut(&entry.seq)
                 && let Some(token) = seq.tokens.get_mut(entry.place)
             {

@@ -1,15 +1,15 @@
-//! Drafts by a small model: rank 0 holds it whole, and asks nobody. Where a plan says so, it drafts
-//! before its step is computed, and tells the other ranks; then the drafts are verified as any are.
+//! Drafts by a small model, which rank 0 holds whole. If a plan asks for drafts, rank 0 drafts
+//! before the step is computed and tells the other ranks; then they are verified like any drafts.
 //!
-//! It keeps K and V of its own in as many blocks as the KV cache has, by the same block tables, so
-//! that whatever becomes of blocks (shared, given away, swapped) needs nothing here: [`Written`]
-//! knows what of them is its own. What it has not computed of a sequence it computes when it is to
-//! draft for it (a prompt's first token waits for nothing), no more rows in a step than a step may
-//! have; a sequence that it has not caught up with drafts nothing.
+//! The model keeps its own K and V in as many blocks as the KV cache has, with the same block
+//! tables. So whatever happens to blocks (shared, given away, swapped) needs nothing here:
+//! [`Written`] knows which positions hold its own K and V. What it has missed of a sequence it
+//! computes when it is to draft for it (a prompt's first token does not wait for that), within a
+//! step's limit of rows; until it has caught up with a sequence, it drafts nothing for it.
 //!
-//! A draft is sampled as the token in its place will be, by the same draw from its own
-//! probabilities: so a sampled text's drafts are right as often as the two models would say the
-//! same.
+//! A draft is sampled like the token in its place will be, with the same random draw, from the
+//! draft model's own probabilities: so drafts of sampled text are right as often as the two models
+//! agree.
 mod written;
 
 use std::collections::HashMap;
@@ -27,52 +27,52 @@ use super::sequence::Sequence;
 use super::{AGAIN, Engine, EngineError, recycle};
 use crate::model::decoder::Decoder;
 
-/// Where no token was drafted.
+/// Marks a place without a drafted token.
 const NOT_DRAFTED: u32 = u32::MAX;
 
-/// A model that drafts.
+/// A draft model.
 pub struct Draft<B: Backend> {
-    /// Its own, where a device's backend is made for one model; else that of the model it drafts
-    /// for, whose threads it shares.
+    /// Its own backend, if the device's backends serve one model each; otherwise it uses the
+    /// backend, and so the threads, of the model it drafts for.
     backend: Option<B>,
     decoder: Decoder<B>,
     cache: Option<B::KvCache>,
-    /// Positions that it can compute.
+    /// Maximum sequence length that it can compute.
     positions: u32,
     written: Written,
     rows: Rows,
     sampled: Vec<Sampled>,
 }
 
-/// One pass' batch.
+/// Batch of one pass.
 #[derive(Debug, Default)]
 struct Rows {
     ids: Vec<u32>,
     positions: Vec<u32>,
     slots: Vec<u32>,
     seqs: Vec<SeqRows>,
-    /// Of all that draft, for all passes of a step.
+    /// Block tables of all sequences that draft, for all passes of a step.
     block_tables: Vec<u32>,
     sample_rows: Vec<u32>,
-    /// Empty between passes: kept for its memory.
+    /// Empty between passes; kept for its allocation.
     sampling: Vec<SampleRow<'static>>,
 }
 
-/// A sequence that is drafted for.
+/// A sequence for which tokens are drafted.
 #[derive(Debug)]
 struct Drafting {
     seq: SeqId,
-    /// The position of its last token.
+    /// Position of its last token.
     start: u32,
-    /// Tokens that may be drafted.
+    /// Maximum number of tokens to draft.
     most: u32,
-    /// Where they go.
+    /// Index of its drafts in the output.
     at: usize,
     /// Its block table in [`Rows`].
     table: Range<usize>,
-    /// Its last token is computed, and what was drafted but for the last.
+    /// Whether its last token is computed, and all drafts but the last.
     has_caught_up: bool,
-    /// Its parameters, where it reports log-probabilities: nobody reads those of drafts.
+    /// Its parameters without log-probabilities, if it reports some: nobody reads those of drafts.
     quiet: Option<SampleParams>,
     drafted: u32,
 }
@@ -87,7 +87,7 @@ impl<B: Backend> std::fmt::Debug for Draft<B> {
 }
 
 impl<B: Backend> Draft<B> {
-    /// A model that drafts up to its position `positions`, on a backend of its own or that of the
+    /// Creates a draft model for positions below `positions`, on its own backend or that of the
     /// model it drafts for.
     #[must_use]
     pub fn new(backend: Option<B>, decoder: Decoder<B>, positions: u32) -> Self {
@@ -102,13 +102,13 @@ impl<B: Backend> Draft<B> {
         }
     }
 
-    /// Bytes that it keeps for a KV block.
+    /// Size of its part of a KV block, in bytes.
     pub(super) fn block_bytes(&self, shared: &B, block_size: usize) -> u64 {
         let backend = self.backend.as_ref().unwrap_or(shared);
         backend.kv_block_bytes(&self.decoder.kv_shape(block_size, 1))
     }
 
-    /// Bytes of weights held.
+    /// Size of its weights, in bytes.
     pub(super) fn weight_bytes(&self) -> u64 {
         self.decoder.weight_bytes()
     }
@@ -118,22 +118,22 @@ impl<B: Backend> Draft<B> {
         self.backend.as_mut()
     }
 
-    /// Its own backend, if it has one, with what it computes there.
+    /// Its own backend, if it has one, with its decoder and cache.
     pub(super) fn own_parts(&mut self) -> Option<(&mut B, &mut Decoder<B>, &mut B::KvCache)> {
         Some((self.backend.as_mut()?, &mut self.decoder, self.cache.as_mut()?))
     }
 
-    /// What its steps are computed by.
+    /// The backend and decoder for its steps.
     pub(super) fn parts<'a>(&'a mut self, shared: &'a mut B) -> (&'a mut B, &'a mut Decoder<B>) {
         (self.backend.as_mut().unwrap_or(shared), &mut self.decoder)
     }
 
-    /// The longest sequence that it computes.
+    /// Maximum sequence length that it can compute.
     pub(super) fn positions(&self) -> u32 {
         self.positions
     }
 
-    /// Makes an empty cache.
+    /// Allocates an empty cache.
     pub(super) fn start(
         &mut self,
         shared: &mut B,
@@ -153,17 +153,17 @@ impl<B: Backend> Draft<B> {
         self.written = Written::default();
     }
 
-    /// Other tokens come to these positions of a sequence with this block table.
+    /// Invalidates these positions of a sequence with this block table, which get other tokens.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
         self.written.overwrite(table, positions);
     }
 
-    /// These blocks hold something else.
+    /// Invalidates these blocks, which hold something else now.
     pub(super) fn replace(&mut self, blocks: impl Iterator<Item = u32>) {
         blocks.for_each(|block| self.written.replace(block));
     }
 
-    /// Drafts what the plan asks for: for each sequence in turn as many places of `out` as tokens
+    /// Drafts what the plan asks for: each sequence in turn has as many places in `out` as tokens
     /// were asked for.
     fn run(
         &mut self,
@@ -190,8 +190,8 @@ impl<B: Backend> Draft<B> {
         result
     }
 
-    /// The sequences that are to be drafted for, those that miss least first: one that misses much
-    /// keeps nobody from drafting.
+    /// Lists the sequences to draft for, those that miss the least first, so that one that misses
+    /// much does not keep others from drafting.
     fn asked(&mut self, sequences: &HashMap<SeqId, Sequence>, plan: &StepPlan) -> Vec<Drafting> {
         let tables = &mut self.rows.block_tables;
         tables.clear();
@@ -223,7 +223,7 @@ impl<B: Backend> Draft<B> {
         all
     }
 
-    /// Lays out the first pass: what is missing of the sequences, up to their last tokens.
+    /// Lays out the first pass: what the sequences have missed, up to their last tokens.
     fn lay_out(
         &mut self,
         sequences: &HashMap<SeqId, Sequence>,
@@ -235,8 +235,8 @@ impl<B: Backend> Draft<B> {
         for drafting in all {
             let Some(seq) = sequences.get(&drafting.seq) else { continue };
             let table = &self.rows.block_tables[drafting.table.clone()];
-            // Blocks that several have are written by the first of them; the others read, in this
-            // very pass, what that one has written. The last token's position is nobody else's.
+            // The first of several sequences that share a block writes it; the others read, in this
+            // same pass, what it writes. No other sequence has the last token's position.
             let room = (config.max_num_seqs as usize).saturating_sub(self.rows.seqs.len());
             let runs = self.written.take(table, drafting.start + 1, budget, room);
             for run in runs {
@@ -247,7 +247,7 @@ impl<B: Backend> Draft<B> {
         }
     }
 
-    /// Computes and samples what is laid out.
+    /// Computes and samples the batch that is laid out.
     fn pass(
         &mut self,
         shared: &mut B,
@@ -315,7 +315,7 @@ impl<B: Backend> Draft<B> {
         Ok(())
     }
 
-    /// Takes what was sampled, and lays out the next pass.
+    /// Takes the sampled tokens, and lays out the next pass.
     fn take(
         &mut self,
         sequences: &mut HashMap<SeqId, Sequence>,
@@ -329,7 +329,7 @@ impl<B: Backend> Draft<B> {
             let Some(seq) = sequences.get_mut(&drafting.seq) else { continue };
             let Some(sampled) = sampled.next() else { return };
             if sampled.corrupted {
-                // It has nothing to say.
+                // It has no valid logits: it stops drafting.
                 drafting.most = drafting.drafted;
                 continue;
             }
@@ -347,14 +347,14 @@ impl<B: Backend> Draft<B> {
 }
 
 impl Drafting {
-    /// Whether the pass that is laid out samples another token.
+    /// Whether the pass that is laid out samples another token for it.
     fn goes_on(&self) -> bool {
         self.has_caught_up && self.drafted < self.most
     }
 }
 
 impl Rows {
-    /// Nothing is laid out; tables stay.
+    /// Clears the layout, except the block tables.
     fn clear(&mut self) {
         self.ids.clear();
         self.positions.clear();
@@ -363,7 +363,7 @@ impl Rows {
         self.sample_rows.clear();
     }
 
-    /// Adds these positions of a sequence, whose last is sampled behind if it has caught up.
+    /// Adds these positions of a sequence; samples after the last one if it has caught up.
     fn push(&mut self, seq: &Sequence, drafting: &Drafting, positions: Range<u32>, size: u32) {
         let row_start = self.ids.len() as u32;
         let num_rows = positions.end - positions.start;
@@ -384,7 +384,7 @@ impl Rows {
 }
 
 impl<B: Backend> Engine<B> {
-    /// The plan with what was drafted for it, if anything was to be. Rank 0 drafts.
+    /// Returns the plan with its drafts filled in, if it asks for any. Rank 0 drafts.
     pub(super) fn draft(&mut self, plan: &StepPlan) -> Result<Option<StepPlan>, EngineError> {
         let asked = plan.sequences.iter().filter_map(|entry| entry.drafts.asked());
         let asked: usize = asked.map(|most| most as usize).sum();
@@ -398,7 +398,7 @@ impl<B: Backend> Engine<B> {
             let Self { backend, draft, sequences, config, .. } = self;
             let draft = draft.as_mut().ok_or_else(|| EngineError::Plan {
                 step: plan.step.0,
-                message: "drafts are asked for, and there is no draft model".to_owned(),
+                message: "drafts are asked for, but there is no draft model".to_owned(),
             })?;
             draft.run(backend, sequences, config, plan, &mut tokens)?;
             self.drafting = Some(began.elapsed());

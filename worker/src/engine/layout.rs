@@ -1,4 +1,4 @@
-//! What a plan says, checked whole before anything is computed, and its batch laid out in rows.
+//! Checks a plan completely before anything is computed, and lays out its batch in rows.
 use kernels::Backend;
 use kernels::backend::{NOT_ASSIGNED, SeqRows};
 use kernels::sampling::{SampleRow, Sampled};
@@ -10,7 +10,7 @@ use super::swap::HostBlocks;
 use super::{Engine, EngineError, HELD_PER_RUNNING, masks, verify};
 use crate::model::lora;
 
-/// What a step needs, kept from step to step.
+/// Buffers of a step, reused from step to step.
 #[derive(Debug, Default)]
 pub(super) struct StepBuffers {
     pub(super) ids: Vec<u32>,
@@ -18,30 +18,30 @@ pub(super) struct StepBuffers {
     pub(super) slots: Vec<u32>,
     pub(super) seqs: Vec<SeqRows>,
     pub(super) block_tables: Vec<u32>,
-    /// The first row of each entry of the plan.
+    /// First row of each entry of the plan.
     pub(super) entry_rows: Vec<u32>,
-    /// Rows of the logits that are sampled, and which entry of the plan each is of.
+    /// Sampled rows of the batch, and the plan's entry that each belongs to.
     pub(super) sample_rows: Vec<u32>,
     pub(super) sample_entries: Vec<usize>,
-    /// Rows of the step before whose tokens are this one's; empty when all of its own are known.
+    /// Rows of the previous step whose tokens this step needs; empty if all its tokens are known.
     pub(super) feed: Vec<u32>,
-    /// Which adapter each row has; empty when none has one.
+    /// Adapter of each row; empty if no row has one.
     pub(super) adapters: Vec<u32>,
-    /// Empty between steps: kept for its memory.
+    /// Empty between steps; kept for its allocation.
     pub(super) sampling: Vec<SampleRow<'static>>,
     pub(super) sampled: Vec<Sampled>,
-    /// Empty lists of sequences that get a token, likewise.
+    /// Empty lists of sequences that get a token; kept for their allocations.
     pub(super) entries: Vec<Vec<Entry>>,
     pub(super) tokens: Vec<u32>,
     /// Rows and next tokens of one chunk of prompt log-probabilities.
     pub(super) prompt_rows: Vec<u32>,
     pub(super) targets: Vec<u32>,
-    /// Rows that an embedding is made of.
+    /// Rows from which an embedding is made.
     pub(super) hidden: Vec<f32>,
 }
 
 impl StepBuffers {
-    /// Tokens that a sampled row is computed behind, itself included.
+    /// Number of tokens up to and including a sampled row's.
     pub(super) fn known(&self, row: usize) -> usize {
         self.positions[self.sample_rows[row] as usize] as usize + 1
     }
@@ -61,7 +61,7 @@ impl StepBuffers {
 }
 
 impl<B: Backend> Engine<B> {
-    /// Forgets, swaps and learns sequences.
+    /// Forgets, swaps and admits sequences.
     pub(super) fn admit(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         let on_host = self.host.as_ref().map_or(0, HostBlocks::count);
         let held_max = self.config.max_num_seqs as usize * HELD_PER_RUNNING + on_host;
@@ -77,7 +77,7 @@ impl<B: Backend> Engine<B> {
             let max = self.config.max_model_len as usize;
             if new.tokens.is_empty() || new.tokens.len() > max {
                 let len = new.tokens.len();
-                return Err(fault(format!("{} has {len} tokens, the bound is {max}", new.seq)));
+                return Err(fault(format!("{} has {len} tokens, the limit is {max}", new.seq)));
             }
             let adapters = self.decoder.num_adapters();
             if new.adapter > adapters {
@@ -91,7 +91,7 @@ impl<B: Backend> Engine<B> {
                 .check(self.decoder.config().vocab_size as u32)
                 .map_err(|message| fault(format!("{}: {message}", new.seq)))?;
             if self.sequences.len() >= held_max {
-                return Err(fault(format!("{held_max} sequences are held, the bound is reached")));
+                return Err(fault(format!("{held_max} sequences are held, the limit is reached")));
             }
             if self.sequences.insert(new.seq, Sequence::new(new, max)).is_some() {
                 return Err(fault(format!("{} is admitted twice", new.seq)));
@@ -109,7 +109,7 @@ impl<B: Backend> Engine<B> {
         let vocab = self.decoder.config().vocab_size as u32;
         if plan.sequences.len() > self.config.max_num_seqs as usize {
             let (len, max) = (plan.sequences.len(), self.config.max_num_seqs);
-            return Err(fault(format!("{len} sequences, the bound is {max}")));
+            return Err(fault(format!("{len} sequences, the limit is {max}")));
         }
         let (mut tokens, mut rows) = (0, 0);
         for entry in &plan.sequences {
@@ -129,8 +129,8 @@ impl<B: Backend> Engine<B> {
                 .map_err(|message| fault(format!("{} {message}", entry.seq)))?;
             seq.blocks.extend(entry.new_blocks.iter().map(|block| block.0));
             if let Some(draft) = &mut self.draft {
-                // What it computed for drafts that were rejected goes with this, too: the token in
-                // the place of the first of them is computed now.
+                // This also drops what it computed for rejected drafts: the token in the place of
+                // the first one is computed now.
                 draft.overwrite(&seq.blocks, entry.start..entry.start + entry.count);
             }
             let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);
@@ -143,23 +143,22 @@ impl<B: Backend> Engine<B> {
         }
         let max = self.config.max_num_batched_tokens as usize;
         if tokens > max {
-            return Err(fault(format!("{tokens} tokens, the bound is {max}")));
+            return Err(fault(format!("{tokens} tokens, the limit is {max}")));
         }
-        // Each draft is a row of decode of its own; no other share has more rows to sample than
-        // one.
+        // Each draft is a decode row of its own; other shares sample at most one row.
         let max = self.config.max_num_seqs as usize;
         if rows > max {
-            return Err(fault(format!("{rows} sequences and drafts, the bound is {max}")));
+            return Err(fault(format!("{rows} sequences and drafts, the limit is {max}")));
         }
         Ok(())
     }
 
-    /// Lays out the batch of a plan that was checked, and whose drafts are known.
+    /// Lays out the batch of a checked plan whose drafts are known.
     pub(super) fn lay_out(&mut self, plan: &StepPlan) {
         let step = &mut self.step;
         step.clear();
         for (index, entry) in plan.sequences.iter().enumerate() {
-            // It was there when the plan was checked.
+            // Always found: the plan was checked.
             let Some(seq) = self.sequences.get_mut(&entry.seq) else { continue };
             seq.tokens.extend_from_slice(entry.drafts.known());
             let (start, end) = (entry.start as usize, (entry.start + entry.count) as usize);

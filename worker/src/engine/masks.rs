@@ -1,5 +1,5 @@
-//! Masks of the step's rows: which tokens each may get. They come behind their plan, while the step
-//! is computed, as lists or bits, whichever takes fewer bytes; kernels read bits.
+//! Masks of the step's rows: which tokens each row may sample. They come after their plan, while
+//! the step is computed, as lists or bits, whichever is smaller; kernels read bits.
 use std::time::{Duration, Instant};
 
 use kernels::Backend;
@@ -9,7 +9,7 @@ use shared::protocol::{SequenceStep, StepPlan, TokenMask};
 use super::{Engine, EngineError, recycle};
 use crate::rank::StepSource;
 
-/// Bits of each sampled row, kept for their memory.
+/// Bitmaps of the sampled rows, kept for their allocations.
 #[derive(Debug, Default)]
 pub(super) struct Masks {
     rows: Vec<Row>,
@@ -22,8 +22,7 @@ struct Row {
 }
 
 impl Masks {
-    /// Lays out `masks`, those of the masked ones among the entries whose rows are sampled, in
-    /// their order.
+    /// Lays out `masks`, which belong to the masked ones among the sampled entries, in order.
     fn lay_out<'a>(
         &mut self,
         entries: impl ExactSizeIterator<Item = &'a SequenceStep> + Clone,
@@ -49,7 +48,7 @@ impl Masks {
         Ok(())
     }
 
-    /// The mask of sampled row `index`, as of the last layout.
+    /// Returns the mask of sampled row `index`, as of the last layout.
     fn of(&self, index: usize) -> Option<&[u32]> {
         self.rows.get(index).filter(|row| row.is_masked).map(|row| row.bits.as_slice())
     }
@@ -60,7 +59,7 @@ pub(super) fn are_in(plan: &StepPlan) -> bool {
     plan.sequences.iter().any(|entry| entry.masked)
 }
 
-/// Checks that an entry may have a mask, if it is to have one.
+/// Checks that an entry with a mask is sampled.
 pub(super) fn check(entry: &SequenceStep) -> Result<(), String> {
     if entry.masked && !entry.sample {
         return Err("is masked, but is not to be sampled".to_owned());
@@ -74,8 +73,8 @@ impl<B: Backend> Engine<B> {
         self.backend.rank() == 0 || self.backend.samples_everywhere()
     }
 
-    /// Samples the step whose forward pass was launched last, when its masks have come, or leaves
-    /// that queued; returns how long they were waited for, and how long sampling took.
+    /// Waits for the masks of the step whose forward pass was launched last, then samples it or
+    /// queues the sampling; returns how long waiting and sampling took.
     pub(super) fn sample_masked(
         &mut self,
         plan: &StepPlan,

@@ -1,5 +1,5 @@
-//! Embeddings: what the last norm gives for a prompt's tokens, made one vector while its chunks are
-//! computed. Every rank has these vectors whole; rank 0 reports.
+//! Embeddings: the last norm's vectors for a prompt's tokens, pooled into one vector while the
+//! prompt's chunks are computed. Every rank has these vectors in full; rank 0 reports.
 use std::ops::Range;
 
 use kernels::Backend;
@@ -9,7 +9,7 @@ use shared::sampling::Pooling;
 use super::sequence::Sequence;
 use super::{Engine, EngineError};
 
-/// Rows of the step that a sequence's embedding takes, of those from `first` on that are its share.
+/// Rows that a sequence's embedding needs, among its rows of the step, which begin at `first`.
 fn wanted(pooling: Pooling, seq: &Sequence, entry: &SequenceStep, first: usize) -> Range<usize> {
     let end = first + entry.count as usize;
     let is_last = (entry.start + entry.count) as usize == seq.tokens.len();
@@ -22,8 +22,8 @@ fn wanted(pooling: Pooling, seq: &Sequence, entry: &SequenceStep, first: usize) 
 }
 
 impl<B: Backend> Engine<B> {
-    /// Takes what the computed step has for the embeddings of its sequences, and reports those that
-    /// are complete; returns whether any is.
+    /// Adds the step's rows to the embeddings of its sequences, and reports those that are
+    /// complete; returns whether any is.
     pub(super) fn pool(
         &mut self,
         plan: &StepPlan,
@@ -34,10 +34,10 @@ impl<B: Backend> Engine<B> {
         if backend.rank() != 0 {
             return Ok(false);
         }
-        // All rows at once: a device is waited for once.
+        // Read all rows at once, to wait for a device only once.
         let (mut pooled, mut all) = (Vec::new(), Vec::new());
         for (entry, first) in plan.sequences.iter().zip(&step.entry_rows) {
-            // What gets a token has no embedding.
+            // A sequence that gets a token has no embedding.
             if entry.sample {
                 continue;
             }

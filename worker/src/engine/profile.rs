@@ -1,7 +1,7 @@
-//! Steps on made-up tokens. The largest that the sizes allow, once: whatever a device allocates or
-//! chooses at first use is there afterwards, and what memory is left can be measured. And decode
-//! steps of every size before the first request: what a device makes of steps of a kind is there,
-//! too.
+//! Warm-up steps on made-up tokens. First the largest steps that the limits allow, once:
+//! afterwards, everything that a device allocates or chooses at first use is there, and the memory
+//! that is left can be measured. Then decode steps of every size, before the first request, so that
+//! what a device prepares per kind of step is there, too.
 use std::time::{Duration, Instant};
 
 use kernels::backend::{Batch, SeqRows, StepInputs};
@@ -14,7 +14,7 @@ use super::Engine;
 use crate::model::decoder::Decoder;
 use crate::model::lora;
 
-/// What steps are made up of, besides tokens.
+/// Kind of a step, besides its tokens.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     greedy: bool,
@@ -22,18 +22,18 @@ struct Kind {
     adapters: bool,
 }
 
-/// What came of [`Engine::warm`].
+/// Result of [`Engine::warm`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Warmed {
-    /// Kinds of steps that are ready.
+    /// Number of kinds of steps that are ready.
     pub kinds: usize,
-    /// Kinds that there are.
+    /// Number of all kinds.
     pub of: usize,
 }
 
 impl<B: Backend> Engine<B> {
-    /// Runs the largest steps. Needs memory for one block of cache; every rank of a replica calls
-    /// it.
+    /// Runs the largest steps. Needs memory for one block of cache; every rank of a replica must
+    /// call it.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -42,7 +42,7 @@ impl<B: Backend> Engine<B> {
         let shape = self.decoder.kv_shape(self.config.block_size as usize, 1);
         let mut cache = self.backend.new_kv_cache(shape)?;
         let longest = self.config.max_model_len.max(1);
-        // Every row has a mask: there is room for all of them from now on.
+        // Every row has a mask, to make room for all of them.
         let kind = Kind { greedy: false, masks: true, adapters: self.decoder.num_adapters() > 0 };
         for steps in largest(&self.config, longest) {
             self.pretend(&mut cache, &steps, kind)?;
@@ -50,7 +50,7 @@ impl<B: Backend> Engine<B> {
         self.profile_draft()
     }
 
-    /// The same for the draft model: what it misses of prompts, then drafts.
+    /// Does the same for the draft model: prompts that it has missed, then drafts.
     fn profile_draft(&mut self) -> Result<(), KernelError> {
         let Self { backend, draft: Some(draft), config, .. } = self else { return Ok(()) };
         let longest = draft.positions().max(1);
@@ -65,16 +65,16 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Runs decode steps of so many rows each, of every kind that plain requests have, twice: the
-    /// second is what a device that records steps records. Rank 0 has `patience` to begin them;
-    /// every rank of a replica calls it, behind [`Engine::start`], with the same rows. What it
-    /// writes to the cache nobody reads.
+    /// Runs decode steps of each number of rows, of every kind that plain requests have, twice:
+    /// devices that record steps record the second one. Begins no more of them after rank 0's
+    /// `patience`. Every rank of a replica must call it after [`Engine::start`], with the same
+    /// rows. Nobody reads what it writes to the cache.
     ///
     /// # Errors
     /// [`KernelError`].
     pub fn warm(&mut self, rows: &[u32], patience: Duration) -> Result<Warmed, KernelError> {
         let began = Instant::now();
-        // Ranks that sample in parts do so where all rows are greedy.
+        // Ranks that each sample their part of the vocabulary do so only if all rows are greedy.
         let greedy = if self.backend.samples_everywhere() { &[true, false][..] } else { &[false] };
         let adapters = if self.decoder.num_adapters() > 0 { &[false, true][..] } else { &[false] };
         let kinds = |rows: u32| {
@@ -90,7 +90,7 @@ impl<B: Backend> Engine<B> {
         let mut warmed = Warmed { kinds: 0, of: all.len() };
         let mut result = Ok(());
         for (rows, kind) in all {
-            // Whether there is time left is rank 0's to say: the others would count otherwise.
+            // Rank 0 decides whether there is time left: the others would measure it differently.
             let mut goes_on = [u32::from(began.elapsed() < patience)];
             let steps = vec![(1, 1); rows as usize];
             result = self.backend.broadcast_tokens(&mut goes_on);
@@ -108,8 +108,8 @@ impl<B: Backend> Engine<B> {
         Ok(warmed)
     }
 
-    /// The same for the draft model, where it has a backend of its own that records steps: rank 0's
-    /// alone, and not what the others wait for.
+    /// Does the same for the draft model if it has a backend of its own that records steps. Only
+    /// rank 0 has it, and the other ranks do not wait for this.
     fn warm_draft(
         &mut self,
         rows: &[u32],
@@ -127,7 +127,7 @@ impl<B: Backend> Engine<B> {
                     return Ok(());
                 }
                 match steps.run(backend, decoder, cache, true) {
-                    // The next one of this kind is called kernel by kernel.
+                    // The next step of this kind launches its kernels one by one.
                     Err(KernelError::Again(reason)) => {
                         tracing::warn!(reason, "a draft model's steps are not captured");
                     }
@@ -138,7 +138,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Computes sequences of (rows, tokens in the cache), all in one block.
+    /// Computes sequences of (rows, tokens in the cache), all in the same block.
     fn pretend(
         &mut self,
         cache: &mut B::KvCache,
@@ -152,8 +152,8 @@ impl<B: Backend> Engine<B> {
     }
 }
 
-/// The largest steps of sequences of up to `longest` tokens: prompts of the greatest length, then
-/// decode at the greatest length. Of each sequence its rows, and its tokens in the cache.
+/// The largest steps with sequences of up to `longest` tokens: prompts of the greatest length, then
+/// decode at the greatest length. Per sequence: its rows, and its tokens in the cache.
 fn largest(config: &EngineConfig, longest: u32) -> [Vec<(u32, u32)>; 2] {
     let (tokens, seqs) = (config.max_num_batched_tokens, config.max_num_seqs);
     let mut prompts = Vec::new();
@@ -168,7 +168,7 @@ fn largest(config: &EngineConfig, longest: u32) -> [Vec<(u32, u32)>; 2] {
 
 /// A step on made-up tokens.
 struct Pretended<'a> {
-    /// Of each sequence its rows, and its tokens in the cache: all in one block.
+    /// Rows and tokens in the cache of each sequence, all in the same block.
     seqs: &'a [(u32, u32)],
     kind: Kind,
     block_size: u32,

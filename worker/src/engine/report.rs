@@ -1,4 +1,4 @@
-//! What a step tells of its sequences: tokens with their log-probabilities, and those of prompts.
+//! A step's results: tokens with their log-probabilities, and log-probabilities of prompts.
 use std::collections::HashMap;
 
 use kernels::Backend;
@@ -12,20 +12,20 @@ use super::{Engine, EngineError};
 use crate::model::decoder::Decoder;
 
 impl Sequence {
-    /// Whether log-probabilities of prompt tokens are due from this part of it.
+    /// Whether this share must report log-probabilities of prompt tokens.
     pub(super) fn reports_prompt(&self, entry: &SequenceStep) -> bool {
         self.prompt_logprobs.is_some() && self.prompt_targets(entry).is_some()
     }
 }
 
 impl<B: Backend> Engine<B> {
-    /// As [`Sequence::reports_prompt`], of the entry's.
+    /// Same as [`Sequence::reports_prompt`], for the entry's sequence.
     pub(super) fn reports_prompt(&self, entry: &SequenceStep) -> bool {
         self.sequences.get(&entry.seq).is_some_and(|seq| seq.reports_prompt(entry))
     }
 }
 
-/// Reports log-probabilities of prompt tokens, for sequences that want them.
+/// Reports log-probabilities of prompt tokens for the sequences that ask for them.
 pub(super) fn prompt_logprobs<B: Backend>(
     backend: &mut B,
     decoder: &mut Decoder<B>,
@@ -77,7 +77,7 @@ pub(super) fn prompt_logprobs<B: Backend>(
     Ok(())
 }
 
-/// What is reported of a sampled token, which its sequence has at `position`.
+/// Makes the output for a sampled token at `position` of its sequence.
 pub(super) fn sampled_output(
     seq: SeqId,
     position: u32,
@@ -96,7 +96,7 @@ pub(super) fn sampled_output(
     }
 }
 
-/// Adds a sampled token to the output that prompt log-probabilities of its sequence began.
+/// Adds a sampled token to its sequence's output, which the prompt log-probabilities began.
 pub(super) fn merge_output(outputs: &mut Vec<SequenceOutput>, own: SequenceOutput) {
     let Some(begun) = outputs.iter_mut().find(|output| output.seq == own.seq) else {
         return outputs.push(own);

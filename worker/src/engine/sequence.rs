@@ -1,4 +1,4 @@
-//! What a rank keeps of one sequence.
+//! The state of one sequence on a rank.
 use std::ops::Range;
 
 use kernels::sampling::{SampleParams, SampleRow};
@@ -9,31 +9,31 @@ use shared::sampling::Pooling;
 /// One sequence.
 #[derive(Debug)]
 pub(super) struct Sequence {
-    /// Prompt and output, own sampled tokens included.
+    /// Prompt and output, including tokens that this rank sampled.
     pub(super) tokens: Vec<u32>,
     pub(super) num_prompt: u32,
     /// Block table: ids in the cache.
     pub(super) blocks: Vec<u32>,
-    /// Where its blocks are in host memory, while they are there; it has no table then.
+    /// Its blocks in host memory while it is swapped out; its block table is empty then.
     pub(super) host: Option<Vec<u32>>,
-    /// Tokens whose K and V are in the cache. Unknown before the first step, which may begin behind
-    /// a prefix that another sequence has computed.
+    /// Number of tokens whose K and V are in the cache. Unknown before the first step, which may
+    /// begin after a prefix that another sequence has computed.
     pub(super) computed: Option<u32>,
     /// The last step it was part of.
     pub(super) last_step: Option<StepId>,
     pub(super) params: SampleParams,
     /// Its adapter; 0 for none.
     pub(super) adapter: u32,
-    /// How many alternatives to report for each prompt token.
+    /// Number of alternatives to report for each prompt token.
     pub(super) prompt_logprobs: Option<u32>,
-    /// How its embedding is made, where that is what is wanted of it.
+    /// How its embedding is pooled, if an embedding is requested.
     pub(super) pooling: Option<Pooling>,
-    /// What the embedding is made of so far: a vector or a sum of vectors.
+    /// The embedding so far: a vector or a sum of vectors.
     pub(super) pooled: Vec<f64>,
 }
 
-/// As [`Sequence::prompt_targets`], of a prompt of so many tokens. The entry may be of a plan that
-/// was not checked yet.
+/// Same as [`Sequence::prompt_targets`], for a prompt of `num_prompt` tokens. The entry may come
+/// from a plan that has not been checked.
 pub(super) fn prompt_targets(entry: &SequenceStep, num_prompt: u32) -> Option<Range<u32>> {
     let first = entry.start.saturating_add(1);
     let end = first.saturating_add(entry.count).min(num_prompt);
@@ -41,7 +41,7 @@ pub(super) fn prompt_targets(entry: &SequenceStep, num_prompt: u32) -> Option<Ra
 }
 
 impl Sequence {
-    /// A sequence of which nothing is computed; has room for `tokens_max` tokens.
+    /// Creates a sequence of which nothing is computed, with room for `tokens_max` tokens.
     pub(super) fn new(new: &NewSequence, tokens_max: usize) -> Self {
         let mut tokens = Vec::with_capacity(tokens_max.max(new.tokens.len()));
         tokens.extend_from_slice(&new.tokens);
@@ -87,18 +87,20 @@ impl Sequence {
             && entry.start != computed
         {
             let start = entry.start;
-            return Err(format!("is to be computed from {start}, its cache ends at {computed}"));
+            return Err(format!(
+                "is to be computed from {start}, but its cache ends at {computed}"
+            ));
         }
         if self.host.is_some() {
-            return Err("is to be computed, and is in host memory".to_owned());
+            return Err("is to be computed, but is in host memory".to_owned());
         }
         let end = entry.start.checked_add(entry.count).filter(|_| entry.count > 0);
         let known = (self.tokens.len() + entry.drafts.len()) as u32;
         let Some(end) = end.filter(|end| *end <= known) else {
-            return Err(format!("is to be computed to beyond its {known} tokens"));
+            return Err(format!("is to be computed beyond its {known} tokens"));
         };
         if entry.sample && (end != known || end > config.max_model_len) {
-            return Err(format!("is to be sampled at {end}, it has {known} tokens"));
+            return Err(format!("is to be sampled at {end}, but has {known} tokens"));
         }
         if self.pooling.is_some() && entry.sample {
             return Err("is to have an embedding, not a token".to_owned());
@@ -108,7 +110,7 @@ impl Sequence {
             && self.pooling.is_some_and(Pooling::needs_all)
         {
             let start = entry.start;
-            return Err(format!("needs all its tokens, and is to be computed from {start}"));
+            return Err(format!("needs all its tokens, but is to be computed from {start}"));
         }
         if let Some(block) = entry.new_blocks.iter().find(|block| block.0 >= num_blocks) {
             return Err(format!("is given {block} of {num_blocks}"));
@@ -120,19 +122,18 @@ impl Sequence {
         Ok(())
     }
 
-    /// Positions of the prompt's tokens that this part's logits tell about; none when there are
-    /// none: the logits at position p tell about the token at p + 1, inside the prompt.
+    /// Positions of the prompt tokens that this share's logits predict, if any: the logits at
+    /// position p predict the token at p + 1, which must be in the prompt.
     pub(super) fn prompt_targets(&self, entry: &SequenceStep) -> Option<Range<u32>> {
         prompt_targets(entry, self.num_prompt)
     }
 
-    /// Where in the cache the K and V of a position are, which its blocks cover.
+    /// Slot in the cache for the K and V of a position that its blocks cover.
     pub(super) fn slot(&self, position: u32, block_size: u32) -> u32 {
         self.blocks[(position / block_size) as usize] * block_size + position % block_size
     }
 
-    /// What sampling the token behind its first `known` ones needs to know, where `allowed` is the
-    /// mask for it.
+    /// Inputs for sampling the token after its first `known` ones; `allowed` is the mask.
     pub(super) fn sample_row<'a>(
         &'a self,
         known: usize,
@@ -161,7 +162,7 @@ mod tests {
         assert_eq!(targets(0, 3, 10), Some(1..4));
         assert_eq!(targets(8, 2, 10), Some(9..10), "the last tells about the output");
         assert_eq!(targets(9, 1, 10), None);
-        // A plan that is looked at ahead may say anything.
+        // A plan that is looked at ahead may contain anything.
         assert_eq!(targets(3, u32::MAX, 10), Some(4..10));
         assert_eq!(targets(u32::MAX, u32::MAX, 10), None);
         assert_eq!(targets(u32::MAX, 1, u32::MAX), None);

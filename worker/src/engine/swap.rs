@@ -1,15 +1,15 @@
-//! Sequences that leave the KV cache for host memory, and come back: what a rank knows of them
-//! stays.
+//! Sequences that move from the KV cache to host memory and back; the rank remembers them
+//! meanwhile.
 //!
-//! A plan names every block; this rank knows what it has, and refuses copies that cannot be meant:
-//! a table that is another one, host blocks that hold another sequence or something else.
+//! A plan names every block. This rank knows what it has, and refuses copies that cannot be right:
+//! a block table that differs, host blocks that hold something else.
 use kernels::backend::KvShape;
 use kernels::{Backend, KernelError};
 use shared::protocol::{StepPlan, Swap};
 
 use super::{Engine, EngineError};
 
-/// KV blocks in host memory, and which of them hold something.
+/// KV blocks in host memory, and which of them are in use.
 #[derive(Debug)]
 pub(super) struct HostBlocks<B: Backend> {
     kv: B::HostKv,
@@ -18,22 +18,22 @@ pub(super) struct HostBlocks<B: Backend> {
 }
 
 impl<B: Backend> HostBlocks<B> {
-    /// Blocks of this shape that hold nothing.
+    /// Creates unused blocks of this shape.
     fn new(kv: B::HostKv, shape: KvShape) -> Self {
         Self { kv, shape, held: vec![false; shape.num_blocks] }
     }
 
-    /// None holds anything any more.
+    /// Marks all blocks as unused.
     pub(super) fn clear(&mut self) {
         self.held.fill(false);
     }
 
-    /// Blocks there are.
+    /// Number of blocks.
     pub(super) fn count(&self) -> usize {
         self.held.len()
     }
 
-    /// They hold nothing any more.
+    /// Marks blocks as unused.
     pub(super) fn free(&mut self, blocks: &[u32]) {
         for block in blocks {
             if let Some(held) = self.held.get_mut(*block as usize) {
@@ -44,14 +44,14 @@ impl<B: Backend> HostBlocks<B> {
 }
 
 impl<B: Backend> Engine<B> {
-    /// Whether there are `count` blocks in host memory already, from an earlier epoch.
+    /// Whether `count` blocks in host memory already exist, from an earlier epoch.
     pub fn has_host_blocks(&self, count: u32) -> bool {
         let shape = self.host_shape(count);
         self.host.as_ref().is_some_and(|host| host.shape == shape)
     }
 
-    /// Has `count` empty blocks in host memory to swap to. Those of an earlier epoch stay where
-    /// they are as many: pinning memory takes long.
+    /// Makes sure that there are `count` empty blocks in host memory to swap to. Those of an
+    /// earlier epoch are kept if the number is the same: pinning memory takes long.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`]; there are none then.
@@ -59,7 +59,7 @@ impl<B: Backend> Engine<B> {
         if self.has_host_blocks(count) {
             return Ok(());
         }
-        // First, so that there is room.
+        // Free the old ones first, to make room.
         self.drop_host_blocks();
         if count > 0 {
             let shape = self.host_shape(count);
@@ -68,7 +68,7 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
-    /// Gives the host back what was taken of it to swap to.
+    /// Frees the host memory for swapping.
     pub fn drop_host_blocks(&mut self) {
         self.host = None;
     }
@@ -77,7 +77,7 @@ impl<B: Backend> Engine<B> {
         self.decoder.kv_shape(self.config.block_size as usize, count as usize)
     }
 
-    /// Copies what the plan says, out before in: before anything of its batch.
+    /// Copies the plan's blocks, out before in, before its batch is computed.
     pub(super) fn swap(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
         if plan.swap_out.is_empty() && plan.swap_in.is_empty() {
             return Ok(());
@@ -88,7 +88,7 @@ impl<B: Backend> Engine<B> {
             self.swap_one_out(swap, &mut pairs)
                 .map_err(|why| fault(format!("{} {why}", swap.seq)))?;
         }
-        let none = || fault("swaps, and there is no host memory for it".to_owned());
+        let none = || fault("swaps, but there is no host memory for it".to_owned());
         let (Some(cache), Some(host)) = (&mut self.cache, &mut self.host) else {
             return Err(none());
         };
@@ -103,7 +103,7 @@ impl<B: Backend> Engine<B> {
         };
         self.backend.swap_in(cache, &mut host.kv, &pairs)?;
         if let Some(draft) = &mut self.draft {
-            // What it had computed did not go with them.
+            // The draft model's K and V were not swapped.
             draft.replace(pairs.iter().map(|(device, _)| *device));
         }
         Ok(())
@@ -111,9 +111,9 @@ impl<B: Backend> Engine<B> {
 
     fn swap_one_out(&mut self, swap: &Swap, pairs: &mut Vec<(u32, u32)>) -> Result<(), String> {
         let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
-        let host = self.host.as_mut().ok_or("is swapped, and there is no host memory for it")?;
+        let host = self.host.as_mut().ok_or("is swapped, but there is no host memory for it")?;
         if seq.host.is_some() {
-            return Err("is swapped out, and was before".to_owned());
+            return Err("is swapped out, but already was".to_owned());
         }
         if !swap.blocks.iter().map(|pair| pair.device.0).eq(seq.blocks.iter().copied()) {
             let (count, own) = (swap.blocks.len(), seq.blocks.len());
@@ -140,9 +140,9 @@ impl<B: Backend> Engine<B> {
         pairs: &mut Vec<(u32, u32)>,
     ) -> Result<(), String> {
         let seq = self.sequences.get_mut(&swap.seq).ok_or("is not known")?;
-        let held = seq.host.take().ok_or("is swapped in, and was not out")?;
+        let held = seq.host.take().ok_or("is swapped in, but was not out")?;
         let entry = plan.sequences.iter().find(|entry| entry.seq == swap.seq);
-        let table = &entry.ok_or("is swapped in, and not run")?.new_blocks;
+        let table = &entry.ok_or("is swapped in, but not run")?.new_blocks;
         let behind = held.len().checked_sub(swap.blocks.len());
         let behind = behind.ok_or("is swapped in from more blocks than it has")?;
         for (at, pair) in (behind..).zip(&swap.blocks) {

@@ -1,8 +1,8 @@
-//! Drafted tokens, verified: a sequence's last token and the drafts behind it are computed as rows
-//! of their own, each over the cache up to itself, so that every row is what a step for its token
-//! alone would have been, to the bit. A token is sampled after each. Those count up to the first
-//! that is not the draft in its place; what was written for drafts behind it is written over by
-//! later steps.
+//! Verification of drafts: a sequence's last token and the drafts after it are computed as separate
+//! rows, each over the cache up to itself, so that every row is bit for bit what a step for its
+//! token alone would compute. A token is sampled after each row. These tokens count up to and
+//! including the first that differs from the draft in its place; later steps overwrite what was
+//! written for the drafts after it.
 use kernels::backend::SeqRows;
 use kernels::sampling::Sampled;
 use shared::protocol::{EngineConfig, SequenceOutput, SequenceStep, TokenDigest};
@@ -11,7 +11,7 @@ use super::layout::StepBuffers;
 use super::report::sampled_output;
 use super::sequence::Sequence;
 
-/// Checks a share with drafts; the rest of its checks are those of any share.
+/// Checks a share with drafts, in addition to the checks of any share.
 pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<(), String> {
     let drafts = entry.drafts.len();
     if entry.count as usize != drafts + 1 {
@@ -23,7 +23,7 @@ pub(super) fn check(seq: &Sequence, entry: &SequenceStep, vocab: u32) -> Result<
     }
     if entry.start as usize + 1 != seq.tokens.len() {
         let (start, known) = (entry.start, seq.tokens.len());
-        return Err(format!("has drafts behind position {start}, but {known} tokens"));
+        return Err(format!("has drafts after position {start}, but {known} tokens"));
     }
     match entry.drafts.known().iter().find(|token| **token >= vocab) {
         Some(token) => Err(format!("has draft {token} of {vocab}")),
@@ -60,14 +60,14 @@ impl StepBuffers {
 }
 
 impl Sequence {
-    /// How many of `tokens`, sampled after each row of a share, count.
+    /// Returns how many of `tokens`, which were sampled after each row of a share, count.
     fn counting(&self, entry: &SequenceStep, tokens: &[u32]) -> usize {
         let agreeing =
             tokens.iter().zip(entry.drafts.known()).take_while(|(token, draft)| token == draft);
         agreeing.count() + 1
     }
 
-    /// Takes the sampled `tokens` that count in place of the drafts; returns how many.
+    /// Replaces the drafts by the sampled `tokens` that count; returns their number.
     pub(super) fn verify(
         &mut self,
         entry: &SequenceStep,
@@ -85,7 +85,7 @@ impl Sequence {
     }
 }
 
-/// What is reported of the sampled tokens that count.
+/// Reports the sampled tokens that count.
 pub(super) fn report(
     entry: &SequenceStep,
     sampled: impl Iterator<Item = Sampled>,

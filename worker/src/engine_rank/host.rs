@@ -1,4 +1,4 @@
-//! Whether the host's memory holds what it is to hold: KV blocks to swap to, and the cache of ranks
+//! Checks that the host's memory suffices for the KV blocks to swap to, and for the cache of ranks
 //! that compute on CPUs.
 use std::path::Path;
 
@@ -9,27 +9,27 @@ use shared::protocol::{CollectiveSpec, Form};
 use crate::device::bytes_text;
 use crate::engine::Engine;
 
-/// What one rank asks of its host.
+/// Memory that one rank needs from its host.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Asked {
-    /// Blocks of its KV cache, where that is in host memory.
+    /// Number of blocks of its KV cache, if that is in host memory.
     pub(super) kv_blocks: u32,
-    /// Blocks to swap to.
+    /// Number of blocks to swap to.
     pub(super) host_blocks: u32,
-    /// What was asked for to swap to, in bytes: blocks are counted up to a bound.
+    /// The configured swap space, in bytes; the number of blocks is capped.
     pub(super) swap_bytes: u64,
 }
 
-/// Whether the host has room for what each of `ranks` asks. A cache takes its pages as sequences
-/// fill it: one that is too large would end the process in the middle of requests.
+/// Checks that the host has room for what each of `ranks` needs. A cache takes its pages as
+/// sequences fill it: one that is too large would end the process in the middle of requests.
 ///
 /// # Errors
-/// One sentence: what was asked for, and what there is.
+/// One sentence with what was asked for and what there is.
 pub(super) fn fits<B: Backend>(engine: &Engine<B>, asked: Asked, ranks: u32) -> Result<(), String> {
     let Asked { kv_blocks, host_blocks, swap_bytes } = asked;
     let bytes = |blocks: u32, each: u64| u64::from(blocks).saturating_mul(each);
     let kv = bytes(kv_blocks, engine.block_bytes());
-    // What is there from an earlier epoch is taken already.
+    // Blocks from an earlier epoch are already allocated.
     let swap = match host_blocks == 0 || engine.has_host_blocks(host_blocks) {
         true => 0,
         false => swap_bytes.max(bytes(host_blocks, engine.host_block_bytes())),
@@ -40,8 +40,8 @@ pub(super) fn fits<B: Backend>(engine: &Engine<B>, asked: Asked, ranks: u32) -> 
     }
 }
 
-/// Ranks that share the memory of this host, as far as is known. Of those on other hosts nothing is
-/// known, nor of those on this one that do without shared memory: each looks at what is left.
+/// Number of ranks known to share this host's memory. Ranks that do not use shared memory may be on
+/// any host, so each checks what is left for itself.
 pub(super) fn ranks_here(form: &Form) -> u32 {
     match &form.collective {
         CollectiveSpec::SharedMemory { .. } => form.world_size,
@@ -49,12 +49,12 @@ pub(super) fn ranks_here(form: &Form) -> u32 {
     }
 }
 
-/// What is left of the host's memory, in words.
+/// The memory left on the host, as text.
 pub(super) fn left() -> String {
     available_memory(Path::new("/")).map_or("unknown".to_owned(), bytes_text)
 }
 
-/// KV blocks that `bytes` of host memory hold.
+/// Number of KV blocks that fit in `bytes` of host memory.
 pub(super) fn swap_space(bytes: u64, block_bytes: u64) -> Result<u32, String> {
     match u32::try_from(bytes / block_bytes).unwrap_or(u32::MAX) {
         0 if bytes > 0 => Err(format!(
@@ -66,8 +66,8 @@ pub(super) fn swap_space(bytes: u64, block_bytes: u64) -> Result<u32, String> {
     }
 }
 
-/// Whether a host that has `available` bytes left can give each of `ranks` on it `swap` bytes to
-/// swap to, and `kv` for its KV cache where that is in host memory, too.
+/// Checks that a host with `available` bytes left can give each of its `ranks` `swap` bytes of swap
+/// space and `kv` bytes for a KV cache in host memory.
 fn check(available: u64, ranks: u32, swap: u64, kv: u64) -> Result<(), String> {
     let each = swap.saturating_add(kv);
     if each.saturating_mul(u64::from(ranks)) <= available {
@@ -75,13 +75,13 @@ fn check(available: u64, ranks: u32, swap: u64, kv: u64) -> Result<(), String> {
     }
     let cache = format!("a KV cache of {} (--kv-cache-memory)", bytes_text(kv));
     let asked = match (swap, kv) {
-        (0, _) => format!("there is to be {cache}"),
+        (0, _) => format!("{cache} is needed"),
         (_, 0) => format!("--swap-space is {}", bytes_text(swap)),
-        _ => format!("--swap-space is {} and there is to be {cache}", bytes_text(swap)),
+        _ => format!("--swap-space is {} and {cache} is needed", bytes_text(swap)),
     };
     let ranks = if ranks > 1 { format!(" for each of {ranks} ranks") } else { String::new() };
     let available = bytes_text(available);
-    Err(format!("{asked}{ranks}, and this host has {available} of memory left"))
+    Err(format!("{asked}{ranks}, but this host has {available} of memory left"))
 }
 
 #[cfg(test)]

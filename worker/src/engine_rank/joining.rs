@@ -1,5 +1,5 @@
-//! How a rank meets the others of its epoch: the host's collective, and what devices exchange data
-//! by without their hosts.
+//! How a rank meets the others of its epoch: the host's collective, and the devices' direct
+//! exchange.
 use std::net::TcpListener;
 use std::time::Duration;
 
@@ -14,16 +14,16 @@ use shared::protocol::{CollectiveSpec, Form};
 use crate::device::Device;
 use crate::rank::{AbortSlot, FormError, FormNews};
 
-/// A formation under way.
+/// A formation in progress.
 pub(super) struct Joining<'a> {
     pub(super) form: &'a Form,
     pub(super) abort: &'a AbortSlot,
-    /// All that an abort has to end.
+    /// Everything that an abort must end.
     pub(super) all: &'a AbortAll,
     pub(super) news: &'a mut dyn FormNews,
 }
 
-/// Connects the collective of a rank that takes TCP collectives on `listener`.
+/// Connects the collective; `listener` accepts TCP collectives.
 ///
 /// # Errors
 /// One sentence; trying again may help.
@@ -51,7 +51,7 @@ pub(super) fn connect(
     connected.map_err(|error| FormError { message: error.to_string(), permanent: false })
 }
 
-/// Has the devices of the epoch's ranks exchange data without their hosts, where they can.
+/// Lets the devices of the epoch's ranks exchange data without their hosts, if they can.
 pub(super) fn join<D: Device>(
     backend: &mut D::Backend,
     joining: &mut Joining<'_>,
@@ -72,7 +72,7 @@ pub(super) fn join<D: Device>(
     )
 }
 
-/// From rank 0 to the others over their links to the coordinator.
+/// Relays rank 0's group id to the other ranks over their links to the coordinator.
 struct LinkRelay<'a> {
     epoch: Epoch,
     abort: &'a AbortSlot,

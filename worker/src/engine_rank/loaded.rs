@@ -1,4 +1,4 @@
-//! What a rank has loaded, and how it is loaded.
+//! What a rank has loaded, and how it loads.
 use std::path::Path;
 
 use kernels::collective::single_rank;
@@ -18,14 +18,14 @@ use crate::model::safetensors::WeightFiles;
 use crate::model::shard::Shard;
 use crate::model::weights::{self, Source};
 
-/// What was loaded. Whatever is asked for next under an equal key needs no loading.
+/// Identifies what was loaded; a request with an equal key needs no loading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LoadedKey {
     model: String,
     lora: Lora,
-    /// The draft model of rank 0, and what its folder had in it.
+    /// Folder of rank 0's draft model, and its identity.
     draft: Option<(String, Option<ModelIdentity>)>,
-    /// What the folders had in them.
+    /// Identity of the contents of the model's and adapters' folders.
     pub(super) identity: ModelIdentity,
     dtype: Dtype,
     quantization: Quantization,
@@ -60,7 +60,7 @@ impl LoadedKey {
     }
 }
 
-/// A shard that is loaded.
+/// A loaded shard.
 pub(super) struct Loaded<D: Device> {
     pub(super) engine: Engine<D::Backend>,
     pub(super) key: LoadedKey,
@@ -88,8 +88,8 @@ pub(super) fn load<D: Device>(
     let draft = draft.transpose()?;
     let precision = device.precision(form.dtype, &config)?;
     let mut backend = device.backend(precision, collective)?;
-    // Now, for those that have loaded wait for this one. What becomes of them while it loads,
-    // it finds when it first needs them: what it has loaded is good for the next epoch.
+    // Join now, because ranks that have already loaded wait for this one. If they leave while it
+    // loads, it learns that when it first needs them; its weights are good for the next epoch.
     join::<D>(&mut backend, joining)?;
     D::set_alone(&mut backend, true);
     let positions = form.engine.max_model_len as usize;
@@ -129,14 +129,14 @@ pub(super) fn load<D: Device>(
     Ok(engine)
 }
 
-/// The draft model's own backend, which is in no collective, forgets what it recorded of an epoch:
-/// its cache is another in the next.
+/// Lets the draft model's own backend, which is in no collective, drop what it recorded in an
+/// epoch, since the next epoch has another cache.
 pub(super) fn rest_draft<D: Device>(engine: &mut Engine<D::Backend>) -> Result<(), KernelError> {
     let own = engine.draft_backend();
     own.map_or(Ok(()), |own| D::set_collective(own, single_rank()))
 }
 
-/// The draft model of a rank that is to have it.
+/// The draft model's folder, if this rank is to load it.
 fn draft_model(form: &Form) -> Option<&str> {
     form.draft_model.as_deref().filter(|_| form.rank == 0)
 }

@@ -1,6 +1,6 @@
-//! Commands on their way to the executor: in order, bounded, and without those of epochs that are
-//! over. A load goes on for minutes while the cluster around it changes; what was said of epochs
-//! that came and went meanwhile must not fill the queue.
+//! Commands to the executor: in order, bounded, and without those of ended epochs. A load takes
+//! minutes while the cluster changes; commands of epochs that came and went meanwhile must not fill
+//! the queue.
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -10,22 +10,22 @@ use shared::ids::Epoch;
 
 use super::{ExecutorCommand, ExecutorError};
 
-/// Commands waiting for the executor. The coordinator keeps two steps in flight, so a queue this
-/// long is full only if something is badly wrong.
+/// Maximum number of queued commands. The coordinator keeps two steps in flight, so a full queue
+/// means that something is badly wrong.
 pub(super) const COMMANDS_MAX: usize = 32;
 
-/// A command, and over which link it came.
+/// A command, and the link over which it came.
 pub(super) type Queued = (u64, ExecutorCommand);
 
 #[derive(Debug, Default)]
 struct Shared {
     commands: Mutex<VecDeque<Queued>>,
-    /// How many there are, for a look without the lock.
+    /// Length of the queue, for checks without the lock.
     count: AtomicUsize,
-    /// One side is gone.
+    /// Set when either side is dropped.
     over: AtomicBool,
     changed: Condvar,
-    /// Since when a release waits or is executed, or when the executor last showed that it gets on.
+    /// When the oldest pending release was queued, or when the executor last reported progress.
     leaving_since: Mutex<Option<Instant>>,
 }
 
@@ -46,11 +46,11 @@ impl Shared {
     }
 }
 
-/// The side that commands. Dropping it ends the other's waiting once all is taken.
+/// The sending side. When it is dropped, the receiver ends after taking all queued commands.
 #[derive(Debug)]
 pub(super) struct Commands(Arc<Shared>);
 
-/// The side that executes.
+/// The receiving side.
 #[derive(Debug)]
 pub(super) struct Receiver(Arc<Shared>);
 
@@ -59,7 +59,7 @@ pub(super) fn queue() -> (Commands, Receiver) {
     (Commands(shared.clone()), Receiver(shared))
 }
 
-/// Of which epoch of which link it is.
+/// The link and epoch of a command.
 fn term(link: u64, command: &ExecutorCommand) -> Option<(u64, Epoch)> {
     let epoch = match command {
         ExecutorCommand::Form(form) => form.epoch,
@@ -72,7 +72,7 @@ fn term(link: u64, command: &ExecutorCommand) -> Option<(u64, Epoch)> {
 }
 
 impl Commands {
-    /// Queues a command; a release takes the place of what waits of epochs that are over by it.
+    /// Queues a command; a release replaces the queued commands of epochs that it ends.
     ///
     /// # Errors
     /// [`ExecutorError`].
@@ -97,8 +97,7 @@ impl Commands {
         Ok(())
     }
 
-    /// For how long the executor has not left an epoch that it was told to leave, without a sign
-    /// that it gets on with what it does.
+    /// Returns for how long the executor has failed to leave an epoch as told, without progress.
     pub(super) fn leaving_for(&self) -> Option<Duration> {
         self.0.leaving_since().map(|since| since.elapsed())
     }
@@ -111,7 +110,7 @@ impl Drop for Commands {
 }
 
 impl Receiver {
-    /// The next command, if there is one.
+    /// Takes the next command, if there is one.
     pub(super) fn try_take(&self) -> Option<Queued> {
         if self.0.count.load(Ordering::Acquire) == 0 {
             return None;
@@ -119,10 +118,10 @@ impl Receiver {
         self.pop(&mut self.0.lock())
     }
 
-    /// Waits for the next command; `None` when no more come.
+    /// Waits for the next command; `None` if no more will come.
     pub(super) fn take(&self) -> Option<Queued> {
         let mut commands = self.0.lock();
-        // Whatever was under way is over.
+        // The previous command has ended.
         let leaves = commands.iter().any(|(_, it)| matches!(it, ExecutorCommand::Release(_)));
         *self.0.leaving_since() = leaves.then(Instant::now);
         loop {
@@ -136,7 +135,7 @@ impl Receiver {
         }
     }
 
-    /// The executor gets on with what it does.
+    /// Records progress of the executor.
     pub(super) fn advances(&self) {
         if let Some(since) = &mut *self.0.leaving_since() {
             *since = Instant::now();

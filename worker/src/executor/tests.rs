@@ -1,4 +1,4 @@
-//! Epochs and order on the executor thread, with a rank that records what it is asked.
+//! Epochs and order on the executor thread, with a rank that records its calls.
 mod masks;
 
 use std::sync::{Arc, Condvar, Mutex, mpsc};
@@ -23,20 +23,20 @@ impl AbortHandle for Flag {
     }
 }
 
-/// A rank that loads `large` for long, and whose step 13 hangs until it is aborted, as in a
-/// collective with a dead peer; its step 17 computes for long and fails then; its step 21 says in
-/// its timings which step waits behind it; its step 25 has more to report than a frame holds, its
-/// step 24 as much as fits; from its step 28 on each asks for its masks and says in its timings the
-/// last one's token.
+/// A rank with scripted behaviour. Loading `large` takes long. Step 13 hangs until it is aborted,
+/// as in a collective with a dead peer. Step 17 computes for long and then fails. Step 21 returns
+/// in its timings which step is queued behind it. Step 24's result just fits into a frame, step
+/// 25's does not. From step 28 on, each step asks for its masks and returns in its timings the last
+/// mask's token.
 struct ScriptedRank {
     flag: Arc<Flag>,
     released: Arc<Mutex<u32>>,
-    /// Set when step 13 or 17 begins; `large` is loaded once it is set.
+    /// Set when step 13 or 17 begins; loading `large` ends once it is set.
     sign: Arc<AtomicBool>,
 }
 
 impl ScriptedRank {
-    /// Steps that look at nothing else.
+    /// Runs steps that do not use their source.
     fn run(
         &mut self,
         plan: &StepPlan,
@@ -146,7 +146,7 @@ impl Rank for ScriptedRank {
     }
 }
 
-/// Passes on what is said, and over which link.
+/// Passes on each message with its link.
 struct ChannelOutbox(mpsc::Sender<(u64, FromWorker)>);
 
 impl Outbox for ChannelOutbox {
@@ -166,7 +166,7 @@ fn executor() -> (Executor, mpsc::Receiver<(u64, FromWorker)>) {
     executor_with(Arc::default())
 }
 
-/// With the rank's sign.
+/// An executor whose rank uses `sign`.
 fn executor_with(sign: Arc<AtomicBool>) -> (Executor, mpsc::Receiver<(u64, FromWorker)>) {
     let (sender, receiver) = mpsc::channel();
     let make = || ScriptedRank {
@@ -245,7 +245,7 @@ fn results_that_no_frame_holds_fail_their_step_at_once() {
     let FromWorker::StepFailed(failed) = next(&messages) else { panic!("expected a failure") };
     assert_eq!((failed.epoch, failed.step), (Epoch(1), StepId(25)));
     assert!(failed.message.contains("16777216"), "{}", failed.message);
-    // The epoch is over: what was sent behind it is not run.
+    // The epoch has ended: the step queued behind is not run.
     executor.command(form(2, "m")).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(news) if news.epoch == Epoch(2)));
 }
@@ -258,7 +258,7 @@ fn an_abort_frees_a_hanging_step_and_the_next_epoch_works() {
     executor.command(step(1, 13)).unwrap();
     assert!(matches!(next(&messages), FromWorker::Progress(_)));
     assert!(matches!(next(&messages), FromWorker::Formed(_)));
-    // One that has not begun would be mute.
+    // A step that has not begun would send nothing.
     let began = Instant::now();
     while !sign.load(Ordering::Relaxed) {
         assert!(began.elapsed() < Duration::from_secs(5), "it never begins");
@@ -296,7 +296,7 @@ fn epochs_that_come_and_go_during_a_load_do_not_fill_the_queue() {
         executor.command(step(epoch, 1)).unwrap();
         executor.command(step(epoch, 2)).unwrap();
     }
-    // What is of no epoch that is over still has a bound: the form, the start and steps.
+    // Commands of the current epoch are bounded as well: the form, the start and steps.
     let queued = (3..100).map(|id| executor.command(step(last, id)));
     assert_eq!(queued.filter(Result::is_ok).count(), 32 - 6, "beside five and the report");
     sign.store(true, Ordering::Relaxed);
@@ -338,9 +338,9 @@ fn what_waits_when_the_link_is_lost_does_not_run_over_the_next() {
     }
     executor.abort_all();
     let link = executor.new_link();
-    // The step of the old link fails only now: that says nothing of this link's epochs.
+    // The old link's step fails only now, which must not affect this link's epochs.
     executor.command(form(1, "m")).unwrap();
-    // Nor is it said over this one, to a coordinator that may have an epoch 8 as well.
+    // Nor is it reported over this link, whose coordinator may have an epoch 8 as well.
     let (over, failed) = next_over(&messages);
     assert!(over < link && matches!(failed, FromWorker::StepFailed(f) if f.epoch == Epoch(8)));
     assert!(matches!(next(&messages), FromWorker::Progress(p) if p.epoch == Epoch(1)));
@@ -383,8 +383,8 @@ fn dropping_the_executor_frees_a_hanging_step() {
     drop(executor);
 }
 
-/// It is seen while the step before runs, and is run all the same; what is not of the epoch is not
-/// seen.
+/// The next step is seen while the previous one runs, and is still run; commands of other epochs
+/// are not seen.
 #[test]
 fn a_step_sees_the_next_of_its_epoch_and_no_other_command() {
     let (executor, messages) = executor();
@@ -463,7 +463,7 @@ fn a_group_id_is_for_its_epoch_and_link() {
     slot.abort(Epoch(4));
     slot.tell_group_id(Epoch(4), vec![4]);
     assert_eq!(slot.wait_for_group_id(Epoch(4), Duration::ZERO), None, "its epoch is over");
-    // Another coordinator counts anew; the executor may be behind.
+    // Another coordinator counts from 1 again; the executor may lag behind.
     let next = slot.new_link();
     slot.tell_group_id(Epoch(1), vec![1]);
     assert_eq!(

@@ -1,9 +1,9 @@
-//! `config.json` of a Hugging Face model folder, validated; in the dialects of transformers 4
+//! The validated `config.json` of a Hugging Face model folder, in the dialects of transformers 4
 //! (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5 (`rope_parameters`, `dtype`).
 //!
-//! - `architecture`: what sets architectures apart
-//! - `rope`, `windows`, `experts`: the keys about rotary embeddings, sliding windows and experts
-//! - `gemma3`, `gpt_oss`, `granite`: what only these architectures have
+//! - `architecture`: the differences between architectures
+//! - `rope`, `windows`, `experts`: the keys for rotary embeddings, sliding windows and experts
+//! - `gemma3`, `gpt_oss`, `granite`: the keys that only these architectures have
 use std::path::Path;
 
 use kernels::backend::{Activation, ExpertActivation};
@@ -31,11 +31,11 @@ mod windows;
 pub struct ModelConfig {
     /// Width of the residual stream, in elements.
     pub hidden_size: usize,
-    /// Width of the MLP of dense layers; 0 when no layer is dense.
+    /// Width of the MLP of dense layers; 0 if no layer is dense.
     pub intermediate_size: usize,
-    /// The mixtures of experts (MoE), if some layers have one instead of an MLP.
+    /// Mixtures of experts (MoE), if some layers have one instead of an MLP.
     pub experts: Option<ExpertsConfig>,
-    /// Has attention sinks: a learned logit per head that joins the softmax (gpt-oss).
+    /// Whether it has attention sinks: a learned logit per head that joins the softmax (gpt-oss).
     pub sinks: bool,
     /// Number of decoder layers.
     pub num_layers: usize,
@@ -47,49 +47,49 @@ pub struct ModelConfig {
     pub head_dim: usize,
     /// Size of the vocabulary, in tokens.
     pub vocab_size: usize,
-    /// The longest sequence that the model supports, in tokens.
+    /// Maximum sequence length that the model supports, in tokens.
     pub max_positions: usize,
     /// Epsilon of all RMSNorms.
     pub norm_eps: f32,
-    /// The rotary embedding of each layer.
+    /// Rotary embedding of each layer.
     pub ropes: Vec<RopeConfig>,
-    /// The sliding window of each layer: how many tokens its attention sees, including the current
-    /// one; `None` for all.
+    /// Sliding window of each layer: how many tokens its attention sees, including the current one;
+    /// `None` for all.
     pub sliding_windows: Vec<Option<u32>>,
-    /// The output head is the embedding matrix (tied).
+    /// Whether the output head is the embedding matrix (tied).
     pub tied: bool,
-    /// q, k and v projections have biases.
+    /// Whether the q, k and v projections have biases.
     pub qkv_bias: bool,
-    /// The attention's output projection has a bias.
+    /// Whether the attention's output projection has a bias.
     pub output_bias: bool,
-    /// The MLP's projections have biases.
+    /// Whether the MLP's projections have biases.
     pub mlp_bias: bool,
-    /// The files store q, k and v as one tensor, and gate and up as one.
+    /// Whether the files store q, k and v as one tensor, and gate and up as one.
     pub is_fused: bool,
-    /// RMSNorm on each head of q and k, before the rotary embedding (Qwen3, Gemma 3).
+    /// Whether each head of q and k has an RMSNorm, before the rotary embedding (Qwen3, Gemma 3).
     pub qk_norm: bool,
-    /// Factor of attention's scores besides `1 / sqrt(head_dim)`. Where heads are not normalised,
-    /// they are rotated whole.
+    /// Factor of attention scores in addition to `1 / sqrt(head_dim)`. A model with a factor other
+    /// than 1 either normalises its heads or rotates them whole.
     pub query_scale: f32,
     /// Factor of the embeddings.
     pub embedding_scale: f64,
-    /// That factor is rounded to the embeddings' type first (Gemma 3).
+    /// Whether that factor is first rounded to the embeddings' type (Gemma 3).
     pub rounds_embedding_scale: bool,
-    /// What logits are divided by (Granite).
+    /// Divisor of the logits (Granite).
     pub logits_scaling: f32,
     /// Added to the weights of all RMSNorms as stored in the files (1 for Gemma 3).
     pub norm_offset: f32,
-    /// RMSNorm also on the output of attention and MLP, before the residual add (Gemma 3).
+    /// Whether the outputs of attention and MLP have an RMSNorm before the residual add (Gemma 3).
     pub delta_norms: bool,
     /// Activation of the MLP's gate.
     pub activation: Activation,
     /// How the checkpoint's weights are quantised, if they are.
     pub quantised: Option<Quantised>,
-    /// The checkpoint is bfloat16, as `dtype` or `torch_dtype` says; false where neither does.
+    /// Whether `dtype` or `torch_dtype` says bfloat16; false if both are absent.
     pub is_bf16: bool,
 }
 
-/// The file as it is. Unknown keys are ignored.
+/// The raw file. Unknown keys are ignored.
 #[derive(Deserialize)]
 struct Raw {
     architectures: Option<Vec<String>>,
@@ -103,7 +103,7 @@ struct Raw {
     rms_norm_eps: Option<f64>,
     sliding_window: Option<u32>,
     sliding_window_pattern: Option<usize>,
-    /// As Gemma 3's own code writes it; some files have both.
+    /// Gemma 3's own name of the key; some files have both.
     #[serde(rename = "_sliding_window_pattern")]
     own_sliding_window_pattern: Option<usize>,
     use_sliding_window: Option<bool>,
@@ -128,7 +128,7 @@ struct Raw {
     torch_dtype: Option<String>,
 }
 
-/// Upper bound of every size: far above any model's, far below what overflows.
+/// Upper bound of every size: far above any model's, far below overflow.
 const SIZE_MAX: usize = 1 << 24;
 
 impl ModelConfig {
@@ -146,7 +146,7 @@ impl ModelConfig {
         Self::from_value(config).map_err(|message| ModelError::file(&file, message))
     }
 
-    /// Checks what a `config.json` has.
+    /// Checks the contents of a `config.json`.
     ///
     /// # Errors
     /// The key, its value's problem and the bound.
@@ -231,7 +231,7 @@ impl ModelConfig {
     }
 }
 
-/// Heads of attention.
+/// Attention heads.
 struct Heads {
     num_heads: usize,
     num_kv_heads: usize,

@@ -1,8 +1,8 @@
 //! The forward pass of one rank, written once over `kernels::Backend`.
 //!
-//! Activations live in buffers made once for the largest step; a step allocates nothing.
+//! Activations live in buffers allocated once for the largest step; a step allocates nothing.
 //!
-//! - `pass`: a batch on its way through the layers
+//! - `pass`: one batch through the layers
 use kernels::backend::{AttentionShape, Batch, KvShape, Routing};
 use kernels::{Backend, KernelError};
 
@@ -19,13 +19,13 @@ pub struct Decoder<B: Backend> {
     weights: BackendWeights<B>,
     config: ModelConfig,
     shard: Shard,
-    /// Of every layer, but for its window.
+    /// Attention shape of every layer, except for its window.
     attention: AttentionShape,
-    /// Those of all layers, each once.
+    /// The distinct windows of the layers.
     windows: Vec<Option<u32>>,
     buffers: Buffers<B>,
     adapters: Option<Adapters<B>>,
-    /// The last logits were gathered from all ranks.
+    /// Whether the last logits were gathered from all ranks.
     gathered: bool,
 }
 
@@ -34,25 +34,25 @@ struct Buffers<B: Backend> {
     residual: B::Buffer,
     /// Its normalised form, `[tokens, hidden]`.
     normed: B::Buffer,
-    /// What attention or MLP adds to it, `[tokens, hidden]`; behind the first, what is being added
-    /// up to it.
+    /// What attention or MLP adds to the residual stream, `[tokens, hidden]`; the buffers after the
+    /// first hold partial sums.
     deltas: Vec<B::Buffer>,
     /// Queries, `[tokens, heads * head_dim]`.
     q: B::Buffer,
-    /// Attention's result, likewise.
+    /// Output of attention, `[tokens, heads * head_dim]`.
     attended: B::Buffer,
-    /// The MLP's inner activations, `[tokens, intermediate]`; where some layer has an MLP.
+    /// Inner activations of the MLP, `[tokens, intermediate]`; if some layer has an MLP.
     inner: Option<B::Buffer>,
-    /// Where some layer has experts.
+    /// Buffers of experts, if some layer has experts.
     experts: Option<ExpertBuffers<B>>,
     /// This rank's logits, `[rows, vocab_width]`.
     logits_local: B::Buffer,
-    /// All ranks' logits, where they are gathered, `[rows, degree * vocab_width]`.
+    /// All ranks' logits, `[rows, degree * vocab_width]`, if they are gathered.
     logits: B::Buffer,
 }
 
 struct ExpertBuffers<B: Backend> {
-    /// Which experts rows go to.
+    /// Which experts each row is routed to.
     routes: B::Routes,
     /// The experts' inner activations, `[tokens * top_k, intermediate]`.
     inner: B::Buffer,
@@ -81,7 +81,7 @@ impl<B: Backend> std::fmt::Debug for Decoder<B> {
 }
 
 impl<B: Backend> Decoder<B> {
-    /// Puts a decoder together with room for `tokens_max` tokens and `rows_max` rows of logits.
+    /// Creates a decoder with room for `tokens_max` tokens and `rows_max` rows of logits.
     ///
     /// # Errors
     /// [`KernelError::OutOfMemory`].
@@ -141,43 +141,43 @@ impl<B: Backend> Decoder<B> {
         })
     }
 
-    /// With adapters beside the model, if there are any.
+    /// Adds LoRA adapters, if there are any.
     #[must_use]
     pub fn with_adapters(self, adapters: Option<Adapters<B>>) -> Self {
         Self { adapters, ..self }
     }
 
-    /// How many adapters there are.
+    /// Returns the number of adapters.
     #[must_use]
     pub fn num_adapters(&self) -> u32 {
         self.adapters.as_ref().map_or(0, Adapters::count)
     }
 
-    /// The model.
+    /// Returns the model's configuration.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Attention of every layer, but for its window.
+    /// Returns the attention shape of every layer, except for its window.
     #[must_use]
     pub fn attention(&self) -> &AttentionShape {
         &self.attention
     }
 
-    /// The windows of all layers, each once.
+    /// Returns the distinct windows of the layers.
     #[must_use]
     pub fn windows(&self) -> &[Option<u32>] {
         &self.windows
     }
 
-    /// Bytes of weights held.
+    /// Returns the size of the weights, in bytes.
     #[must_use]
     pub fn weight_bytes(&self) -> u64 {
         self.weights.bytes + self.adapters.as_ref().map_or(0, Adapters::bytes)
     }
 
-    /// The shape of a KV cache of `num_blocks` blocks for this rank.
+    /// Returns the shape of a KV cache of `num_blocks` blocks for this rank.
     #[must_use]
     pub fn kv_shape(&self, block_size: usize, num_blocks: usize) -> KvShape {
         KvShape {
@@ -190,8 +190,8 @@ impl<B: Backend> Decoder<B> {
     }
 
     /// Computes the batch's tokens: K and V go to the cache, the last layer's output stays in the
-    /// decoder for [`Decoder::logits`]. `rows` has which adapter each row has
-    /// ([`super::lora::row_of`]), and is empty where none has one. Every rank calls it with the
+    /// decoder for [`Decoder::logits`]. `rows` holds the adapter of each row
+    /// ([`super::lora::row_of`]), and is empty if no row has one. Every rank must call it with the
     /// same batch.
     ///
     /// # Errors
@@ -229,8 +229,8 @@ impl<B: Backend> Decoder<B> {
         pass.norm(pending, &weights.final_norm)
     }
 
-    /// What the last norm gave for some of the last batch's rows, one range behind the other,
-    /// `[rows, hidden]`: the same on every rank. Clears and fills `out`.
+    /// Reads the last norm's output for some rows of the last batch, one range after another,
+    /// `[rows, hidden]`; equal on every rank. Clears and fills `out`.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -241,7 +241,7 @@ impl<B: Backend> Decoder<B> {
         out: &mut Vec<f32>,
     ) -> Result<(), KernelError> {
         backend.read_rows(&self.buffers.normed, rows, out)?;
-        // Its weight is divided by that for the logits' sake.
+        // The norm's weight is divided by it, for the logits.
         let scaling = self.config.logits_scaling;
         if scaling != 1.0 {
             out.iter_mut().for_each(|value| *value *= scaling);
@@ -249,9 +249,9 @@ impl<B: Backend> Decoder<B> {
         Ok(())
     }
 
-    /// Logits of some of the last batch's rows, `[rows.len(), at least vocab_size]`; whole on rank
-    /// 0, or where [`samples_everywhere`](kernels::backend::ExchangeOps::samples_everywhere). Every
-    /// rank calls it with the same rows.
+    /// Computes logits of some rows of the last batch, `[rows.len(), at least vocab_size]`; whole
+    /// on rank 0, or if [`samples_everywhere`](kernels::backend::ExchangeOps::samples_everywhere).
+    /// Every rank must call it with the same rows.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -273,7 +273,7 @@ impl<B: Backend> Decoder<B> {
         Ok(&buffers.logits)
     }
 
-    /// What [`Decoder::logits`] gave last.
+    /// Returns the last result of [`Decoder::logits`].
     pub fn last_logits(&self) -> &B::Buffer {
         if self.gathered { &self.buffers.logits } else { &self.buffers.logits_local }
     }

@@ -1,4 +1,4 @@
-//! A draft model's folder: opened and held against the model that it drafts for, then loaded whole.
+//! A draft model's folder: opened, checked against the model that it drafts for, then loaded whole.
 use std::path::Path;
 
 use kernels::Backend;
@@ -13,10 +13,10 @@ use super::size::{self, KeepsInt4};
 use super::weights::{self, Source};
 use crate::engine::Draft;
 
-/// What its checkpoint has is what is kept.
+/// Weights keep the checkpoint's quantisation.
 const QUANTIZATION: Quantization = Quantization::None;
 
-/// A draft model that is not loaded.
+/// A draft model that is opened but not loaded.
 #[derive(Debug)]
 pub struct DraftFiles {
     config: ModelConfig,
@@ -25,7 +25,7 @@ pub struct DraftFiles {
 }
 
 impl DraftFiles {
-    /// Opens a folder and checks that its tokens are the model's.
+    /// Opens a folder and checks that it has the model's vocabulary.
     ///
     /// # Errors
     /// [`ModelError`].
@@ -34,8 +34,8 @@ impl DraftFiles {
         if config.vocab_size != model.vocab_size {
             let (own, other) = (config.vocab_size, model.vocab_size);
             let message = format!(
-                "vocab_size is {own}, and the model that it is to draft for has {other}: both must \
-                 have the same tokens"
+                "vocab_size is {own}, but the model that it drafts for has {other}: both must have \
+                 the same tokens"
             );
             return Err(ModelError::file(&folder.join("config.json"), message));
         }
@@ -43,25 +43,25 @@ impl DraftFiles {
         Ok(Self { shard, files: WeightFiles::open(folder)?, config })
     }
 
-    /// The model.
+    /// The draft model's configuration.
     #[must_use]
     pub fn config(&self) -> &ModelConfig {
         &self.config
     }
 
-    /// Positions that it computes of sequences of up to `max_model_len` tokens.
+    /// Length up to which it computes sequences of at most `max_model_len` tokens.
     fn positions(&self, max_model_len: u32) -> u32 {
         let own = u32::try_from(self.config.max_positions).unwrap_or(u32::MAX);
         own.min(max_model_len)
     }
 
-    /// Bytes of its weights.
+    /// Size of its weights, in bytes.
     #[must_use]
     pub fn weight_bytes(&self, keeps_int4: KeepsInt4<'_>) -> u64 {
         size::weight_bytes(&self.config, &self.shard, QUANTIZATION, keeps_int4)
     }
 
-    /// Bytes of its largest step, and of its KV cache of one sequence of the greatest length.
+    /// Bytes of its largest step's activations, and of its KV cache for one longest sequence.
     #[must_use]
     pub fn step_bytes(&self, sizes: &EngineConfig) -> (u64, u64) {
         let widens = false;
@@ -71,8 +71,8 @@ impl DraftFiles {
         )
     }
 
-    /// Loads it on `own`, or where a device has no second backend for it on `shared`, that of the
-    /// model it drafts for.
+    /// Loads it on `own` or, if the device has no separate backend for it, on `shared`, the backend
+    /// of the model it drafts for.
     ///
     /// # Errors
     /// [`ModelError`].

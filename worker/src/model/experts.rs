@@ -2,7 +2,7 @@
 //!
 //! Published checkpoints have a tensor for each projection of each expert, named as in Mixtral or
 //! in Qwen. transformers 5 keeps all experts of a layer in two tensors, and can save them that way;
-//! gpt-oss always does, in a layout of its own (`interleaved`).
+//! gpt-oss always has two, in its own layout (`interleaved`).
 use kernels::backend::{ExpertActivation, HostMatrix, Routing};
 
 use super::ModelError;
@@ -12,7 +12,7 @@ use super::shard::Shard;
 
 mod interleaved;
 
-/// Inputs that share a scale in MXFP4.
+/// Number of inputs that share a scale in MXFP4.
 pub(crate) const MXFP4_GROUP: usize = 32;
 
 /// The configuration shared by all layers with experts.
@@ -24,19 +24,19 @@ pub struct ExpertsConfig {
     pub intermediate_size: usize,
     /// For each layer of the model, whether it has experts.
     pub layers: Vec<bool>,
-    /// The activation between gate, up and down projections.
+    /// Activation between gate, up and down projections.
     pub activation: ExpertActivation,
-    /// Router and experts have biases, and tensors are laid out as in gpt-oss.
+    /// Whether router and experts have biases, and tensors are laid out as in gpt-oss.
     pub is_interleaved: bool,
 }
 
-/// One rank's share of one layer's experts: checked, not read yet.
+/// One rank's share of one layer's experts: checked, but not read yet.
 #[derive(Debug)]
 pub(crate) struct ExpertParts<'a> {
     /// `[num_experts, hidden]`, the same on all ranks.
     pub(crate) router: HostMatrix<'a>,
-    /// The gate of each expert, followed by its up: `[own, hidden]` each, `own` being this rank's
-    /// columns.
+    /// The gate of each expert, followed by its up: `[own, hidden]` each, where `own` is this
+    /// rank's number of columns.
     pub(crate) gate_up: Vec<HostMatrix<'a>>,
     /// For each part of the sum over columns, the down projections of all experts: `[hidden, own /
     /// parts]`.
@@ -57,19 +57,19 @@ pub(crate) struct Biases {
     pub(crate) down: Option<Vec<f32>>,
 }
 
-/// How a checkpoint names the tensors of a layer.
+/// How a checkpoint names the tensors of a layer's experts.
 enum Names {
     /// `block_sparse_moe.experts.N.w1`, `w3`, `w2`.
     Mixtral,
     /// `mlp.experts.N.gate_proj`, `up_proj`, `down_proj`.
     Qwen,
-    /// `mlp.experts.gate_up_proj`, `down_proj`, of all experts.
+    /// `mlp.experts.gate_up_proj`, `down_proj`, each for all experts.
     Stacked,
 }
 
 impl Names {
-    /// The naming of a layer, recognised by its first expert. Falls back to Qwen's, so that an
-    /// error names the missing tensor.
+    /// Recognises the naming of a layer by its first expert. Falls back to Qwen's, so that an error
+    /// names the missing tensor.
     fn of(files: &WeightFiles, layer: &str) -> Self {
         let has = |name: &str| files.has(&format!("{layer}.{name}"));
         let first = "block_sparse_moe.experts.0.w1.";
@@ -150,7 +150,7 @@ impl<'a> ExpertParts<'a> {
     }
 }
 
-/// The columns of the down projections in part `index` of this rank's sums.
+/// Columns of the down projections in part `index` of this rank's sums.
 fn columns(shard: &Shard, index: usize) -> std::ops::Range<usize> {
     let (first, width) = (shard.expert.start, shard.expert.len() / shard.parts);
     first + index * width..first + (index + 1) * width

@@ -1,16 +1,16 @@
 //! LoRA adapters beside the model: in some modules of a layer, `y += scale * B (A x)`, with the
-//! matrices of each row's own adapter. Every rank holds its part of all adapters of the replica all
-//! the time.
+//! matrices of each row's own adapter. Every rank always holds its part of all adapters of the
+//! replica.
 //!
 //! The adapters of a module form a stack of matrices of one shape, like the experts of a layer:
 //! smaller ranks, and adapters that leave the module unchanged, are padded with zeros. Modules with
 //! the same input are merged: q, k and v have one matrix A each, stacked vertically, and one
 //! block-diagonal matrix B.
 //!
-//! An adapter's result is added where the model's own product is made, so that the sums of a row
-//! have the same order at every tensor-parallel degree. Column-parallel modules hold all of A and
-//! their rows of B. Row-parallel modules hold their columns of A, for each part of the sum that the
-//! model's product consists of, and all of B, and add to that part.
+//! An adapter's result is added where the model's own product is computed, so that the sums of a
+//! row have the same order at every tensor-parallel degree. Column-parallel modules hold all of A
+//! and their rows of B. Row-parallel modules hold all of B and, for each part of the model's own
+//! sum, their columns of A, and add to that part.
 //!
 //! - `config`: `adapter_config.json`
 //! - `files`: an adapter's matrices
@@ -30,7 +30,7 @@ use super::config::ModelConfig;
 use super::modules::Module;
 use super::shard::Shard;
 
-/// Ranks are padded to a multiple of this, in which matrix products take their inputs.
+/// Ranks are padded to a multiple of this, the granularity of matrix products' inputs.
 const RANK_STEP: usize = 8;
 
 /// The places in a layer where adapters add something.
@@ -56,9 +56,9 @@ pub(super) struct Place {
 /// A part of the inputs of a product.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Part {
-    /// Its number among the parts of the sum.
+    /// Index among the parts of the sum.
     pub(super) index: usize,
-    /// The column of the product's input at which it begins.
+    /// Column of the product's input at which it begins.
     pub(super) first: usize,
 }
 
@@ -137,7 +137,7 @@ impl LoraFiles {
             room += tokens_max * (width * 2 + outputs * 4);
             widest = widest.max(outputs);
         }
-        // Products go to scratch memory first, for a limited number of rows at a time.
+        // Products are first computed in scratch memory, for a limited number of rows at a time.
         room += tokens_max.min(EXPERT_SLOTS) * widest * 4;
         Ok((matrices as u64, room as u64))
     }
@@ -285,7 +285,7 @@ impl Joint {
         self.rows.iter().map(Range::len).sum()
     }
 
-    /// The first row of a module's outputs, and which outputs of the module they are.
+    /// Returns the first row of a module's outputs, and which outputs of the module they are.
     fn outputs_of(&self, module: Module) -> (usize, Range<usize>) {
         let before = self.site.modules().iter().take_while(|other| **other != module).count();
         let first = self.rows[..before].iter().map(Range::len).sum();
@@ -353,7 +353,7 @@ impl<B: Backend> std::fmt::Debug for Adapters<B> {
     }
 }
 
-/// The matrix in a stack for rows of requests with this adapter; 0 is the base model alone.
+/// Index in a stack for rows of requests with this adapter; 0 is the base model alone.
 #[must_use]
 pub fn row_of(adapter: u32) -> u32 {
     adapter.checked_sub(1).unwrap_or(NOT_ASSIGNED)
@@ -377,7 +377,7 @@ impl<B: Backend> Adapters<B> {
         backend.assign(rows, &mut self.routes)
     }
 
-    /// What to add at a place, for a part of its inputs.
+    /// Computes what to add at a place, for a part of its inputs.
     pub(super) fn addend(
         &mut self,
         backend: &mut B,

@@ -1,4 +1,4 @@
-//! PURE: the matrices of a decoder layer except those of experts, and where checkpoints keep them.
+//! PURE: the matrices of a decoder layer except those of experts, and their places in checkpoints.
 use std::ops::Range;
 
 use super::config::ModelConfig;
@@ -15,14 +15,14 @@ pub(crate) enum Module {
     Down,
 }
 
-/// Where a checkpoint keeps a module.
+/// Where a checkpoint stores a module.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
-    /// The name, within its layer, of the checkpoint's matrix that holds it; without `.weight`.
+    /// Name, within its layer and without `.weight`, of the checkpoint's matrix that contains it.
     pub(crate) name: &'static str,
-    /// That matrix's shape, `[out, in]`.
+    /// Shape of that matrix, `[out, in]`.
     pub(crate) shape: [usize; 2],
-    /// The matrix's row that is the module's first output.
+    /// Row of that matrix with the module's first output.
     pub(crate) first: usize,
 }
 
@@ -31,7 +31,7 @@ impl Module {
     pub(crate) const ALL: [Self; 7] =
         [Self::Q, Self::K, Self::V, Self::O, Self::Gate, Self::Up, Self::Down];
 
-    /// The shape of its matrix, `[out, in]`.
+    /// Returns the shape of its matrix, `[out, in]`.
     pub(crate) fn shape(self, config: &ModelConfig) -> [usize; 2] {
         let (hidden, inner) = (config.hidden_size, config.intermediate_size);
         let q = config.num_heads * config.head_dim;
@@ -45,7 +45,7 @@ impl Module {
         }
     }
 
-    /// Where the model's checkpoint keeps it.
+    /// Returns where the model's checkpoint stores it.
     pub(crate) fn place(self, config: &ModelConfig) -> Place {
         let (name, joined): (_, &[Self]) = match (self, config.is_fused) {
             (Self::Q | Self::K | Self::V, true) => {
@@ -66,15 +66,15 @@ impl Module {
         Place { name, shape, first: outputs(&joined[..before]) }
     }
 
-    /// The rows of the checkpoint's matrix that hold these outputs of the module, in the files'
+    /// Returns the rows of the checkpoint's matrix with these outputs of the module, in the files'
     /// order.
     pub(crate) fn rows(self, config: &ModelConfig, outputs: &Range<usize>) -> Range<usize> {
         let first = self.place(config).first;
         first + outputs.start..first + outputs.end
     }
 
-    /// The checkpoint's matrices of a layer, each once; without those of the MLP where the layer
-    /// has experts.
+    /// Returns the checkpoint's matrices of a layer, each once, without those of the MLP if the
+    /// layer has experts.
     pub(crate) fn places(config: &ModelConfig, layer: usize) -> Vec<Place> {
         let mut places: Vec<Place> = Vec::new();
         for module in Self::ALL.into_iter().filter(|module| module.is_in(config, layer)) {

@@ -1,12 +1,12 @@
 //! Quantised checkpoints: the `quantization_config` of a `config.json`, and the scales of quantised
 //! tensors.
 //!
-//! FP8 and int8 weights are read as numbers, each multiplied by its scale; integers of 4 or 8 bits
-//! are read from words (`packed`). Activations stay in the type of `--dtype`, whatever the
-//! checkpoint was made for: `input_scale` and the scales of KV caches are ignored.
+//! FP8 and int8 weights are read as numbers, each multiplied by its scale; 4-bit and 8-bit integers
+//! packed into words are read by `packed`. Activations have the type given by `--dtype`, whatever
+//! the checkpoint was made for: `input_scale` and the scales of KV caches are ignored.
 //!
 //! - `compressed`: the configuration of compressed-tensors
-//! - `packed`: integers in words
+//! - `packed`: integers packed into words
 use std::path::Path;
 
 use kernels::backend::{BlockScales, DType, Scales};
@@ -21,20 +21,20 @@ mod packed;
 pub(crate) use packed::PACKED;
 pub use packed::PackedForm;
 
-/// What is supported, for error messages.
-const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, quant_method \"fp8\", \
-                         \"gptq\" of 4 or 8 bits, \"awq\" of 4 bits (version gemm), and \
-                         \"compressed-tensors\" with weights of 8 bits, float or symmetric int, \
-                         with a scale for each tensor, channel or (float) block, or pack-quantized \
-                         of 4 or 8 bits; and of gpt-oss \"mxfp4\"";
+/// The supported formats, for error messages.
+const SUPPORTED: &str = "supported are checkpoints in bf16, f16 and f32, and quant_method \"fp8\", \
+                         \"gptq\" with 4 or 8 bits, \"awq\" with 4 bits (version gemm), \
+                         \"compressed-tensors\" with 8-bit weights, float or symmetric int, and a \
+                         scale per tensor, channel or (float) block, or pack-quantized with 4 or 8 \
+                         bits, and gpt-oss's \"mxfp4\"";
 
 /// The format of a quantised checkpoint that can be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Quantised {
     /// Rows and columns that share a scale, if scales are per block.
     pub block: Option<(usize, usize)>,
-    /// The suffix of a scale tensor's name, for messages: of the two suffixes that are read, the
-    /// one that such checkpoints use.
+    /// Suffix of scale tensors' names in such checkpoints, for error messages; both suffixes are
+    /// read.
     pub scale: &'static str,
     /// How integers are packed into words, if they are.
     pub packed: Option<PackedForm>,
@@ -45,8 +45,8 @@ impl Quantised {
     pub(crate) const PLAIN: Self = Self { block: None, scale: SCALES[1], packed: None };
 }
 
-/// The suffixes of scale tensors: DeepSeek's, and that of all others. Weights are multiplied by the
-/// scale under either name.
+/// Suffixes of scale tensors: DeepSeek's, and everyone else's. Weights are multiplied by the scale
+/// under either name.
 const SCALES: [&str; 2] = ["_scale_inv", "_scale"];
 
 /// Reads how a checkpoint's weights are quantised.
@@ -89,7 +89,7 @@ fn unsupported(what: &str) -> String {
     format!("quantization_config ({what}) is not supported; {SUPPORTED}")
 }
 
-/// Rows and columns of a block: `[128, 128]` or `"128x128"`.
+/// Reads the rows and columns of a block: `[128, 128]` or `"128x128"`.
 fn block(sizes: &Value) -> Result<(usize, usize), String> {
     let numbers: Option<Vec<usize>> = match sizes {
         Value::Array(all) => all.iter().map(|size| usize::try_from(size.as_u64()?).ok()).collect(),
@@ -105,7 +105,7 @@ fn block(sizes: &Value) -> Result<(usize, usize), String> {
     }
 }
 
-/// A string as it is; other values as JSON.
+/// A string itself, or other values as JSON.
 fn text(value: &Value) -> String {
     value.as_str().map_or_else(|| value.to_string(), str::to_owned)
 }
@@ -115,15 +115,15 @@ fn text(value: &Value) -> String {
 pub(crate) struct Tensors<'a> {
     /// The files.
     pub(crate) files: &'a WeightFiles,
-    /// The quantisation that their configuration states.
+    /// Quantisation according to their configuration.
     pub(crate) quantised: Option<Quantised>,
 }
 
 impl<'a> Tensors<'a> {
-    /// A weight matrix of exactly this shape, `[out, in]`.
+    /// Returns a weight matrix of exactly this shape, `[out, in]`.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it or its scales are missing, or have another shape or type.
+    /// [`ModelError::Tensor`] if it or its scales are missing, or have another shape or type.
     pub(crate) fn weight(
         &self,
         name: &str,
@@ -145,13 +145,14 @@ impl<'a> Tensors<'a> {
             Err(ModelError::Tensor { file, tensor, message })
         };
         let Some(quantised) = self.quantised else {
-            let message = "is quantised, of which quantization_config in config.json says nothing";
+            let message = "is quantised, but quantization_config in config.json does not mention \
+                           it";
             return wrong(view.file, name, message.to_owned());
         };
         let names = SCALES.map(|scale| format!("{name}{scale}"));
         let Some(scale_name) = names.iter().find(|name| self.files.has(name)) else {
             let lacking = format!("{name}{}", quantised.scale);
-            let message = "is missing, the scales of a quantised tensor".to_owned();
+            let message = "is missing: the scales of a quantised tensor".to_owned();
             return wrong(self.files.folder(), &lacking, message);
         };
         // Its scales may be in another file.
@@ -233,7 +234,7 @@ mod tests {
             (r#"{"quant_method": 8}"#, "without a quant_method"),
             (r#"{"quant_method": "fp8", "weight_block_size": 128}"#, "blocks of 128"),
             (r#"{"quant_method": "compressed-tensors", "format": 3}"#, "format \"3\""),
-            (r#"{"quant_method": "compressed-tensors", "config_groups": [8]}"#, "no table"),
+            (r#"{"quant_method": "compressed-tensors", "config_groups": [8]}"#, "not a table"),
             (&group(r#"{"num_bits": 7.5}"#), "group_0: 7.5 bits, int, by tensor"),
             (&group(r#"{"num_bits": 8, "symmetric": "no"}"#), "asymmetric"),
             (
@@ -292,7 +293,7 @@ mod tests {
             "block_structure": [128, 64]}"#;
         let by_block = Quantised { block: Some((128, 64)), scale: "_scale", packed: None };
         assert_eq!(compressed(weights, "float-quantized"), by_block);
-        // As the first such files had it.
+        // As in the first such files.
         let weights = weights.replace("[128, 64]", "\"128x64\"");
         assert_eq!(compressed(&weights, "float-quantized"), by_block);
         let mixed = r#"{"quant_method": "compressed-tensors", "format": "mixed-precision",

@@ -14,7 +14,7 @@ pub struct RopeConfig {
     pub scaling: RopeScaling,
 }
 
-/// Supported scalings.
+/// Supported scaling methods.
 #[derive(Clone, Debug, PartialEq)]
 pub enum RopeScaling {
     /// None.
@@ -42,11 +42,11 @@ pub enum RopeScaling {
         factor: f64,
         /// Original context length, in tokens.
         original_positions: f64,
-        /// Turns within that context from which on a frequency is kept.
+        /// Number of turns within that context from which a frequency is kept.
         beta_fast: f64,
-        /// Turns up to which a frequency is divided.
+        /// Number of turns up to which a frequency is divided.
         beta_slow: f64,
-        /// Round the ends of the ramp to whole pairs.
+        /// Whether to round the ends of the ramp to whole pairs.
         truncate: bool,
         /// Factor of cosines and sines.
         attention_factor: f64,
@@ -72,8 +72,8 @@ impl RopeConfig {
         Self { dim: 0, theta: 1.0, scaling: RopeScaling::None }
     }
 
-    /// The angle per position of each rotated pair of elements, `[dim / 2]`, for sequences of up to
-    /// `positions` tokens. It does not depend on the length of the individual sequence.
+    /// Returns the angle per position of each rotated pair of elements, `[dim / 2]`, for sequences
+    /// of up to `positions` tokens. It does not depend on the length of the individual sequence.
     #[must_use]
     pub fn inverse_frequencies(&self, positions: usize) -> Vec<f64> {
         let dim = self.dim as f64;
@@ -137,7 +137,7 @@ impl RopeConfig {
         }
     }
 
-    /// Factor of cosines and sines.
+    /// Returns the factor of cosines and sines.
     #[must_use]
     pub fn attention_factor(&self) -> f64 {
         match self.scaling {
@@ -147,10 +147,10 @@ impl RopeConfig {
         }
     }
 
-    /// The index, within a head of a checkpoint, of the backend's element `i`. Backends rotate
-    /// element `i` with `i + head_dim / 2`. Where only part of a head is rotated, checkpoints have
-    /// the pairs at `i` and `i + dim / 2`, followed by all unrotated elements. The order of
-    /// elements does not matter to the product of q and k.
+    /// Returns the index, within a head of a checkpoint, of the backend's element `i`. Backends
+    /// rotate element `i` with `i + head_dim / 2`. If only part of a head is rotated, checkpoints
+    /// have the pairs at `i` and `i + dim / 2`, followed by all unrotated elements. The order of
+    /// elements does not affect the product of q and k.
     #[must_use]
     pub fn source(&self, head_dim: usize, i: usize) -> usize {
         let (rotated, half) = (self.dim / 2, head_dim / 2);
@@ -165,8 +165,8 @@ impl RopeConfig {
         }
     }
 
-    /// The rows of whole heads in a checkpoint, in the order of [`RopeConfig::source`], as the
-    /// smallest number of ranges.
+    /// Returns the rows of whole heads in a checkpoint, in the order of [`RopeConfig::source`], as
+    /// few ranges.
     pub(super) fn rows(&self, head_dim: usize, heads: Range<usize>) -> Vec<Range<usize>> {
         let mut ranges: Vec<Range<usize>> = Vec::new();
         for head in heads {
@@ -180,8 +180,8 @@ impl RopeConfig {
         ranges
     }
 
-    /// Cosines and sines, each `[positions, head_dim / 2]`, row-major; 1 and 0 for unrotated pairs.
-    /// Angles are first rounded to f32, as transformers does.
+    /// Returns cosines and sines, each `[positions, head_dim / 2]`, row-major; 1 and 0 for
+    /// unrotated pairs. Angles are first rounded to f32, as in transformers.
     #[must_use]
     pub fn tables(&self, head_dim: usize, positions: usize) -> (Vec<f32>, Vec<f32>) {
         let frequencies: Vec<f32> =

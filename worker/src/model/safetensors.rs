@@ -1,5 +1,5 @@
-//! Weight files: `model.safetensors`, or shards with an index; memory-mapped, checked, never copied
-//! as a whole.
+//! Weight files: `model.safetensors`, or shards with an index; memory-mapped, checked, and never
+//! copied as a whole.
 //!
 //! Headers are bounded and validated before any tensor is accessed: all offsets lie within the
 //! file, so a truncated file is an error here rather than a fault later.
@@ -42,7 +42,7 @@ impl<'a> TensorView<'a> {
         (self.shape.iter().rev().skip(1).product(), cols)
     }
 
-    /// A rectangle of its rows and columns.
+    /// Cuts out a rectangle of its rows and columns.
     pub(crate) fn cut(&self, rows: Range<usize>, cols: Range<usize>) -> HostMatrix<'a> {
         let stride = self.size().1;
         let data: &'a [u8] = match &self.scales {
@@ -67,11 +67,11 @@ impl<'a> TensorView<'a> {
 /// A tensor of integers in its file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct IntegersView<'a> {
-    /// Their shape.
+    /// Shape of the tensor.
     pub(crate) shape: &'a [usize],
     /// Bytes per integer: 4 or 8.
     pub(crate) size: usize,
-    /// Their bytes.
+    /// Bytes of the integers.
     pub(crate) data: &'a [u8],
     /// The file, for error messages.
     pub(crate) file: &'a Path,
@@ -91,7 +91,7 @@ struct WeightFile {
 pub struct WeightFiles {
     folder: PathBuf,
     files: Vec<WeightFile>,
-    /// Where each tensor is, by its name in a text-only model.
+    /// Place of each tensor, by its name in a text-only model.
     tensors: BTreeMap<String, Place>,
 }
 
@@ -99,7 +99,7 @@ pub struct WeightFiles {
 struct Place {
     /// Index of the file.
     file: usize,
-    /// The tensor's name in that file.
+    /// Name of the tensor in that file.
     name: String,
 }
 
@@ -111,9 +111,9 @@ struct Found<'a> {
     data: &'a [u8],
 }
 
-/// The name that a tensor has in a text-only model. Multimodal models prefix it with
-/// `language_model` (as transformers 4 saves them) or `model.language_model` (as it names them
-/// since); adapters put a prefix of their own before that.
+/// Returns the name that a tensor has in a text-only model. Multimodal models add the prefix
+/// `language_model` (as saved by transformers 4) or `model.language_model` (its naming since then);
+/// adapters put their own prefix before that.
 fn name_alone(name: &str) -> String {
     let adapter = "base_model.model.";
     let (before, name) = match name.strip_prefix(adapter) {
@@ -173,7 +173,7 @@ impl WeightFiles {
             return Ok(());
         };
         let again = self.tensors.get(&name_alone(&other.name)).map_or("", |place| &place.name);
-        let message = format!("is there a second time, as {again}");
+        let message = format!("is a duplicate, also found as {again}");
         Err(wrong(&self.files[other.file].path, &other.name, message))
     }
 
@@ -195,7 +195,7 @@ impl WeightFiles {
         for (tensor, name) in parsed.weight_map {
             if name.contains(['/', '\\']) || name.starts_with('.') {
                 let message =
-                    format!("tensor {tensor} is in \"{name}\", which is no plain file name");
+                    format!("tensor {tensor} is in \"{name}\", which is not a plain file name");
                 return Err(ModelError::file(index, message));
             }
             let number = match numbers.get(&name) {
@@ -224,7 +224,7 @@ impl WeightFiles {
         &self.folder
     }
 
-    /// Number of files, and bytes of a text model's weights in them.
+    /// Returns the number of files, and the bytes of a text model's weights in them.
     #[must_use]
     pub fn size(&self) -> (usize, u64) {
         let text = ["model.embed_tokens.", "model.layers.", "model.norm.", "lm_head."];
@@ -241,25 +241,24 @@ impl WeightFiles {
         self.tensors.contains_key(tensor)
     }
 
-    /// A tensor of exactly this shape, which must not be quantised.
+    /// Returns a tensor of exactly this shape, which must not be quantised.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, or has another shape or type.
+    /// [`ModelError::Tensor`] if it is missing, or has another shape or type.
     pub fn tensor(&self, tensor: &str, shape: &[usize]) -> Result<TensorView<'_>, ModelError> {
         let view = self.any_tensor(tensor, Some(shape))?;
         if let DType::F8E4M3 | DType::I8 = view.dtype {
             let (file, tensor) = (view.file.to_owned(), tensor.to_owned());
-            let message =
-                format!("is of type {:?}; it has to be BF16, F16 or F32 here", view.dtype);
+            let message = format!("is of type {:?}; it must be BF16, F16 or F32 here", view.dtype);
             return Err(ModelError::Tensor { file, tensor, message });
         }
         Ok(view)
     }
 
-    /// The elements, as f32, of a tensor of exactly this shape, which must not be quantised.
+    /// Returns the elements of a tensor of exactly this shape as f32; it must not be quantised.
     ///
     /// # Errors
-    /// As [`WeightFiles::tensor`].
+    /// Same as [`WeightFiles::tensor`].
     pub(crate) fn numbers(&self, tensor: &str, shape: &[usize]) -> Result<Vec<f32>, ModelError> {
         let tensor = self.tensor(tensor, shape)?;
         let mut values = vec![0.0; shape.iter().product()];
@@ -267,10 +266,10 @@ impl WeightFiles {
         Ok(values)
     }
 
-    /// The bytes of a tensor of 8-bit unsigned integers of exactly this shape, and its file.
+    /// Returns the bytes of a U8 tensor of exactly this shape, and its file.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, or has another shape or type.
+    /// [`ModelError::Tensor`] if it is missing, or has another shape or type.
     pub(crate) fn bytes(
         &self,
         tensor: &str,
@@ -278,20 +277,20 @@ impl WeightFiles {
     ) -> Result<(&[u8], &Path), ModelError> {
         let Found { file, name, info, data } = self.find(tensor)?;
         if info.dtype != safetensors::Dtype::U8 {
-            let message = format!("is of type {:?}; it has to be U8 here", info.dtype);
+            let message = format!("is of type {:?}; it must be U8 here", info.dtype);
             return Err(wrong(file, name, message));
         }
         if info.shape != shape {
-            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            let message = format!("has shape {:?}, but config.json requires {shape:?}", info.shape);
             return Err(wrong(file, name, message));
         }
         Ok((data, file))
     }
 
-    /// A tensor, of exactly `shape` if given; without the scales that it may need.
+    /// Returns a tensor, of exactly `shape` if given, without any scales that it needs.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing, has another shape, or has an unknown type.
+    /// [`ModelError::Tensor`] if it is missing, has another shape, or has an unknown type.
     pub fn any_tensor(
         &self,
         tensor: &str,
@@ -312,23 +311,23 @@ impl WeightFiles {
             }
         };
         if let Some(shape) = shape.filter(|shape| info.shape != *shape) {
-            let message = format!("has shape {:?}, config.json asks for {shape:?}", info.shape);
+            let message = format!("has shape {:?}, but config.json requires {shape:?}", info.shape);
             return Err(wrong(file, message));
         }
         Ok(TensorView { shape: &info.shape, dtype, data, scales: None, file })
     }
 
-    /// A tensor of 32-bit or 64-bit integers.
+    /// Returns a tensor of 32-bit or 64-bit integers.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when it is missing or has another type.
+    /// [`ModelError::Tensor`] if it is missing or has another type.
     pub(crate) fn integers(&self, tensor: &str) -> Result<IntegersView<'_>, ModelError> {
         let Found { file, name, info, data } = self.find(tensor)?;
         let size = match info.dtype {
             safetensors::Dtype::I32 => 4,
             safetensors::Dtype::I64 => 8,
             other => {
-                let message = format!("is of type {other:?}; it has to be I32 or I64 here");
+                let message = format!("is of type {other:?}; it must be I32 or I64 here");
                 return Err(wrong(file, name, message));
             }
         };
@@ -351,14 +350,14 @@ impl WeightFiles {
             let message = "lies beyond the end of the file".to_owned();
             return Err(wrong(&file.path, name, message));
         };
-        // Of a file that was written into since: touching what is gone would end the process.
+        // If the file was cut after it was mapped, touching missing pages would end the process.
         let (end, len) = ((file.data_start + end) as u64, file.map.len_now());
         let len =
             len.map_err(|error| wrong(&file.path, name, format!("cannot be read: {error}")))?;
         if len < end {
             let message = format!(
-                "ends at byte {end}, and the file has been cut to {len} since it was opened: replace \
-                 model folders, do not write into them"
+                "ends at byte {end}, but the file has been truncated to {len} since it was opened: \
+                 replace model folders, do not write into them"
             );
             return Err(wrong(&file.path, name, message));
         }
@@ -379,7 +378,7 @@ impl WeightFile {
             return Err(ModelError::file(&path, "is shorter than a safetensors header"));
         };
         if length > HEADER_MAX {
-            let message = format!("its header claims {length} bytes, the bound is {HEADER_MAX}");
+            let message = format!("its header claims {length} bytes, the limit is {HEADER_MAX}");
             return Err(ModelError::file(&path, message));
         }
         let data_start = 8 + length as usize;
@@ -395,7 +394,8 @@ impl WeightFile {
         if found != described {
             let fault = if found < described { "truncated" } else { "damaged" };
             let message = format!(
-                "is {fault}: its header describes {described} bytes of weights, {found} are there"
+                "is {fault}: its header describes {described} bytes of weights, but {found} are \
+                 there"
             );
             return Err(ModelError::file(&path, message));
         }
@@ -426,7 +426,7 @@ mod tests {
         OpenOptions::new().write(true).open(&path).unwrap().set_len(data + 8).unwrap();
         assert_eq!(files.find("a").map(|found| found.data[7]).ok(), Some(7));
         let error = files.find("b").map(|_| ()).unwrap_err().to_string();
-        for part in ["model.safetensors", &format!("byte {}", data + 32_776), "cut to"] {
+        for part in ["model.safetensors", &format!("byte {}", data + 32_776), "truncated to"] {
             assert!(error.contains(part), "{error}");
         }
     }

@@ -1,6 +1,6 @@
 //! PURE: which heads, columns and rows of a model one rank holds (tensor parallelism).
 //!
-//! Column-parallel: q, k, v, gate and up, also those of every expert: a rank holds whole output
+//! Column-parallel: q, k, v, gate and up, including those of experts: a rank holds whole output
 //! rows. Row-parallel: the output and down projections: a rank holds input columns, and the ranks'
 //! partial products are summed. The vocabulary is divided for the embedding and the output head.
 use std::ops::Range;
@@ -15,12 +15,12 @@ pub struct Shard {
     pub rank: usize,
     /// Number of ranks.
     pub degree: usize,
-    /// Number of parts in which this rank's sums over heads and over the MLP are made: see
+    /// Number of parts in which this rank's sums over heads and over the MLP are computed; see
     /// [`Shard::with_reduction`].
     pub parts: usize,
     /// Query heads on this rank.
     pub heads: Range<usize>,
-    /// KV heads on this rank; replicated when there are more ranks than KV heads.
+    /// KV heads on this rank; replicated if there are more ranks than KV heads.
     pub kv_heads: Range<usize>,
     /// MLP columns on this rank, in dense layers.
     pub intermediate: Range<usize>,
@@ -51,7 +51,8 @@ impl Shard {
                 size => format!(", experts of {size}"),
             };
             let message = format!(
-                "{} heads, {} KV heads{mlp}{experts} cannot be divided so; possible degrees: {}",
+                "{} heads, {} KV heads{mlp}{experts} cannot be divided that way; possible degrees: \
+                 {}",
                 config.num_heads,
                 config.num_kv_heads,
                 possible.join(", ")
@@ -81,12 +82,12 @@ impl Shard {
         })
     }
 
-    /// Makes sums over heads and over the MLP as `reduction` ranks would, so that every degree that
-    /// divides `reduction` gives the same bits.
+    /// Computes sums over heads and over the MLP as `reduction` ranks would, so that every degree
+    /// that divides `reduction` gives the same bits.
     ///
     /// # Errors
-    /// As [`Shard::new`] for `reduction` ranks; also when that is not this degree times a power of
-    /// two.
+    /// Same as [`Shard::new`] for `reduction` ranks; also if `reduction` is not this degree times a
+    /// power of two.
     pub fn with_reduction(self, config: &ModelConfig, reduction: u32) -> Result<Self, ModelError> {
         let wanted = reduction as usize;
         if !wanted.is_multiple_of(self.degree) || !(wanted / self.degree).is_power_of_two() {
@@ -143,7 +144,7 @@ mod tests {
                 let tokens: Vec<usize> = shards.iter().flat_map(|s| s.vocab.clone()).collect();
                 assert_eq!(tokens, (0..385).collect::<Vec<_>>());
                 for shard in shards {
-                    // Query head h uses KV head h * kv / heads, on whichever rank it is.
+                    // Query head h uses KV head h * kv / heads, whichever rank it is on.
                     let group = shard.heads.len() / shard.kv_heads.len();
                     for (i, head) in shard.heads.clone().enumerate() {
                         assert_eq!(shard.kv_heads.start + i / group, head * kv / heads);
@@ -158,7 +159,7 @@ mod tests {
         let error = Shard::new(&config(12, 4, 100), 0, 5).unwrap_err().to_string();
         assert!(error.contains("degree 5") && error.contains("12 heads"), "{error}");
         assert!(error.contains("possible degrees: 1, 2, 4"), "{error}");
-        // Experts are divided, too; where all layers have them, nothing else needs to divide.
+        // Experts are divided, too; if all layers have them, there is no MLP to divide.
         let routing = Routing { num_experts: 4, top_k: 2, normalise: true };
         let experts = ExpertsConfig {
             routing,
@@ -170,7 +171,7 @@ mod tests {
         let sparse =
             ModelConfig { intermediate_size: 0, experts: Some(experts), ..config(12, 4, 100) };
         let error = Shard::new(&sparse, 0, 4).unwrap_err().to_string();
-        assert!(error.contains("4 KV heads, experts of 6 cannot be divided so"), "{error}");
+        assert!(error.contains("4 KV heads, experts of 6 cannot be divided that way"), "{error}");
         assert!(error.ends_with("possible degrees: 1, 2"), "{error}");
         let shard = Shard::new(&sparse, 1, 2).unwrap();
         assert_eq!((shard.expert, shard.intermediate), (3..6, 0..0));

@@ -13,8 +13,8 @@ const SCALE: u64 = 4;
 /// Whether a device keeps a 4-bit matrix with these groups (or a stack of them, if true) in 4 bits.
 pub type KeepsInt4<'a> = &'a dyn Fn(&Int4Groups, bool) -> bool;
 
-/// Bytes of a shard's weights. Assumes that all matrices of the layers are packed if the
-/// configuration says that some are, and that the output head is not.
+/// Size of a shard's weights, in bytes. Assumes that if some matrices are packed according to the
+/// configuration, all matrices of the layers are, and that the output head is not.
 #[must_use]
 pub fn weight_bytes(
     config: &ModelConfig,
@@ -28,8 +28,8 @@ pub fn weight_bytes(
     let hidden = n(config.hidden_size);
     let q = n(shard.heads.len() * config.head_dim);
     let kv = n(shard.kv_heads.len() * config.head_dim);
-    // Sizes of a matrix that is never in 4 bits in the files; of a matrix of a layer; and of one
-    // that always keeps the type of the products.
+    // Sizes of: a matrix that the files never have in 4 bits; a matrix of a layer; a matrix that
+    // always keeps the type of the products.
     let head = |rows: u64, cols: u64| match quantization {
         Quantization::None => 2 * rows * cols,
         Quantization::Int8 => rows * (cols + SCALE),
@@ -46,7 +46,7 @@ pub fn weight_bytes(
         }
     };
     let as_is = |rows: u64, cols: u64| 2 * rows * cols;
-    // Each part of a row-parallel matrix has scales of its own.
+    // Each part of a row-parallel matrix has its own scales.
     let parts = n(shard.parts);
     let row_parallel = |cols: u64, is_stack| parts * matrix(hidden, cols / parts, is_stack);
     let mlp =
@@ -75,8 +75,8 @@ fn layers(config: &ModelConfig) -> (u64, u64) {
     ((config.num_layers - sparse) as u64, sparse as u64)
 }
 
-/// Bytes of the activations of the largest step. `widens` tells whether some products convert int8
-/// weights to bf16 first.
+/// Size of the activations of the largest step, in bytes. `widens` tells whether some products
+/// convert int8 weights to bf16 first.
 #[must_use]
 pub fn activation_bytes(
     config: &ModelConfig,
@@ -112,7 +112,7 @@ pub fn activation_bytes(
         + u64::from(sizes.max_num_seqs) * logits
 }
 
-/// Bytes of the KV cache of one sequence of maximum length.
+/// Size of the KV cache of one sequence of maximum length, in bytes.
 #[must_use]
 pub fn sequence_bytes(config: &ModelConfig, shard: &Shard, sizes: &EngineConfig) -> u64 {
     let token = config.num_layers * shard.kv_heads.len() * config.head_dim * 2 * 2;
@@ -157,14 +157,14 @@ mod tests {
         assert_eq!(plain_bytes(&config, &half, Quantization::None) * 2, bytes);
         let tied = ModelConfig { tied: true, ..config.clone() };
         assert_eq!(plain_bytes(&tied, &whole, Quantization::None), bytes - 2 * 128_256 * 4096);
-        // Everything but the embedding is half as large, plus a scale for each output: q, k, v,
+        // Everything but the embedding takes half the space, plus a scale per output: q, k, v,
         // output, gate, up and down of 32 layers, and the head.
         let outputs = 32 * (4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096) + 128_256;
         let int8 = bytes / 2 + 128_256 * 4096 + 4 * outputs;
         assert_eq!(plain_bytes(&config, &whole, Quantization::Int8), int8);
         // The head is then a separate matrix, tied or not.
         assert_eq!(plain_bytes(&tied, &whole, Quantization::Int8), int8);
-        // The usual form of AWQ: embedding and head stay bf16; 128 inputs share a scale and a zero
+        // AWQ's usual form: embedding and head stay bf16; 128 inputs share a scale and a zero
         // point.
         let awq = PackedForm {
             packing: Packing::Awq,
@@ -266,7 +266,7 @@ mod tests {
         // One f32 scale per group.
         let int4 = int4_bytes(&config, &whole, Quantization::None);
         assert_eq!(int4, expert_weights / 2 + expert_weights / 32 * 4 + 2 * others);
-        // Groups cut by the division have a scale in each part.
+        // Groups that the division cuts have a scale in each part.
         let quarter = Shard::new(&config, 3, 4).unwrap();
         assert_eq!(quarter.expert, 2160..2880);
         let all = 4 * int4_bytes(&config, &quarter, Quantization::None);

@@ -1,13 +1,13 @@
 //! One rank's shard of the weights, packed for its backend.
 //!
 //! - `part`: which rectangle of each tensor a rank takes
-//! - `loader`: what is taken, packed
+//! - `loader`: packs what was taken
 //!
-//! Owns the tensor names of the Llama family, their shapes, and which rectangle of each tensor a
+//! Defines the tensor names of the Llama family, their shapes, and which rectangle of each tensor a
 //! rank takes. Everything is checked before anything is loaded, so that a folder with a bad last
 //! layer fails at once. Only the file pages of this rank's rectangles are read, with one exception:
-//! int8 scales are computed from whole rows, so when weights are quantised to int8, every rank
-//! reads row-parallel matrices completely.
+//! int8 scales are computed from whole rows, so when quantising to int8, every rank reads
+//! row-parallel matrices completely.
 use half::{bf16, f16};
 use kernels::backend::{Backend, DType, QkvWeights, RopeTable, Scales, Tensors as Types};
 use kernels::error::KernelError;
@@ -69,7 +69,7 @@ pub enum Mlp<M, S, V> {
         router: M,
         /// Its bias, the same on all ranks.
         router_bias: Option<V>,
-        /// For each expert its gate, then its up.
+        /// Gates and ups of all experts, each expert's gate followed by its up.
         gate_up: S,
         /// The biases of both.
         gate_up_bias: Option<V>,
@@ -91,19 +91,19 @@ pub(super) type BackendMlp<B> =
 /// One rank's weights.
 #[derive(Debug)]
 pub struct Weights<M, S, V> {
-    /// `[vocab_width, hidden]`.
+    /// Embedding, `[vocab_width, hidden]`.
     pub embedding: M,
     /// Factor of its rows.
     pub embedding_scale: f32,
-    /// Output head, `[vocab_width, hidden]`; `None` when tied to the embedding.
+    /// Output head, `[vocab_width, hidden]`; `None` if tied to the embedding.
     pub lm_head: Option<M>,
     /// The layers.
     pub layers: Vec<LayerWeights<M, S, V>>,
     /// RMSNorm before the output head.
     pub final_norm: V,
-    /// Rotary tables, each distinct one once; layers refer to them by index.
+    /// The distinct rotary tables; layers refer to them by index.
     pub ropes: Vec<RopeTable<V>>,
-    /// Bytes of the shard's matrices as kept: as stored, or quantised.
+    /// Size of the shard's matrices as kept (as stored, or quantised), in bytes.
     pub bytes: u64,
 }
 
@@ -120,8 +120,8 @@ pub struct Source<'a> {
 
 /// Checks all tensors, then packs this rank's shard of each. With `quantization`, quantises all
 /// matrices of the layers except routers, and the output head; a head tied to the embedding then
-/// becomes a separate matrix, since the embedding stays as it is. `max_positions` bounds the rotary
-/// tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
+/// becomes a separate matrix, since the embedding is not quantised. `max_positions` bounds the
+/// rotary tables; `progress` is called with (bytes done, bytes total) of the matrices as stored.
 ///
 /// # Errors
 /// [`ModelError`].
@@ -140,7 +140,7 @@ pub fn load<B: Backend>(
         return Err(ModelError::Tensor {
             file: source.files.folder().to_owned(),
             tensor: "model.embed_tokens".to_owned(),
-            message: "is packed: embeddings of 4 bits are not supported".to_owned(),
+            message: "is packed: 4-bit embeddings are not supported".to_owned(),
         });
     }
     let lm_head = match (config.tied, quantization) {
@@ -171,7 +171,7 @@ pub fn load<B: Backend>(
             .iter()
             .map(|rope| {
                 let (mut cos, mut sin) = rope.tables(config.head_dim, max_positions);
-                // Where no norm of q has it, q and k each have half of the scores' factor.
+                // Without a norm on q to carry it, the scores' factor is split between q and k.
                 if !config.qk_norm && config.query_scale != 1.0 {
                     let scale = config.query_scale.sqrt();
                     cos.iter_mut().chain(&mut sin).for_each(|value| *value *= scale);
@@ -192,7 +192,7 @@ fn rounded(scale: f64, dtype: DType) -> f32 {
     }
 }
 
-/// Each distinct rotary embedding once, in the order of the first layers that use it.
+/// Returns the distinct rotary embeddings, in the order of the first layers that use them.
 fn kinds(ropes: &[RopeConfig]) -> Vec<&RopeConfig> {
     let mut kinds: Vec<&RopeConfig> = Vec::new();
     for rope in ropes {

@@ -1,4 +1,4 @@
-//! GPUs, as NVIDIA's management library tells of them.
+//! GPUs, as reported by NVIDIA's management library.
 use std::path::Path;
 
 use shared::host::HostSampler;
@@ -7,7 +7,7 @@ use super::Finding;
 
 const CHECK: &str = "gpu driver";
 
-/// Looks for the library and for GPUs. A host without both is a CPU node: nothing is wrong.
+/// Looks for the library and for GPUs. A host without both is a CPU node, which is fine.
 pub(super) fn check(nvml: Option<&Path>) -> Finding {
     let sampler = HostSampler::new("doctor", nvml);
     let devices = sampler.devices();
@@ -18,13 +18,13 @@ pub(super) fn check(nvml: Option<&Path>) -> Finding {
         Some(problem) if Path::new("/dev/nvidiactl").exists() => Finding::warn(
             CHECK,
             format!("there is a GPU, but NVML cannot be used: {problem}"),
-            "install the driver's libraries, or --nvml-lib FILE",
+            "install the driver's libraries, or name NVML with --nvml-lib FILE",
         ),
         Some(_) => Finding::ok(CHECK, "no NVML and no GPU: a CPU node"),
         None if devices.is_empty() => Finding::warn(
             CHECK,
-            "NVML is there and finds no GPU",
-            "give the container its GPUs, or look at nvidia-smi",
+            "NVML is installed but finds no GPU",
+            "give the container access to the GPUs, or check nvidia-smi",
         ),
         None => {
             let names: Vec<String> = devices

@@ -1,14 +1,14 @@
-//! What the host gives a process: shared memory, open files, cores.
+//! Resources that the host gives a process: shared memory, open files, cores.
 use std::path::Path;
 
 use super::Finding;
 
-/// Open files below which a coordinator turns clients away: each stream is one.
+/// Limit of open files below which a coordinator turns clients away: each stream is one.
 const FILES_WANTED: u64 = 4096;
-/// Open files below which not even a small cluster works.
+/// Limit of open files below which not even a small cluster works.
 const FILES_NEEDED: u64 = 256;
 
-/// Ranks of one host exchange their sums through shared memory.
+/// Checks shared memory, through which ranks on one host exchange their sums.
 pub(super) fn shared_memory(folder: &Path, workers: u32, degree: u32) -> Finding {
     const CHECK: &str = "shared memory";
     let needed = worker::check::shared_memory_bytes(workers, degree);
@@ -29,7 +29,7 @@ pub(super) fn shared_memory(folder: &Path, workers: u32, degree: u32) -> Finding
     Finding::ok(CHECK, found)
 }
 
-/// Every client is an open file.
+/// Checks the limit of open files: every client is one.
 pub(super) fn open_files(limits: &Path) -> Finding {
     const CHECK: &str = "open files";
     let text = std::fs::read_to_string(limits).unwrap_or_default();
@@ -49,7 +49,7 @@ pub(super) fn open_files(limits: &Path) -> Finding {
     }
 }
 
-/// The soft limit of open files in the text of `/proc/self/limits`.
+/// Returns the soft limit of open files from the text of `/proc/self/limits`.
 fn soft_limit(limits: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max open files"))?;
     match line.split_whitespace().next()? {
@@ -58,7 +58,7 @@ fn soft_limit(limits: &str) -> Option<u64> {
     }
 }
 
-/// More workers than cores make each other slow.
+/// Checks the cores: more workers than cores slow each other down.
 pub(super) fn processors(cores: u32, workers: u32) -> Finding {
     const CHECK: &str = "cores";
     let found = format!("{cores} cores for {workers} worker(s)");
@@ -68,7 +68,7 @@ pub(super) fn processors(cores: u32, workers: u32) -> Finding {
     Finding::ok(CHECK, found)
 }
 
-/// Bytes in MiB, rounded up: what is needed must not look like nothing.
+/// Formats bytes in MiB, rounded up so that a need never looks like nothing.
 pub(super) fn mib(bytes: u64) -> String {
     format!("{} MiB", bytes.div_ceil(1 << 20))
 }
@@ -112,7 +112,7 @@ mod tests {
         let gone = Path::new("/no/such/folder");
         assert_eq!(shared_memory(gone, 2, 2).level, Level::Fail);
         assert_eq!(shared_memory(gone, 2, 1).level, Level::Ok);
-        // 64 ranks take 32 MiB a group: no host has room for so many groups.
+        // 64 ranks take 32 MiB per group: no host has room for so many groups.
         assert!(worker::check::shared_memory_bytes(64, 64) > 32 << 20);
     }
 }

@@ -17,7 +17,7 @@ const ADAPTERS: &str = "adapters";
 const DRAFT: &str = "draft model";
 const TOKENIZER: &str = "tokenizer";
 const MEMORY: &str = "memory";
-/// What a worker takes besides weights and cache: threads, buffers of a step.
+/// Memory of a worker besides weights and cache: threads, a step's buffers.
 const OTHER: u64 = 256 << 20;
 
 pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
@@ -65,23 +65,23 @@ pub(super) fn check(args: &DoctorArgs, workers: u32) -> Vec<Finding> {
         Err(error) => Finding::fail(
             TOKENIZER,
             error.to_string(),
-            "the folder needs tokenizer.json (workers alone do without)",
+            "the folder needs tokenizer.json (hosts that only run workers do without)",
         ),
     });
     findings
 }
 
-/// What mends a model that cannot be served.
+/// Returns the remedy for a model that cannot be served.
 fn remedy(error: &ModelError) -> &'static str {
     match error {
-        ModelError::Degree { .. } => "--tensor-parallel N, one of the degrees that are possible",
+        ModelError::Degree { .. } => "--tensor-parallel N, with one of the possible degrees",
         ModelError::File { file, .. } if !file.exists() => {
             "--model DIR, a folder in Hugging Face format with config.json and safetensors"
         }
         ModelError::File { file, .. } if file.ends_with("config.json") => {
-            "name another model with --model; the README lists those that are served"
+            "name another model with --model; the README lists the supported ones"
         }
-        _ => "copy the folder again from where it came, or name another with --model",
+        _ => "copy the folder again from its source, or name another with --model",
     }
 }
 
@@ -93,8 +93,8 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
         }),
         (None, Some(_)) => Err(Finding::warn(
             MODEL,
-            "not looked at: the coordinator names its folder",
-            "--model DIR, the path that the coordinator has",
+            "not checked: the coordinator names the model's folder",
+            "--model DIR, with the coordinator's path",
         )),
         (None, None) => {
             demo_model().map_err(|error| Finding::fail(MODEL, error.to_string(), "--model DIR"))
@@ -102,10 +102,10 @@ fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     }
 }
 
-/// What is beside the model: the bytes that it takes of a worker, and what was found of it.
+/// Something served beside the model: the bytes it takes on a worker, and the finding.
 type Beside = (u64, Finding);
 
-/// The adapters of `--lora-modules`, where there are any, on each worker.
+/// Checks the adapters of `--lora-modules`, if any; each worker holds them.
 fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let count = args.lora.adapters().count();
     if count == 0 {
@@ -121,7 +121,7 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
             (bytes, Finding::ok(ADAPTERS, text))
         }
         Err(error) => {
-            let fix = "save the adapter as the message says, or leave it out of --lora-modules";
+            let fix = "save the adapter as the message says, or remove it from --lora-modules";
             (0, Finding::fail(ADAPTERS, error, fix))
         }
     })
@@ -159,13 +159,13 @@ fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
 /// Bytes of weights.
 #[derive(Clone, Copy, Debug)]
 struct Weights {
-    /// Of each worker, adapters included.
+    /// On each worker, adapters included.
     weights: u64,
-    /// Of the draft model, on one worker of each replica; its KV is in that one's cache.
+    /// Of the draft model, on one worker per replica; its KV is in that worker's cache.
     draft: u64,
 }
 
-/// A worker's weights, cache and the rest against what the host can give.
+/// Compares a worker's weights, cache and the rest with what the host can give.
 fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64>) -> Finding {
     let drafting = u64::from(workers.div_ceil(args.tensor_parallel));
     let drafts = taken.draft.saturating_mul(drafting);
@@ -176,8 +176,8 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
         .saturating_add(OTHER);
     let needed = per_worker.saturating_mul(u64::from(workers)).saturating_add(drafts);
     let Some(available) = available else {
-        let found = format!("about {} needed; the system does not say what it has", mib(needed));
-        return Finding::warn(MEMORY, found, "look for yourself");
+        let found = format!("about {} needed; the system does not report what it has", mib(needed));
+        return Finding::warn(MEMORY, found, "check the host's memory yourself");
     };
     let beside = match drafts {
         0 => String::new(),
@@ -196,8 +196,8 @@ fn memory(taken: Weights, args: &DoctorArgs, workers: u32, available: Option<u64
         0 => "more hosts (--tensor-parallel), fewer workers here, or less --kv-cache-memory",
         _ => "more hosts, fewer workers here, less --swap-space or less --kv-cache-memory",
     };
-    // What all sequences together can fill may be less than the cache's bound, and a worker looks
-    // for that when it is formed.
+    // All sequences together may fill less than the cache's bound; a worker checks that when it is
+    // formed.
     if needed.saturating_sub(args.kv_cache_memory.saturating_mul(u64::from(workers))) <= available {
         return Finding::warn(MEMORY, found, fix);
     }
@@ -223,7 +223,7 @@ mod tests {
     #[test]
     fn memory_is_compared_with_weights_and_cache() {
         let args = args(&["--kv-cache-memory", "1GiB", "--tensor-parallel", "2"]);
-        // Of weights, cache and the rest 2 + 1 + 0.25 GiB each.
+        // Weights, cache and the rest: 2 + 1 + 0.25 GiB each.
         let plain = |weights| Weights { weights, draft: 0 };
         let judged = |gib: f64, workers| {
             let available = Some((gib * (1u64 << 30) as f64) as u64);
@@ -260,7 +260,7 @@ mod tests {
         assert!(found.contains("2 draft model(s) of 512"), "{found}");
     }
 
-    /// The model of the tests that is its own draft model, and one with other tokens.
+    /// The tests' model as its own draft model, and one with other tokens.
     #[test]
     fn a_draft_model_is_held_against_the_model() {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");

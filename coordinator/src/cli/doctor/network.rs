@@ -1,4 +1,4 @@
-//! Ports that shall be free, peers that shall answer, clocks that shall agree.
+//! Ports that must be free, peers that must answer, clocks that must agree.
 use std::net::{SocketAddr, TcpListener};
 use std::time::{Duration, SystemTime};
 
@@ -17,11 +17,11 @@ use super::super::etcd::EtcdArgs;
 use super::host::mib;
 use super::{DoctorArgs, Finding, Level};
 
-/// How long a peer may take to answer.
+/// Time limit for a peer's answer.
 const DEADLINE: Duration = Duration::from_secs(3);
-/// Clocks further apart make logs and graphs of two nodes hard to compare.
+/// Clock skew that makes logs and graphs of two nodes hard to compare.
 const SKEW_WARN: Duration = Duration::from_secs(2);
-/// Clocks further apart are wrong: certificates and dashboards break.
+/// Clock skew that is plainly wrong: certificates and dashboards break.
 const SKEW_FAIL: Duration = Duration::from_secs(60);
 
 pub(super) fn check(args: &DoctorArgs, secret: Option<&Keyring>) -> Vec<Finding> {
@@ -51,14 +51,14 @@ fn default_server(coordinator: &str, trust: &TrustArgs) -> String {
     format!("{scheme}://{host}:8000")
 }
 
-/// Can the address be bound?
+/// Checks whether the address can be bound.
 fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
     match TcpListener::bind(address) {
         Ok(_) => Finding::ok(check, format!("{address} is free")),
         Err(error) => Finding::fail(
             check,
             format!("{address} cannot be used: {error}"),
-            format!("stop what listens there, or {option} another address"),
+            format!("stop what listens there, or set {option} to another address"),
         ),
     }
 }
@@ -74,7 +74,7 @@ fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
     match outcome {
         Ok(()) => {
             let proven =
-                if secret.is_some() { "has the same secret" } else { "asks for no secret" };
+                if secret.is_some() { "has the same secret" } else { "requires no secret" };
             Finding::ok(CHECK, format!("{address} answers and {proven}"))
         }
         Err(refusal) => Finding::fail(CHECK, format!("{address}: {}", refusal.found), refusal.fix),
@@ -96,8 +96,8 @@ impl Refusal {
 
 async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
     let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
-        let fix = "start the coordinator with --cluster-listen on an address that this host \
-                   reaches, and open the port in firewalls between";
+        let fix = "start the coordinator with --cluster-listen on an address that this host can \
+                   reach, and open the port in any firewall between them";
         Refusal::new(format!("cannot be reached: {error}"), fix)
     })?;
     if let Some(secret) = secret {
@@ -111,7 +111,7 @@ async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
             Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
-        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it of this version?")),
+        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it the same version?")),
     }
 }
 
@@ -131,7 +131,7 @@ fn refusal(reason: CloseReason) -> Refusal {
             "--coordinator HOST:PORT, the port of the coordinator's --cluster-listen"
         }
         CloseReason::Frame(FrameError::BadMagic(_)) => {
-            "that is no cluster port: give the coordinator's --cluster-listen"
+            "that is not a cluster port: give the coordinator's --cluster-listen"
         }
         CloseReason::Refused(said) if said.contains("version") => {
             "install the same version on both"
@@ -141,14 +141,14 @@ fn refusal(reason: CloseReason) -> Refusal {
         }
         CloseReason::Refused(_) => "--cluster-secret-file FILE, the coordinator's own file",
         CloseReason::PeerClosed => {
-            "look into the coordinator's log: it may be of another version, or busy"
+            "check the coordinator's log: it may be another version, or busy"
         }
-        _ => "is it the coordinator's --cluster-listen, and does nothing between filter?",
+        _ => "is it the coordinator's --cluster-listen, and does no firewall in between block it?",
     };
     Refusal::new(reason.to_string(), fix)
 }
 
-/// Clock and version of a server, by an HTTP answer.
+/// Compares clock and version with a server's, from an HTTP answer.
 fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
@@ -172,7 +172,8 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
             return vec![Finding::warn(
                 CLOCK,
                 found,
-                "--server URL, the coordinator's HTTP (https:// with --tls-ca, where it speaks TLS)",
+                "--server URL, the coordinator's HTTP address (https:// with --tls-ca, if it uses \
+                 TLS)",
             )];
         }
     };
@@ -180,7 +181,11 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     let date = date.and_then(|date| date.parse::<HttpDate>().ok()).map(SystemTime::from);
     let clock = match date {
         Some(date) => judge_skew(date, asked, answered),
-        None => Finding::warn(CLOCK, format!("{url} tells no date"), "is that Tutti's HTTP?"),
+        None => Finding::warn(
+            CLOCK,
+            format!("{url} does not report a date"),
+            "is that Tutti's HTTP address?",
+        ),
     };
     let ours = env!("CARGO_PKG_VERSION");
     let body: Value = answer.body_mut().read_json().unwrap_or_default();
@@ -191,12 +196,17 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
             format!("{ours} here, {theirs} there"),
             "install the same version on both",
         ),
-        None => Finding::warn(VERSION, format!("{url} tells none"), "is that Tutti's HTTP?"),
+        None => Finding::warn(
+            VERSION,
+            format!("{url} does not report one"),
+            "is that Tutti's HTTP address?",
+        ),
     };
     vec![clock, version]
 }
 
-/// `date` was the server's clock, cut to whole seconds, some time between `asked` and `answered`.
+/// Judges the skew: `date` was the server's clock, cut to whole seconds, at some time between
+/// `asked` and `answered`.
 fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Finding {
     const CLOCK: &str = "clock";
     let behind = asked.duration_since(date + Duration::from_secs(1)).unwrap_or_default();
@@ -204,7 +214,7 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
     let skew = behind.max(ahead);
     let direction = if behind > ahead { "ahead of" } else { "behind" };
     let fix = "run an NTP client on both hosts";
-    let found = format!("{:.1} s {direction} the coordinator's, or more", skew.as_secs_f64());
+    let found = format!("at least {:.1} s {direction} the coordinator's", skew.as_secs_f64());
     if skew >= SKEW_FAIL {
         return Finding::fail(CLOCK, found, fix);
     }
@@ -215,10 +225,10 @@ fn judge_skew(date: SystemTime, asked: SystemTime, answered: SystemTime) -> Find
 }
 
 const ETCD: &str = "etcd";
-/// The bound of etcd's database unless it is given another.
+/// etcd's default bound on its database.
 const QUOTA_DEFAULT: u64 = 2 << 30;
 
-/// Would each of etcd's members serve a node with these options?
+/// Checks whether each member of etcd would serve a node with these options.
 fn etcd(args: &EtcdArgs) -> Vec<Finding> {
     let options = match super::super::etcd::options(args, LEASE_TTL) {
         Ok(Some(options)) => options,
@@ -232,7 +242,7 @@ fn etcd(args: &EtcdArgs) -> Vec<Finding> {
         let of_http = url.strip_prefix("http://").and_then(|_| health(url));
         let one = EtcdOptions { endpoints: vec![url.clone()], ..options.clone() };
         match of_http {
-            // Older ones do not say why they are not.
+            // Older members do not give the reason.
             Some(finding) => alarm(url, &one).unwrap_or(finding),
             None => access(url, &one),
         }
@@ -240,7 +250,7 @@ fn etcd(args: &EtcdArgs) -> Vec<Finding> {
     options.endpoints.iter().map(member).collect()
 }
 
-/// Why a member that speaks HTTP says that it is not well, if it does.
+/// Returns why a member that speaks HTTP reports itself unhealthy, if it does.
 fn health(url: &str) -> Option<Finding> {
     let fix = "start etcd, or name its client address (http://HOST:2379)";
     let mut answer = match agent().get(format!("{url}/health")).call() {
@@ -253,8 +263,8 @@ fn health(url: &str) -> Option<Finding> {
     }
     if body.get("health").is_none() {
         let status = answer.status();
-        let found = format!("{url} answers {status}, and not as etcd does");
-        let fix = "--etcd with etcd's client address (http://HOST:2379): that is another server's";
+        let found = format!("{url} answers {status}, but not as etcd does");
+        let fix = "--etcd with etcd's client address (http://HOST:2379): this is another server's";
         return Some(Finding::fail(ETCD, found, fix));
     }
     let reason = body["reason"].as_str().unwrap_or("it does not say why").to_owned();
@@ -263,7 +273,7 @@ fn health(url: &str) -> Option<Finding> {
     Some(Finding::fail(ETCD, found, fix))
 }
 
-/// Does it let a node in: by its certificate and user, to read and write what it will?
+/// Checks whether it admits a node, by its certificate and user, to read and write what it needs.
 fn access(url: &str, options: &EtcdOptions) -> Finding {
     let probed = runtime().and_then(|it| it.block_on(options.probe(DEADLINE)));
     let cluster = &options.cluster;
@@ -284,7 +294,7 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
                 }
                 Fullness { size, .. } => format!("; its database has {}", mib(size)),
             };
-            let allowed = format!("/{cluster}/ is ours to write{user}");
+            let allowed = format!("/{cluster}/ is writable{user}");
             Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
         }
         Err(error @ ProbeError::NotAllowed(_)) => Finding::fail(
@@ -301,13 +311,14 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
         Err(error @ ProbeError::Unreachable(_)) if options.tls.is_some() => Finding::fail(
             ETCD,
             format!("{url}: {error}"),
-            "start etcd; --etcd-ca is the authority that signed its certificate, which names this \
-             host, and --etcd-cert with --etcd-key one that it trusts, if it wants one",
+            "start etcd; --etcd-ca must be the authority that signed its certificate, which must \
+             name the host of this URL; if etcd requires client certificates, it must trust \
+             --etcd-cert with --etcd-key",
         ),
         Err(error @ ProbeError::Unreachable(_)) => Finding::fail(
             ETCD,
             format!("{url}: {error}"),
-            "start etcd, or name its client address; https:// if it speaks TLS",
+            "start etcd, or name its client address; https:// if it uses TLS",
         ),
     }
 }
@@ -317,14 +328,14 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
     runtime.map_err(|error| ProbeError::Unreachable(error.to_string()))
 }
 
-/// The alarm that a member raises, if it does.
+/// Returns the alarm that a member raises, if any.
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
     let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE))).ok()?;
     filled(url, fullness).filter(|finding| finding.level == Level::Fail)
 }
 
-/// Is it full, or soon? What is kept of a cluster is small: it fills by old values that nobody has
-/// it forget.
+/// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
+/// with old revisions that nobody compacts.
 fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
     let Fullness { size, quota, no_space, corrupt } = fullness;
     let size_text = mib(size);
@@ -333,10 +344,10 @@ fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
         return Some(Finding::fail(ETCD, found, "replace that member: etcdctl alarm list"));
     }
     if no_space {
-        let found = format!("{url}: alarm NOSPACE with {size_text}: it takes no writes");
+        let found = format!("{url}: alarm NOSPACE with {size_text}: it accepts no writes");
         return Some(Finding::fail(ETCD, found, FULL_REMEDY));
     }
-    // Older ones do not say their bound.
+    // Older members do not report their bound.
     let quota = quota.unwrap_or(QUOTA_DEFAULT);
     let nearly = size > quota / 10 * 7;
     nearly.then(|| {
@@ -360,13 +371,13 @@ mod tests {
     #[test]
     fn only_what_is_certain_counts_as_skew() {
         let at = |ms: u64| SystemTime::UNIX_EPOCH + Duration::from_millis(1_000_000_000 + ms);
-        // The server's clock is cut to seconds: 0.9 s is 0.
+        // The server's clock is cut to seconds: 0.9 s reads as 0.
         let level = |date, asked, answered| judge_skew(at(date), at(asked), at(answered)).level;
         assert_eq!(level(5000, 5900, 5950), Level::Ok);
         assert_eq!(level(5000, 4900, 5100), Level::Ok);
         assert_eq!(level(5000, 8100, 8200), Level::Warn);
         assert_eq!(level(5000, 2000, 2500), Level::Warn);
-        // A slow answer says less.
+        // A slow answer is less precise.
         assert_eq!(level(5000, 2000, 6000), Level::Ok);
         assert_eq!(level(5000, 70_000, 70_100), Level::Fail);
         assert_eq!(level(70_000, 5000, 5100), Level::Fail);

@@ -8,7 +8,7 @@ use worker::device::Exchange;
 /// What workers compute on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {
-    /// GPUs when enough are usable, else the CPU.
+    /// GPUs if enough are usable, otherwise the CPU.
     Auto,
     /// CPU cores.
     Cpu,
@@ -33,14 +33,14 @@ pub(super) fn parse_device(text: &str) -> Result<Device, String> {
 /// Worker processes of one host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Workers {
-    /// As many as there is something to compute on.
+    /// One for each usable device.
     All,
-    /// So many.
+    /// This many.
     Number(u32),
 }
 
 impl Workers {
-    /// The number, where one was said.
+    /// The number, if one was given.
     pub(crate) fn number(self) -> Option<u32> {
         match self {
             Self::All => None,
@@ -67,7 +67,7 @@ pub(super) fn parse_exchange(text: &str) -> Result<Exchange, String> {
     found.map(|(_, exchange)| *exchange).ok_or_else(|| format!("expected {}", names.join(", ")))
 }
 
-/// Parses a share, such as 0.9.
+/// Parses a share such as 0.9.
 pub(super) fn parse_share(text: &str) -> Result<f64, String> {
     let share = text.parse::<f64>().ok().filter(|share| *share > 0.0 && *share <= 1.0);
     share.ok_or_else(|| "expected a number above 0, at most 1".to_owned())
@@ -77,11 +77,11 @@ pub(super) fn parse_share(text: &str) -> Result<f64, String> {
 #[derive(Args, Clone, Debug)]
 pub(crate) struct CudaArgs {
     /// Folders with NVIDIA's libraries (libcuda, libcublasLt, libnccl), comma separated, searched
-    /// before the places that the system's loader knows
+    /// before the system loader's own paths
     #[arg(long, value_name = "DIRS", value_delimiter = ',')]
     pub(crate) cuda_lib_dir: Vec<PathBuf>,
-    /// NCCL's library [default: libnccl.so.2 from --cuda-lib-dir, where the system's loader looks,
-    /// CUDA's folders or Python's packages]
+    /// NCCL's library [default: libnccl.so.2 from --cuda-lib-dir, the system loader's paths, CUDA's
+    /// folders or Python's packages]
     #[arg(long, value_name = "FILE")]
     pub(crate) nccl_lib: Option<PathBuf>,
     /// Folder with .fatbin files to use instead of the embedded kernels
@@ -92,41 +92,42 @@ pub(crate) struct CudaArgs {
 /// Options of the roles that compute.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ComputeArgs {
-    /// What to compute on: cpu, cuda (a GPU), cuda:N (that GPU), or auto: a GPU when one is usable,
-    /// else the CPU
+    /// Device to compute on: cpu, cuda (any GPU), cuda:N (that GPU), or auto (a GPU if one is
+    /// usable, otherwise the CPU)
     #[arg(long, value_name = "DEVICE", default_value = "auto", value_parser = parse_device)]
     pub(crate) device: Device,
     #[command(flatten)]
     pub(crate) cuda: CudaArgs,
-    /// The share of a GPU's memory that may be in use altogether; the KV cache takes what weights
-    /// and activations leave of it
+    /// Fraction of a GPU's memory that may be in use in total; the KV cache gets what weights and
+    /// activations leave of it
     #[arg(long, value_name = "SHARE", default_value = "0.9", value_parser = parse_share)]
     pub(crate) gpu_memory_utilization: f64,
-    /// Run GPU steps kernel by kernel instead of as CUDA graphs: slower, to find faults
+    /// Run GPU steps kernel by kernel instead of as CUDA graphs; slower, for debugging
     #[arg(long)]
     pub(crate) no_cuda_graphs: bool,
-    /// How many seconds a worker that has loaded its weights may capture CUDA graphs for before it
-    /// serves; what is left then, or all with 0, is captured when steps first need it
+    /// Seconds that a worker may spend capturing CUDA graphs after it has loaded its weights and
+    /// before it serves; the remaining ones (with 0, all of them) are captured when a step first
+    /// needs them
     #[arg(long, value_name = "SECONDS", default_value_t = 20, value_parser = clap::value_parser!(u64).range(0..=120))]
     pub(crate) cuda_warmup: u64,
-    /// Give a request the same tokens on a GPU whatever else is in the batch, and when it goes on
-    /// elsewhere after a failure; slower. CPUs always do
+    /// On GPUs, make a request's tokens independent of what else is in the batch, also when it
+    /// continues elsewhere after a failure; slower. CPUs always do this
     #[arg(long)]
     pub(crate) batch_invariant: bool,
-    /// Have every GPU kernel begin when those before it are complete: slower, to find faults
+    /// Start each GPU kernel only after those before it have completed; slower, for debugging
     #[arg(long)]
     pub(crate) no_cuda_overlap: bool,
-    /// What ranks on GPUs exchange data by: peers: this program's own kernels, on GPUs that see
-    /// each other's memory; nccl; host: through host memory; auto: the best of what there is, by
-    /// size
+    /// How ranks on GPUs exchange data: peers (this program's own kernels, for GPUs with access to
+    /// each other's memory), nccl, host (through host memory), or auto (the best available for each
+    /// size)
     #[arg(long, value_name = "HOW", default_value = "auto", value_parser = parse_exchange)]
     pub(crate) cuda_exchange: Exchange,
-    /// The network interface of NCCL's connections, such as eth0: they are neither encrypted nor
-    /// authenticated [default: lo when the coordinator is on this host's loopback; else NCCL
-    /// chooses]
+    /// Network interface for NCCL's connections, such as eth0; they are neither encrypted nor
+    /// authenticated [default: lo if the coordinator is on this host's loopback interface,
+    /// otherwise NCCL chooses]
     #[arg(long, value_name = "NAME")]
     pub(crate) nccl_interface: Option<String>,
-    /// Compute threads per worker [default: all cores that it may use; `up` shares them among its
+    /// Compute threads per worker [default: all cores available to it; `up` divides them among its
     /// workers]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) threads: Option<u32>,

@@ -1,4 +1,4 @@
-//! Options of the commands that ask: a running coordinator, this machine, a file.
+//! Options of the commands that ask a running coordinator, this machine or a file.
 use std::path::PathBuf;
 
 use clap::Args;
@@ -13,12 +13,12 @@ use super::serving::{parse_dtype, parse_quantization};
 /// Options of the commands that talk to a running coordinator.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct OperatorArgs {
-    /// The coordinator's HTTP address: http:// (may be left out) or https://
+    /// The coordinator's HTTP address, http:// (may be omitted) or https://
     #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8000")]
     pub(crate) server: String,
     #[command(flatten)]
     pub(crate) trust: TrustArgs,
-    /// File with the cluster's secret, where it has one
+    /// File with the cluster's secret, if it has one
     #[arg(long, value_name = "FILE")]
     pub(crate) cluster_secret_file: Option<PathBuf>,
 }
@@ -28,10 +28,10 @@ pub(crate) struct OperatorArgs {
 pub(crate) struct StatusArgs {
     #[command(flatten)]
     pub(crate) operator: OperatorArgs,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
-    /// Processes that ended, and why
+    /// Show processes that have ended, and why
     #[arg(long, conflicts_with = "json")]
     pub(crate) dead: bool,
 }
@@ -44,16 +44,16 @@ pub(crate) struct LogsArgs {
     /// The worker's node name, as `tutti status` shows it, or `coordinator`
     #[arg(value_name = "NODE")]
     pub(crate) node: String,
-    /// Most lines
+    /// Maximum number of lines to show
     #[arg(long, value_name = "N", default_value_t = 100, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) lines: u32,
-    /// The process that ended last, though another runs under the name again
+    /// Show the log of the process that ended last, even if a new one runs under the same name
     #[arg(long, conflicts_with = "pid")]
     pub(crate) previous: bool,
-    /// The process with this id, as `tutti status --dead` shows it
+    /// Show the log of the process with this id, as listed by `tutti status --dead`
     #[arg(long, value_name = "PID")]
     pub(crate) pid: Option<u32>,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -64,14 +64,13 @@ pub(crate) struct LogsArgs {
 pub(crate) struct ScaleArgs {
     #[command(flatten)]
     pub(crate) operator: OperatorArgs,
-    /// At most so many replicas; 0 for as many as the workers allow
+    /// Maximum number of replicas; 0 for as many as the workers allow
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=4096))]
     pub(crate) replicas: Option<u32>,
-    /// As many replicas as the coordinator was started with (its --replicas), whatever was said
-    /// since
+    /// Return to the number of replicas that the coordinator was started with (its --replicas)
     #[arg(long, conflicts_with = "replicas")]
     pub(crate) reset: bool,
-    /// So many local workers (of `tutti up`)
+    /// Number of local workers (of `tutti up`)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=i64::from(LOCAL_WORKERS_MAX)))]
     pub(crate) workers: Option<u32>,
 }
@@ -97,20 +96,20 @@ pub(crate) struct BenchArgs {
     /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
-    /// Quantise weights while they are loaded: int8 or none, as when serving
+    /// Quantise weights while loading: int8 or none, as when serving
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
-    /// Ranks, as threads of this process
+    /// Tensor-parallel ranks, as threads of this process
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: u32,
-    /// Tokens of the prefill case's prompt [default: 512, or as many as the model has positions
-    /// for]
+    /// Prompt length of the prefill case, in tokens [default: 512, or as many as the model has
+    /// positions for]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     pub(crate) prompt_tokens: Option<u32>,
-    /// Decode steps of each decode case
+    /// Number of steps in each decode case
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub(crate) decode_steps: u32,
-    /// Sequences of the decode cases, comma separated
+    /// Batch sizes of the decode cases, comma separated
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', default_value = "1,8,16", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) batches: Vec<u32>,
     #[command(flatten)]
@@ -120,7 +119,7 @@ pub(crate) struct BenchArgs {
 /// Options of `tutti metrics`.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct MetricsArgs {
-    /// As Markdown: what docs/metrics.md is made of
+    /// Print Markdown, as in docs/metrics.md
     #[arg(long)]
     pub(crate) markdown: bool,
 }
@@ -138,7 +137,7 @@ pub(crate) struct CheckConfigArgs {
 pub(crate) struct DevicesArgs {
     #[command(flatten)]
     pub(crate) cuda: CudaArgs,
-    /// As JSON
+    /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -30,7 +30,7 @@ pub(crate) enum CompatArg {
 pub(crate) enum PolicyArg {
     /// In order of arrival
     Fcfs,
-    /// By the requests' `priority`, lower first; of equals in order of arrival
+    /// By the requests' `priority`, lowest first; equal ones in order of arrival
     Priority,
 }
 
@@ -52,68 +52,70 @@ pub(crate) struct ServingArgs {
     /// say the first [default: the model's name on the hub, or the folder's]
     #[arg(long, value_name = "NAME", num_args = 1.., value_delimiter = ',')]
     pub(crate) served_model_name: Vec<String>,
-    /// What matrix products take of their activations: bfloat16 (rounded to it; twice as fast where
-    /// the CPU has bf16 instructions), float32, or auto: bfloat16 when the model's config.json says
-    /// so, when its weights are packed integers (GPTQ, AWQ), and on GPUs, else float32
+    /// Type of the activations in matrix products: bfloat16 (rounded; twice as fast on CPUs with
+    /// bf16 instructions), float32, or auto: bfloat16 if the model's config.json says so, if its
+    /// weights are packed integers (GPTQ, AWQ), and on GPUs; otherwise float32
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
-    /// Quantise weights while they are loaded: int8 (half the memory of the layers, and a few
-    /// sequences decoded 1.6 times as fast where memory is the limit, for a little precision) or
+    /// Quantise weights while loading: int8 (halves the memory of the layers and, where memory is
+    /// the bottleneck, decodes a few sequences 1.6 times as fast, at a small loss of precision) or
     /// none
     #[arg(long, value_name = "METHOD", default_value = "none", value_parser = parse_quantization)]
     pub(crate) quantization: Quantization,
     #[command(flatten)]
     pub(crate) lora: LoraArgs,
-    /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` no more than it
-    /// starts]
+    /// Workers per replica: each holds 1/N of every layer [default: 2; for `up` at most the number
+    /// of workers it starts]
     #[arg(long, alias = "tensor-parallel-size", value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) tensor_parallel: Option<u32>,
-    /// Go on with fewer workers per replica, down to this many, when some stay away; back to
-    /// --tensor-parallel when they return [default: --tensor-parallel]
+    /// Continue with fewer workers per replica, down to this many, while some are missing; return
+    /// to --tensor-parallel when they are back [default: --tensor-parallel]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) min_tensor_parallel: Option<u32>,
     #[command(flatten)]
     pub(crate) placement: PlacementArgs,
-    /// Most replicas; workers beyond are kept as spares [default: as many as the workers allow]
+    /// Maximum number of replicas; workers beyond that are kept as spares [default: as many as the
+    /// workers allow]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) replicas: Option<u32>,
-    /// Where HTTP is served
+    /// Address to serve HTTP on
     #[arg(long, value_name = "IP:PORT", default_value = "127.0.0.1:8000")]
     pub(crate) listen: SocketAddr,
-    /// Where workers dial in [default: 127.0.0.1:8001; for `up` any free port]
+    /// Address that workers and front ends connect to [default: 127.0.0.1:8001; for `up` any free
+    /// port]
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) cluster_listen: Option<SocketAddr>,
-    /// Let workers and front ends of other hosts join without a secret
+    /// Let workers and front ends on other hosts join without a secret
     #[arg(long)]
     pub(crate) insecure_no_auth: bool,
-    /// Longest prompt plus output, in tokens, also as 4k (4,000), 4K (4,096), 1m or 1M [default:
-    /// the model's own limit]
+    /// Maximum length of prompt plus output, in tokens; also as 4k (4,000), 4K (4,096), 1m or 1M
+    /// [default: the model's own limit]
     #[arg(long, value_name = "TOKENS", value_parser = vllm::parse_length)]
     pub(crate) max_model_len: Option<u32>,
-    /// Most sequences in one engine step
+    /// Maximum number of sequences in one engine step
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) max_num_seqs: u32,
-    /// Most tokens in one engine step (longer prompts are prefilled in chunks) [default: 512; for
-    /// `up` on GPUs 2048]
+    /// Maximum number of tokens in one engine step (longer prompts are prefilled in chunks)
+    /// [default: 512; for `up` on GPUs 2048]
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=131_072))]
     pub(crate) max_num_batched_tokens: Option<u32>,
     /// Tokens per KV cache block
     #[arg(long, value_name = "TOKENS", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) block_size: u32,
-    /// KV cache memory per worker: bytes, or with a suffix KiB, MiB, GiB [default: 512MiB on CPUs,
-    /// on GPUs what --gpu-memory-utilization leaves]
+    /// KV cache memory per worker, in bytes or with a suffix KiB, MiB or GiB [default: 512MiB on
+    /// CPUs, on GPUs what --gpu-memory-utilization leaves]
     #[arg(long, alias = "kv-cache-memory-bytes", value_name = "BYTES", value_parser = parse_bytes)]
     pub(crate) kv_cache_memory: Option<u64>,
-    /// Host memory per worker for the KV of requests that are put back when the KV cache is full,
-    /// so that they need not be computed again: in GiB, or bytes with a suffix KiB, MiB, GiB; 0:
-    /// they are computed again
+    /// Host memory per worker for the KV blocks of requests that are preempted when the KV cache is
+    /// full, so that they need not be recomputed: in GiB, or bytes with a suffix KiB, MiB or GiB; 0
+    /// to recompute them
     #[arg(long, value_name = "GIB", default_value = "0", value_parser = parse_swap_space)]
     pub(crate) swap_space: u64,
-    /// Compute every prompt whole, also where the KV cache still has its beginning
+    /// Compute every prompt in full, even if the KV cache still holds its beginning
     #[arg(long)]
     pub(crate) no_enable_prefix_caching: bool,
-    /// Draft tokens from what a text repeats of its prompt or of itself, and verify several in one
-    /// step; the text is the same. JSON as vLLM has it:
+    /// Speculative decoding: draft tokens and verify several in one step; the text stays the same.
+    /// JSON as in vLLM. To draft from repetitions in the prompt and the text so far:
     /// {"method":"ngram","num_speculative_tokens":5,"prompt_lookup_max":4,"prompt_lookup_min":2};
     /// or by a small model with the same tokens, a name on the hub, or a folder that the host of
     /// each replica's rank 0 has at this path:
@@ -123,17 +125,17 @@ pub(crate) struct ServingArgs {
     pub(crate) speculative_config: Option<Speculative>,
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// Which waiting request is next: the first to come, or the one with the lowest `priority`, of
-    /// equals the first to come. Out of KV cache memory the other end of that order is put back.
-    /// Less urgent requests may wait for ever
+    /// Which waiting request is scheduled next: the first to arrive, or the one with the lowest
+    /// `priority` (among equal ones, the first to arrive). When KV cache memory runs out, requests
+    /// are preempted from the other end of that order. Less urgent requests can wait indefinitely
     #[arg(long, value_name = "POLICY", value_enum, default_value_t = PolicyArg::Fcfs)]
     pub(crate) scheduling_policy: PolicyArg,
-    /// Most requests of each replica that wait for their first step; beyond it clients get 429.
-    /// Their choices (n) and prompt tokens have bounds, too: 2 and 4,096 times as many, and no less
+    /// Maximum number of requests per replica that wait for their first step; more get 429. Their
+    /// choices (n) and prompt tokens are limited too, to 2 and 4,096 times this number, but no less
     /// than 16,384 and 33,554,432
     #[arg(long, value_name = "N", default_value_t = 16_384, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) max_queued_requests: u32,
-    /// Give up an engine step after this many seconds and form the replica again
+    /// Give up on an engine step after this many seconds and form the replica again
     #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) step_timeout: u64,
     /// Give up a step that takes ten times as long as steps of its size do, but not within so many
@@ -147,32 +149,32 @@ pub(crate) struct ServingArgs {
     /// Fail requests when no replica has been ready for this many seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) unavailable_timeout: u64,
-    /// Fail requests with 503 that have waited for so many seconds and not begun; 0: they wait as
-    /// long as it takes
+    /// Fail requests with 503 if they have waited this many seconds without starting; 0 for no
+    /// limit
     #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(0..=86_400))]
     pub(crate) max_queue_wait: u64,
-    /// When told to end (SIGTERM, Ctrl-C): seconds that running requests may take to finish
+    /// Seconds that running requests get to finish on shutdown (SIGTERM, Ctrl-C)
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) drain_timeout: u64,
-    /// Serve /metrics, /live and /ready on an address of their own too, for scrapers that may not
-    /// reach the API, and for probes that find a place whatever clients do
+    /// Also serve /metrics, /live and /ready on a separate address, for scrapers that must not
+    /// reach the API and for probes that must get through whatever clients do
     #[arg(long, value_name = "IP:PORT")]
     pub(crate) metrics_listen: Option<SocketAddr>,
-    /// Also publish the names of other servers, comma separated: their dashboards and autoscaling
-    /// rules then work unchanged
+    /// Also publish metrics under the names of other servers, comma separated, so that their
+    /// dashboards and autoscaling rules work unchanged
     #[arg(long, value_name = "SERVERS", value_enum, value_delimiter = ',')]
     pub(crate) metrics_compat: Vec<CompatArg>,
-    /// Measure nothing: to see for yourself what the metrics cost
+    /// Record no metrics, to see what they cost
     #[arg(long)]
     pub(crate) disable_metrics: bool,
-    /// What the log's line of engine statistics holds, comma separated
+    /// Fields of the engine statistics line in the log, comma separated
     #[arg(long, value_name = "FIELDS", value_delimiter = ',', value_parser = log_fields(),
           default_value = "prompt-throughput,generation-throughput,running,swapped,pending,gpu-cache,cpu-cache")]
     pub(crate) log_stats_fields: Vec<String>,
-    /// Append the statistics as JSON lines to this file too; - is stdout
+    /// Also append the engine statistics to this file as JSON lines; - for stdout
     #[arg(long, value_name = "FILE")]
     pub(crate) log_stats_json: Option<PathBuf>,
-    /// Seconds between two lines of engine statistics in the log; 0 turns them off
+    /// Seconds between two engine statistics lines in the log; 0 turns them off
     #[arg(long, value_name = "SECONDS", default_value_t = 10, value_parser = clap::value_parser!(u64).range(0..=3600))]
     pub(crate) log_stats_interval: u64,
 }
@@ -181,8 +183,8 @@ pub(crate) struct ServingArgs {
 pub(super) fn parse_dtype(text: &str) -> Result<Dtype, String> {
     if let "float16" | "half" = text {
         return Err(
-            "float16 is not computed in: choose bfloat16 or float32 (checkpoints in float16 \
-                    are fine)"
+            "computing in float16 is not supported: choose bfloat16 or float32 (checkpoints in \
+             float16 are fine)"
                 .to_owned(),
         );
     }
@@ -193,7 +195,7 @@ pub(super) fn parse_dtype(text: &str) -> Result<Dtype, String> {
     })
 }
 
-/// Parses a number of GiB, as `4` and `0.5`, or what `parse_bytes` takes with a unit.
+/// Parses a number of GiB, such as `4` or `0.5`, or what `parse_bytes` accepts with a unit.
 pub(crate) fn parse_swap_space(text: &str) -> Result<u64, String> {
     let text = text.trim();
     let Ok(gib) = text.parse::<f64>() else {
@@ -214,7 +216,7 @@ pub(crate) fn parse_quantization(text: &str) -> Result<Quantization, String> {
     found.ok_or_else(|| {
         let names = Quantization::ALL.map(Quantization::name).join(", ");
         format!(
-            "it must be one of: {names} (what a checkpoint is quantised with is read from its \
+            "it must be one of: {names} (a checkpoint's own quantisation is read from its \
              config.json)"
         )
     })

@@ -1,4 +1,4 @@
-//! The bar that is shown while weights load, on a terminal.
+//! The progress bar shown on a terminal while weights load.
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// A progress bar; removed when dropped.
@@ -8,7 +8,7 @@ pub(super) struct LoadBar {
 }
 
 impl LoadBar {
-    /// A bar that shows nothing yet.
+    /// Makes a bar that shows nothing yet.
     pub(super) fn new() -> Self {
         let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr_with_hz(10));
         if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
@@ -18,7 +18,7 @@ impl LoadBar {
         Self { bar }
     }
 
-    /// Shows (bytes done, bytes in all).
+    /// Shows (bytes done, total bytes).
     pub(super) fn show(&self, (done, total): (u64, u64)) {
         if total > 0 {
             self.bar.set_length(total);

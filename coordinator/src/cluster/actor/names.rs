@@ -1,5 +1,5 @@
-//! The cluster's own actors under their names: `worker/NODE` and `replica/N`, in the states that
-//! operators and watchers see.
+//! The cluster's own actors by name: `worker/NODE` and `replica/N`, in the states that operators
+//! and watchers see.
 use std::collections::BTreeSet;
 use std::sync::atomic::Ordering;
 
@@ -11,14 +11,13 @@ use shared::protocol::actors::{ActorLife, ActorReport};
 use super::super::{Effect, Member, ReplicaPhase, ReplicaStatus, status};
 use super::ClusterActor;
 
-/// A node's worker process is started again when it ends, so many times in a row; not any more
-/// when absent.
+/// How many times in a row a node's worker process is restarted when it ends; absent if no longer.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "()")]
 pub struct Supervised {
     /// The node's name.
     pub node: String,
-    /// How often in a row.
+    /// Maximum number of restarts in a row.
     pub max_restarts: Option<u32>,
 }
 
@@ -40,7 +39,7 @@ impl Handler<Supervised> for ClusterActor {
     }
 }
 
-/// Workers and replicas that effects are about.
+/// Workers and replicas that effects concern.
 #[derive(Debug, Default)]
 pub(super) struct Touched {
     workers: BTreeSet<WorkerId>,
@@ -69,14 +68,14 @@ impl Touched {
 }
 
 impl ClusterActor {
-    /// Tells of all workers and replicas as they are now.
+    /// Reports all workers and replicas as they are now.
     pub(super) fn name_actors(&self) {
         self.core.members().for_each(|member| self.name_member(member));
         self.core.replicas().for_each(|replica| self.name_replica(&replica));
         self.count_actors();
     }
 
-    /// Tells of those that effects are about, and not of a thousand others with each of them.
+    /// Reports only those that effects concern, rather than a thousand others each time.
     pub(super) fn name_touched(&self, touched: &Touched) {
         let Touched { workers, replicas } = touched;
         let members = self.core.members().filter(|member| workers.contains(&member.worker));
@@ -159,7 +158,7 @@ impl ClusterActor {
         self.actors.forget(&format!("replica/{}", id.0));
     }
 
-    /// Actors of the cluster by state, as `/metrics` shows them.
+    /// Counts the cluster's actors by state, for `/metrics`.
     fn count_actors(&self) {
         let lives = self.actors.lives();
         let wanted = self.core.max_replicas().map(|most| most as usize);
@@ -179,7 +178,7 @@ impl ClusterActor {
         }
     }
 
-    /// All actors, for operators.
+    /// Returns all actors, for operators.
     pub(super) fn actor_statuses(&self) -> Vec<status::Actor> {
         let replicas: Vec<ReplicaStatus> = self.core.replicas().collect();
         let load = |id: ReplicaId| {

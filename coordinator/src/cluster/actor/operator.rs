@@ -1,4 +1,4 @@
-//! What operators ask of the cluster actor, and tell it.
+//! Questions and commands of operators to the cluster actor.
 use std::sync::atomic::Ordering;
 
 use actix::{Handler, Message};
@@ -9,18 +9,18 @@ use super::super::records::{Ended, WhichProcess};
 use super::super::status;
 use super::ClusterActor;
 
-/// Who is there and what it does; front ends and readiness are added by others.
+/// Asks for the state of the cluster; others add front ends and readiness.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "status::Status")]
 pub struct GetStatus;
 
-/// At most so many replicas from now on, 0: without a bound; as the coordinator was started with
-/// when absent. Answers how many commands there were so far.
+/// Bounds the number of replicas from now on; 0 removes the bound, absent restores the one the
+/// coordinator was started with. Answers with the number of commands so far.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "u64")]
 pub struct Scale(pub Option<u32>);
 
-/// A node shall leave. Answers how many commands there were so far, or why it cannot.
+/// Drains a node. Answers with the number of commands so far, or why it cannot.
 #[derive(Clone, Debug, Message)]
 #[rtype(result = "Result<u64, String>")]
 pub struct Drain(pub String);
@@ -102,9 +102,9 @@ pub struct ProcessEnded(pub Ended);
 pub struct GetLogs {
     /// The node's name.
     pub node: String,
-    /// Which of its processes.
+    /// The process asked about.
     pub process: WhichProcess,
-    /// How many lines.
+    /// Maximum number of lines.
     pub lines: usize,
 }
 

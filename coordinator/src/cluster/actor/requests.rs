@@ -1,4 +1,4 @@
-//! Requests on their way to replicas, and from those that cannot go on with them.
+//! Requests on their way to replicas, and away from those that cannot continue them.
 use actix::{Context, Handler, Message};
 use shared::ids::ReplicaId;
 
@@ -9,11 +9,11 @@ use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
 use crate::replica::driver::Moved;
 
-/// Of a request that was accepted where there was room for it.
+/// The error of a request that was accepted when there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
     let message = format!(
-        "none has room in its KV cache any more for the {needed} tokens that this request may come \
-         to (the largest holds {room}); one had when it was accepted"
+        "none has room in its KV cache any more for the {needed} tokens that this request may need \
+         (the largest holds {room}); one had when it was accepted"
     );
     EngineError::Unavailable { message }
 }
@@ -24,8 +24,8 @@ fn no_room(needed: u32, room: u32) -> EngineError {
 pub struct Command(pub EngineCommand);
 
 impl ClusterActor {
-    /// Requests of a replica that cannot go on with them: to those that can, or to one that may
-    /// soon, even if it never has served.
+    /// Moves requests of a replica that cannot continue them to those that can, or to one that may
+    /// soon, even if it has never served.
     fn place_orphans(&mut self, ctx: &mut Context<Self>, Orphans { from, requests }: Orphans) {
         let homes = self.core.replicas().filter(|_| !self.stopping).map(|replica| {
             let unknown = Home::unknown(replica.id);
@@ -53,8 +53,8 @@ impl ClusterActor {
         }
     }
 
-    /// Requests are bound to a replica when they come: asks the replica with the most requests for
-    /// some of those that wait, if another has fewer.
+    /// Balances queues: requests are bound to a replica on arrival, so the replica with the most
+    /// requests is asked for some that wait, if another has fewer.
     pub(super) fn share_queues(&mut self) {
         if self.stopping {
             return;

@@ -1,4 +1,4 @@
-//! Actors that panic are missed.
+//! Actors that panic are noticed.
 use std::net::SocketAddr;
 
 use shared::clock::SystemClock;
@@ -16,7 +16,7 @@ use crate::scheduler::{Scheduler, SchedulerConfig};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Does something within an actor.
+/// Runs a closure within an actor.
 #[derive(Message)]
 #[rtype(result = "()")]
 struct Within<A: Actor>(What<A>);

@@ -1,4 +1,4 @@
-//! Workers and their links: who may join, what they say, and their going.
+//! Workers and their links: who may join, what they send, and how they leave.
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -23,11 +23,11 @@ use crate::replica::actor::StepDone;
 /// Interval of idle workers' stats reports.
 const STATS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Events of one link that wait to be handled. A worker has two steps to answer, and now and then
-/// something else to say: one that has said so much more is not let on.
+/// Maximum number of unhandled events of one link. A worker has at most two steps to answer and
+/// rarely anything else to say; one with so many more events is cut off.
 const EVENTS_MAX: usize = 256;
 
-/// May this worker join? Answered before its link is started.
+/// Asks whether this worker may join. Answered before its link is started.
 #[derive(Debug, Message)]
 #[rtype(result = "Result<Welcome, Refusal>")]
 pub struct Admit(pub Hello);
@@ -35,15 +35,15 @@ pub struct Admit(pub Hello);
 /// Why a worker may not join.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Refusal {
-    /// Now; it may dial again.
+    /// Not now; it may dial again.
     NotYet(String),
-    /// Ever.
+    /// Never.
     Never(String),
     /// Before it has these files; it dials again with them.
     Fetch(ToFetch),
 }
 
-/// One that was admitted has not heard of it, or is gone.
+/// An admitted worker did not get its welcome, or is gone.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct NotJoined {
@@ -57,7 +57,7 @@ pub struct NotJoined {
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Joined {
-    /// Who it says it is.
+    /// Its handshake.
     pub hello: Hello,
     /// Its slot.
     pub worker: WorkerId,
@@ -74,17 +74,17 @@ struct FromLink {
     place: Place,
 }
 
-/// Where one link's events go: no link takes the room of another.
+/// Inbox of one link: no link takes the room of another.
 struct Inbox {
     addr: Addr<ClusterActor>,
     worker: WorkerId,
     number: LinkNumber,
-    /// How many events wait.
+    /// Number of events that wait.
     places: Arc<AtomicUsize>,
 }
 
 impl Inbox {
-    /// Hands an event to the actor; false when too many wait already.
+    /// Hands an event to the actor; returns false when too many wait already.
     fn put(&self, event: LinkEvent) -> bool {
         let place = Place(self.places.clone());
         let frame = matches!(event, LinkEvent::Frame(_));
@@ -92,13 +92,13 @@ impl Inbox {
             return false;
         }
         let (worker, number) = (self.worker, self.number);
-        // Past the mailbox's own bound, which is for all senders together.
+        // Bypasses the mailbox's own bound, which all senders share.
         self.addr.do_send(FromLink { worker, number, event, place });
         true
     }
 }
 
-/// An event's place among those of its link, free again when it is handled.
+/// An event's place in its link's inbox, freed when the event is handled.
 #[derive(Debug)]
 struct Place(Arc<AtomicUsize>);
 
@@ -109,7 +109,7 @@ impl Drop for Place {
 }
 
 impl ClusterActor {
-    /// The name by which operators know a worker.
+    /// Name by which operators know a worker.
     pub(super) fn node_of(&self, worker: WorkerId) -> &str {
         self.roster.node_of(worker).unwrap_or("unknown")
     }
@@ -118,7 +118,10 @@ impl ClusterActor {
         let message = match codec::decode_message::<FromWorker>(&frame.body) {
             Ok(message) => message,
             Err(error) => {
-                tracing::error!(worker = self.node_of(worker), slot = worker.0, %error, "the worker sent what cannot be read");
+                tracing::error!(
+                    worker = self.node_of(worker), slot = worker.0, %error,
+                    "the worker sent a message that cannot be read"
+                );
                 if let Some(connected) = self.connected.get(&worker) {
                     connected.link.close();
                 }
@@ -139,7 +142,7 @@ impl ClusterActor {
             }
             FromWorker::Progress(progress) => {
                 self.core.load_progressed(now, worker, progress);
-                // Many come, and what they change is a bar: the next tick shows it.
+                // There are many, and they only move a progress bar: the next tick shows it.
                 self.unpublished = true;
                 return;
             }
@@ -182,7 +185,7 @@ impl ClusterActor {
         }
         self.carry_out(ctx, effects);
         if let Some(link) = goodbye {
-            // The answer: its replica does not count on it any more.
+            // This is the answer: its replica no longer counts on it.
             link.close();
         }
     }
@@ -220,7 +223,7 @@ impl ClusterActor {
         }
     }
 
-    /// Lets whoever asks whether replicas are ready know of which a rank is silent.
+    /// Marks the replicas that have a silent rank, for readiness checks.
     pub(super) fn tell_doubts(&self) {
         for running in self.replicas.values() {
             let doubtful = running.is_doubtful(&self.suspects);
@@ -260,9 +263,9 @@ impl ClusterActor {
         let mut effects = Vec::new();
         self.core.worker_left(now, worker, incarnation, reason, &mut effects);
         self.carry_out(ctx, effects);
-        // After what the core had to say of it.
+        // After what the core had to report about it.
         if drained {
-            // It is not expected back: nothing of it is up or down any more.
+            // It is not expected back, so it is neither up nor down.
             self.hub.observer().record().worker_gone(worker);
             self.roster.given_up(worker);
         } else {
@@ -290,7 +293,7 @@ impl Handler<Admit> for ClusterActor {
                 return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
             }
             Admission::Retired => {
-                let reason = format!("several other processes were node {node} since");
+                let reason = format!("several other processes have been node {node} since");
                 return Err(Refusal::Never(format!("{reason}: start the worker again")));
             }
         };
@@ -317,7 +320,7 @@ impl Handler<Joined> for ClusterActor {
     fn handle(&mut self, joined: Joined, ctx: &mut Self::Context) {
         let Joined { hello, worker, connection } = joined;
         let incarnation = hello.incarnation;
-        // Between its admission and now another process may have joined in its place.
+        // Another process may have joined in its place since its admission.
         let admission = self.roster.admit(&hello.node, incarnation, hello.rejoin.slot);
         if admission != Admission::Slot(worker) {
             return;
@@ -334,7 +337,7 @@ impl Handler<Joined> for ClusterActor {
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
             actors.peer_up_as(peer, &hello.node, link.clone());
             move |event| match event {
-                // At once: what applications say takes no room from steps.
+                // At once: frames of applications take no room from steps.
                 LinkEvent::Frame(frame) if frame.kind == FrameKind::Actor => {
                     actors.frame(peer, &frame.body)
                 }
@@ -381,7 +384,7 @@ impl Handler<Joined> for ClusterActor {
                 resource,
                 needed,
                 offered,
-                "too little to be a rank"
+                "the worker has too few resources to be a rank"
             );
         }
         if let Some(other) = self.core.members().find(|other| other.build != member.build) {
@@ -393,7 +396,7 @@ impl Handler<Joined> for ClusterActor {
                 build,
                 other_node,
                 other_build,
-                "workers are of several builds; a replica's ranks are of one"
+                "workers run several builds; all ranks of a replica must run the same one"
             );
         }
         self.core.holds(worker, hello.rejoin.shard);
@@ -425,7 +428,7 @@ impl Handler<FromLink> for ClusterActor {
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
-                tracing::info!(worker = node, slot = worker.0, "the worker is heard again");
+                tracing::info!(worker = node, slot = worker.0, "the worker answers again");
                 self.suspects.remove(&worker);
                 self.tell_doubts();
             }

@@ -1,7 +1,7 @@
-//! Ranks of one replica have one model, and are of one build.
+//! Ranks of one replica have one model and one build.
 use super::*;
 
-/// Says that a rank formed, with what it has in its model folder.
+/// Reports that a rank formed, with the contents of its model folder.
 fn formed_with(cluster: &mut Cluster, worker: u32, epoch: u64, identity: u64) -> Vec<Effect> {
     let mut effects = Vec::new();
     let formed = Formed {
@@ -26,7 +26,7 @@ fn unservable(effects: &[Effect]) -> Option<&str> {
 
 #[test]
 fn ranks_of_other_models_are_no_replica() {
-    // The coordinator has no weights of its own: ranks are held against each other.
+    // The coordinator has no weights itself: ranks are compared with each other.
     let (mut cluster, _) = cluster_of(ClusterConfig { identity: None, ..config(2) }, 2);
     assert_eq!(unservable(&formed_with(&mut cluster, 0, 1, 7)), None);
     let effects = formed_with(&mut cluster, 1, 1, 8);
@@ -37,7 +37,7 @@ fn ranks_of_other_models_are_no_replica() {
     assert!(
         !effects.iter().any(|it| matches!(it, Effect::Send { message: ToWorker::Start(_), .. }))
     );
-    // It is not tried again and again, but when somebody has come with a remedy.
+    // It is not retried over and over, but when somebody has come with a remedy.
     let mut effects = Vec::new();
     cluster.tick(secs(30), &mut effects);
     assert!(forms(&effects).is_empty());
@@ -55,7 +55,7 @@ fn a_rank_of_another_model_than_the_coordinator_s_is_none() {
     assert!(reason.contains("0000000000000008, not 0000000000000001"), "{reason}");
 }
 
-/// A worker of a build.
+/// A worker of this build.
 fn built(worker: u32, incarnation: u64, build: &str) -> Member {
     Member { build: build.to_owned(), ..member(worker, incarnation, "a") }
 }
@@ -70,7 +70,7 @@ fn builds_are_exchanged_replica_by_replica_and_never_mixed() {
     assert_eq!(groups(&cluster), [[Some(0), Some(1)], [Some(2), Some(3)]]);
     bring_up(&mut cluster, secs(1), 1, &[0, 1]);
     bring_up(&mut cluster, secs(1), 2, &[2, 3]);
-    // One comes back of another build: its replica waits for the other one.
+    // One comes back with another build: its replica waits for the other one.
     cluster.worker_left(secs(10), WorkerId(0), Incarnation(1), "upgraded", &mut effects);
     cluster.worker_joined(secs(11), built(0, 2, "new"), &mut effects);
     effects.clear();
@@ -81,7 +81,7 @@ fn builds_are_exchanged_replica_by_replica_and_never_mixed() {
     cluster.worker_joined(secs(13), built(1, 2, "new"), &mut effects);
     assert_eq!(groups(&cluster), [[Some(0), Some(1)], [Some(2), Some(3)]]);
     assert_eq!(forms(&effects).len(), 2);
-    // A spare of the old build is none for the new one, and nobody is sent away for it.
+    // A spare of the old build does not fit the new one, and nobody is sent away for it.
     bring_up(&mut cluster, secs(14), 3, &[0, 1]);
     cluster.worker_joined(secs(20), built(4, 1, "old"), &mut effects);
     effects.clear();

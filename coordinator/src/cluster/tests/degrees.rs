@@ -70,8 +70,7 @@ fn two_broken_replicas_complete_one() {
     cluster.tick(secs(5), &mut effects);
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (2, 1, 2)]);
     assert!(effects.contains(&Effect::ReplicaRemoved { replica: ReplicaId(1) }));
-    // And four again: the lost ones make a replica of their own, under the number that was given
-    // up.
+    // And four again: the lost ones make a new replica, under the number that was given up.
     effects.clear();
     bring_up(&mut cluster, secs(6), 3, &[0, 2]);
     cluster.worker_joined(secs(7), member(1, 2, "a"), &mut effects);
@@ -79,7 +78,7 @@ fn two_broken_replicas_complete_one() {
     assert_eq!(world_sizes(&effects), [(1, 0, 2), (3, 1, 2)]);
     let ids: Vec<u32> = cluster.replicas().map(|replica| replica.id.0).collect();
     assert_eq!(ids, [0, 1]);
-    // What is still said of the epoch that the number had before changes nothing.
+    // Late messages about the number's earlier epoch change nothing.
     effects.clear();
     cluster.epoch_failed(secs(8), ReplicaId(1), Epoch(2), "late", &mut effects);
     assert!(effects.is_empty(), "{effects:?}");
@@ -107,7 +106,7 @@ fn a_worker_that_leaves_is_not_waited_for_and_no_failure() {
     cluster.worker_leaves(secs(3), WorkerId(0), "again", &mut effects);
     cluster.worker_leaves(secs(3), WorkerId(7), "unknown", &mut effects);
     assert!(effects.is_empty(), "{effects:?}");
-    // One that only dies is waited for.
+    // One that merely dies is waited for.
     bring_up(&mut cluster, secs(4), 2, &[1]);
     cluster.worker_left(secs(4), WorkerId(0), Incarnation(1), "the end", &mut effects);
     cluster.worker_joined(secs(40), member(0, 2, "a"), &mut effects);

@@ -25,7 +25,7 @@ fn a_gpu_that_fails_again_and_again_rests_and_operators_may_have_it_tried() {
     }
     assert_eq!(aside, [Effect::SetAside { worker: WorkerId(0), lasts: secs(600) }]);
     assert!(cluster.is_aside(WorkerId(0)) && forms(&effects).is_empty());
-    // Another GPU of the same host is as good as ever.
+    // Another GPU of the same host is not affected.
     cluster.worker_joined(now, with_gpu(1, 1), &mut effects);
     assert_eq!(groups(&cluster), [[Some(1)]]);
     bring_up(&mut cluster, now, 4, &[1]);
@@ -34,7 +34,7 @@ fn a_gpu_that_fails_again_and_again_rests_and_operators_may_have_it_tried() {
     assert!(effects.is_empty(), "{effects:?}");
     cluster.tick(now + secs(595), &mut effects);
     assert_eq!((groups(&cluster).len(), forms(&effects).len()), (2, 1), "{effects:?}");
-    // The next rest is longer; an operator's word ends it.
+    // The next rest is longer; an operator's command ends it.
     now += secs(700);
     for _ in 0..3 {
         cluster.device_failed(now, WorkerId(0), &mut effects);

@@ -1,4 +1,4 @@
-//! What failed is tried again, or held.
+//! Failed replicas are retried, or held.
 use super::*;
 
 #[test]
@@ -49,7 +49,7 @@ fn what_failed_for_good_waits_for_a_change() {
         assert_eq!(forms(&effects).len(), 1);
         assert_eq!(cluster.replicas().next().unwrap().held_until, None);
     }
-    // Somebody comes, somebody goes, an operator says something: each is a change.
+    // A worker comes, a worker goes, an operator gives a command: each is a change.
     type Change = fn(&mut Cluster, Duration, &mut Vec<Effect>);
     let changes: [Change; 3] = [
         |cluster, now, effects| cluster.worker_joined(now, member(1, 1, "b"), effects),
@@ -67,7 +67,7 @@ fn what_failed_for_good_waits_for_a_change() {
         cluster.tick(now, &mut effects);
         assert_eq!(forms(&effects).len(), 1);
     }
-    // And the next wait begins small again.
+    // And the next wait starts small again.
     fail(&mut cluster, now);
     assert_eq!(cluster.replicas().next().unwrap().held_until, Some(now + secs(60)));
 }
@@ -93,7 +93,7 @@ fn what_failed_for_good_is_held_whoever_says_first_that_it_failed() {
     let replica = cluster.replicas().next().unwrap();
     assert_eq!(replica.held_until, Some(secs(61)));
     assert!(replica.last_failure.unwrap().contains("no model"));
-    // Of an epoch that was over before it says nothing.
+    // It says nothing about an epoch that was over before.
     cluster.tick(secs(61), &mut effects);
     cluster.form_failed(secs(62), WorkerId(1), &missing, &mut effects);
     assert_eq!(cluster.replicas().next().unwrap().held_until, None);

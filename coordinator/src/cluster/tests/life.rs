@@ -1,4 +1,4 @@
-//! A replica comes to life and ends.
+//! A replica starts and ends.
 use super::*;
 
 #[test]
@@ -60,7 +60,7 @@ fn rank_0s_group_id_reaches_the_other_ranks_of_its_epoch_once() {
         });
         told.collect::<Vec<u32>>()
     };
-    // Another rank's, a spare's, another epoch's, one that is too long: nobody's.
+    // From another rank, a spare, another epoch, or too long: relayed to nobody.
     for (worker, epoch, bytes) in [(1, 1, 128), (3, 1, 128), (0, 2, 128), (0, 0, 128), (0, 1, 257)]
     {
         assert!(tell(&mut cluster, worker, epoch, bytes).is_empty(), "{worker} {epoch} {bytes}");

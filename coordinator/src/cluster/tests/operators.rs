@@ -1,7 +1,7 @@
-//! What operators say: scaling and draining, and that the next coordinator goes on from it.
+//! Commands of operators: scaling and draining, which the next coordinator continues.
 use super::*;
 
-/// The last that is to be left to the next leader.
+/// The last state to be stored for the next leader.
 fn desired(effects: &[Effect]) -> Option<&Desired> {
     effects.iter().rev().find_map(|effect| match effect {
         Effect::Desire(desired) => Some(desired),
@@ -31,7 +31,7 @@ fn scaling_removes_the_youngest_and_makes_new_ones_of_spares() {
     assert_eq!(world_sizes(&effects), [(2, 0, 1)]);
 }
 
-/// Ids of replicas that are gone are given again: the lowest may be the youngest.
+/// Ids of removed replicas are reused: the lowest may be the youngest.
 #[test]
 fn the_youngest_is_the_one_that_was_made_last() {
     let (mut cluster, mut effects) = cluster_of(config(1), 3);
@@ -81,7 +81,7 @@ fn a_drain_outlives_a_link_that_broke_before_the_worker_heard_of_it() {
     };
     assert!(told(&effects) && world_sizes(&effects).is_empty(), "{effects:?}");
     assert!(cluster.member(WorkerId(0)).is_some_and(|member| member.draining));
-    // Another process of that name is another matter.
+    // Another process with that name is not affected.
     effects.clear();
     cluster.worker_joined(secs(4), member(0, 2, "a"), &mut effects);
     assert!(!told(&effects));
@@ -109,11 +109,11 @@ fn the_next_coordinator_goes_by_what_the_last_one_was_told() {
     let told = shut_down(&effects);
     assert_eq!(told.len(), 1, "{told:?}");
     assert!(told[0].0 == 3 && told[0].1.contains("is drained"), "{told:?}");
-    // Another process of that name was told nothing.
+    // Another process with that name was told nothing.
     effects.clear();
     next.worker_joined(secs(3), member(3, 2, "b"), &mut effects);
     assert!(shut_down(&effects).is_empty());
-    // Without a bound; then as it was started.
+    // Without a bound; then as the coordinator was started.
     next.scale(secs(4), Some(0), &mut effects);
     assert_eq!((next.max_replicas(), next.replicas().count()), (None, 4));
     next.scale(secs(5), None, &mut effects);

@@ -1,11 +1,11 @@
-//! What passes over the cluster cost, and that none is left out that would find something to do.
+//! What passes over the cluster cost, and that no pass is skipped that would find something to do.
 use proptest::prelude::*;
 
 use shared::model_identity::ModelIdentity;
 
 use super::*;
 
-/// Serves with all replicas that have formed so far.
+/// Makes all replicas serve that have formed so far.
 fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
     for (worker, _, epoch, _) in forms(effects) {
         let epoch = Epoch(epoch);
@@ -24,8 +24,8 @@ fn serve(cluster: &mut Cluster, now: Duration, effects: &[Effect]) {
     }
 }
 
-/// What so many workers cost, as looks at replicas: one pass of a healthy cluster, the joining of
-/// all, and the loss of a rank of each replica.
+/// What so many workers cost, in look-ups of replicas: one pass over a healthy cluster, the joining
+/// of all workers, and the loss of a rank of each replica.
 fn looks(workers: u32, degrees: &[u32]) -> [u64; 3] {
     let config = ClusterConfig { degrees: degrees.to_vec(), ..config(degrees[0]) };
     let (mut cluster, effects) = cluster_of(config, workers);
@@ -51,7 +51,7 @@ fn a_pass_looks_at_each_worker_and_replica_a_few_times() {
     for degrees in [&[1][..], &[2], &[8, 4, 2, 1]] {
         let [healthy, joining, lost] = looks(1000, degrees);
         assert!(healthy <= 20_000, "{healthy} looks of one pass at degrees {degrees:?}");
-        // A pass for every worker.
+        // A pass for each worker.
         assert!(joining <= 20_000_000, "{joining} looks while all join, at degrees {degrees:?}");
         assert!(lost <= 20_000_000, "{lost} looks after losses, at degrees {degrees:?}");
     }
@@ -71,13 +71,13 @@ fn nothing_is_looked_at_while_nothing_happens() {
     assert_eq!((cluster.replicas.looks() - before, effects.len()), (0, 0));
 }
 
-/// Something that happens to a cluster.
+/// An event in a cluster.
 #[derive(Clone, Debug)]
 enum Happening {
     Joins(u32, u32),
     Left(u32),
     Leaves(u32),
-    /// What the ranks were told last comes true, for the ranks of these workers.
+    /// What the ranks of these workers were last told succeeds.
     Formed(u32),
     Fails(u32),
     Broke(u32),
@@ -103,7 +103,7 @@ fn happening() -> impl Strategy<Value = Happening> {
     ]
 }
 
-/// One cluster that time passes for as it does in operation, and one that makes every pass.
+/// A cluster that makes passes only when due, as in operation, and one that makes every pass.
 struct Twins {
     lazy: Cluster,
     eager: Cluster,
@@ -237,7 +237,7 @@ proptest! {
         (0..250).for_each(|_| twins.tick());
         let statuses = |cluster: &Cluster| cluster.replicas().collect::<Vec<_>>();
         prop_assert_eq!(statuses(&twins.lazy), statuses(&twins.eager));
-        // And who is whose rank is as the replicas say.
+        // And the index of ranks agrees with the replicas.
         for status in twins.lazy.replicas() {
             for worker in status.ranks.iter().flatten() {
                 prop_assert_eq!(twins.lazy.replicas.of(*worker), Some(status.id));

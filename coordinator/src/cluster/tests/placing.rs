@@ -31,7 +31,7 @@ fn workers_get_the_ranks_whose_weights_they_hold() {
     };
     assert_eq!(placed([Some(1), Some(1), Some(0), Some(0), None]), [[2, 0], [3, 1]]);
     assert_eq!(placed([None, Some(1), None, Some(0), Some(1)]), [[0, 4], [3, 1]]);
-    // More of one rank than there are groups, and a rank there is none of.
+    // More workers of one rank than there are groups, and a rank that does not exist.
     assert_eq!(placed([Some(1), Some(1), Some(1), Some(9), None]), [[2, 0], [3, 1]]);
 }
 
@@ -40,7 +40,7 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
     let mut cluster = Cluster::new(config(2));
     cluster.expect((0..4).map(|worker| format!("node-{worker}")).collect());
     let mut effects = Vec::new();
-    // Everybody is back in the worst order: two of the same rank first.
+    // All are back in the worst order: two of the same rank first.
     for (worker, rank) in [(1, 1), (3, 1), (0, 0), (2, 0)] {
         assert!(forms(&effects).is_empty(), "not before all are here");
         let shard =
@@ -50,7 +50,7 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
     }
     let ranks: Vec<(u32, u32)> = forms(&effects).iter().map(|form| (form.0, form.1)).collect();
     assert_eq!(ranks, [(0, 0), (1, 1), (2, 0), (3, 1)]);
-    // Who comes later is not waited for.
+    // Later workers are not waited for.
     let mut cluster = Cluster::new(config(2));
     cluster.expect(["node-9".to_owned()].into());
     let mut effects = Vec::new();
@@ -60,7 +60,7 @@ fn a_new_coordinator_waits_for_the_workers_there_were_and_keeps_their_ranks() {
     assert!(forms(&effects).is_empty());
     cluster.tick(secs(102), &mut effects);
     assert_eq!(forms(&effects).len(), 2, "it stayed away");
-    // The weights of another model or degree mean nothing.
+    // Weights of another model or degree mean nothing.
     let mut cluster = Cluster::new(config(2));
     let mut effects = Vec::new();
     for (worker, model, world_size) in [(0, "other", 2), (1, "m", 4)] {

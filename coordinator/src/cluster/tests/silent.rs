@@ -3,7 +3,7 @@ use shared::model_identity::ModelIdentity;
 
 use super::*;
 
-/// Passes as time passes, until this time.
+/// Runs passes as time passes, until this time.
 fn wait(cluster: &mut Cluster, from: u64, until: u64) -> Vec<Effect> {
     let mut effects = Vec::new();
     for tenth in from * 10..=until * 10 {
@@ -53,13 +53,13 @@ fn a_spare_takes_the_place_of_a_rank_that_does_not_answer() {
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 2], "the spare takes its place");
     assert!(shut_down(&effects).is_empty(), "it may be back");
-    // It is the spare that is used last now, and used where there is no other.
+    // It is now the last choice as a spare, and used when there is no other.
     let mut effects = Vec::new();
     cluster.worker_left(secs(62), WorkerId(2), Incarnation(1), "killed", &mut effects);
     let effects = wait(&mut cluster, 62, 63);
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 1]);
-    // Another strike: its process has to end.
+    // Another strike: its process must end.
     formed(&mut cluster, 63, 0, 3);
     let effects = wait(&mut cluster, 63, 124);
     assert_eq!(silent(&effects), [1]);
@@ -87,7 +87,7 @@ fn weights_may_load_for_as_long_as_they_get_on() {
         effects.extend(wait(&mut cluster, at, at + 50));
     }
     assert!(effects.is_empty(), "{effects:?}");
-    // What gets on in vain, for its epoch is over, is waited for as well.
+    // Progress in vain, because its epoch is over, is waited for as well.
     cluster.worker_left(secs(2000), WorkerId(0), Incarnation(1), "killed", &mut effects);
     cluster.worker_joined(secs(2001), member(0, 2, "a"), &mut effects);
     let epoch = forms(&effects).last().unwrap().2;
@@ -131,7 +131,7 @@ fn silence_counts_over_formations_that_the_others_give_up() {
     let (mut cluster, effects) = cluster_of(config(2), 3);
     let mut epoch = forms(&effects)[0].2;
     let mut all = Vec::new();
-    // Rank 0 waits 30 s for the other to connect, again and again.
+    // Rank 0 waits 30 s for the other one to connect, again and again.
     for at in [30, 60, 90] {
         all.extend(wait(&mut cluster, at - 29, at));
         let message = "the other ranks did not connect".to_owned();

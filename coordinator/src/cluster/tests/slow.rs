@@ -1,4 +1,4 @@
-//! Ranks that are slow.
+//! Slow ranks.
 use super::*;
 
 #[test]
@@ -22,7 +22,7 @@ fn a_spare_takes_the_rank_of_a_slow_worker_which_is_used_last() {
     assert_eq!(world_sizes(&effects), [(0, 0, 2), (5, 1, 2)], "at once, when there is one");
     bring_up(&mut cluster, secs(51), 2, &[0, 5]);
     effects.clear();
-    // A process that starts anew is not known to be slow.
+    // A restarted process is not known to be slow.
     cluster.worker_left(secs(60), WorkerId(1), Incarnation(1), "killed", &mut effects);
     assert!(effects.contains(&Effect::Pace { worker: WorkerId(1), slow: false }));
 }

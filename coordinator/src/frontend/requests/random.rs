@@ -1,4 +1,4 @@
-//! Requests against coordinators that may be lost at any moment, at random.
+//! Random tests: requests whose coordinators may be lost at any moment.
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use proptest::prelude::*;
@@ -8,16 +8,16 @@ use super::tests::{Rig, finished, read, token};
 use super::*;
 use crate::engine::Generation;
 
-/// What a coordinator computes: a token for each place, and how many there are.
+/// What a coordinator computes: a token for each place, and their number.
 fn expected(id: u64, choice: u32) -> Vec<u32> {
     let draw = |place: u32| (id as u32).wrapping_mul(31) ^ (choice * 7) ^ (place * 1009);
     (0..1 + draw(77) % 6).map(draw).collect()
 }
 
-/// A coordinator with requests, and what it has sent that has not arrived.
+/// A coordinator with its requests, and the events it sent that have not arrived.
 #[derive(Default)]
 struct Coordinator {
-    /// How many tokens each choice has that is not over.
+    /// Number of tokens of each choice that is not over.
     running: BTreeMap<u64, BTreeMap<u32, usize>>,
     sent: VecDeque<(u64, EngineEvent)>,
 }
@@ -41,7 +41,7 @@ impl Coordinator {
         assert!(self.running.insert(id, choices).is_none(), "it has it already");
     }
 
-    /// Accepts one token, or ends a choice that has all.
+    /// Accepts one token, or ends a choice that has all of them.
     fn step(&mut self, draw: usize) {
         let all = self.running.iter().flat_map(|(id, it)| it.keys().map(|choice| (*id, *choice)));
         let all: Vec<(u64, u32)> = all.collect();
@@ -98,11 +98,11 @@ fn happens() -> impl Strategy<Value = Happens> {
     ]
 }
 
-/// A front end with its clients and the coordinators that it comes to, one after the other.
+/// A front end with its clients and the coordinators it is linked to, one after another.
 struct Play {
     rig: Rig,
     coordinator: Option<Coordinator>,
-    /// Links that broke, with what had not arrived: it comes all the same, too late.
+    /// Events of broken links that had not arrived: they arrive anyway, too late.
     stale: Vec<(LinkNumber, u64, EngineEvent)>,
     clients: BTreeMap<u64, (u32, Generation, Vec<EngineEvent>)>,
     gone: BTreeSet<u64>,
@@ -143,7 +143,7 @@ impl Play {
         self.read();
     }
 
-    /// Clients take what there is.
+    /// Clients read what there is.
     fn read(&mut self) {
         for (id, (_, generation, got)) in &mut self.clients {
             if !self.gone.contains(id) {
@@ -208,7 +208,7 @@ impl Play {
         }
     }
 
-    /// A coordinator that stays does what is left.
+    /// A coordinator that stays does the rest.
     fn end(&mut self) {
         self.lose();
         self.happen(Happens::Link);
@@ -256,8 +256,8 @@ impl Play {
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2_000))]
-    /// Whatever is lost, and when: each choice's tokens have no gap and none comes twice, and each
-    /// choice ends once.
+    /// Whatever is lost, and whenever: no choice misses or repeats a token, and each choice ends
+    /// once.
     #[test]
     fn every_client_gets_every_token_once(all in prop::collection::vec(happens(), 0..200)) {
         let mut play = Play::new();

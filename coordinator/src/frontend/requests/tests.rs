@@ -1,4 +1,4 @@
-//! Requests in virtual time: what becomes of them when their coordinator is lost.
+//! Requests in virtual time when their coordinator is lost.
 use shared::metrics::Value;
 use shared::protocol::{AcceptedChoice, FinishReason, SubmitRequest};
 use shared::sampling::SamplingParams;
@@ -8,7 +8,7 @@ use crate::engine::{EngineHandle, GenerateRequest, Generation};
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// Requests, the HTTP side's way to them, and its commands on their way.
+/// Requests, the HTTP side's handle to them, and its pending commands.
 pub(super) struct Rig {
     pub(super) requests: Requests,
     engine: EngineHandle,
@@ -26,7 +26,7 @@ impl Rig {
         Self { requests, engine, commands, now: Duration::ZERO, link }
     }
 
-    /// Takes all commands.
+    /// Handles all commands.
     pub(super) fn take(&mut self) {
         while let Some(command) = (self.commands)() {
             self.requests.command(self.now, command);
@@ -46,7 +46,7 @@ impl Rig {
         self.requests.next(self.now)
     }
 
-    /// The next message, which submits a request.
+    /// The next message, which must submit a request.
     fn submitted(&mut self) -> Box<SubmitRequest> {
         match self.next() {
             Some(FromFrontend::Submit(submit)) => submit,
@@ -76,7 +76,7 @@ pub(super) fn finished(choice: u32) -> EngineEvent {
     EngineEvent::Finished { choice, reason: FinishReason::Length, cached: 0 }
 }
 
-/// What the client has got and not read yet.
+/// Reads what has arrived for the client.
 pub(super) fn read(generation: &mut Generation) -> Vec<EngineEvent> {
     let mut context = std::task::Context::from_waker(std::task::Waker::noop());
     let mut events = Vec::new();
@@ -105,7 +105,7 @@ fn a_stream_goes_on_at_the_next_coordinator_with_what_it_has() {
     let goes_on = AcceptedChoice::GoesOn(vec![5]);
     assert_eq!(again.accepted, [goes_on, AcceptedChoice::Over { tokens: 1 }]);
     assert_eq!(again.waited_us, 10_000_000);
-    // What is left of the old link means nothing any more.
+    // Events of the old link no longer count.
     rig.requests.deliver(rig.now, old, RequestId(1), token(0, 99));
     rig.deliver(1, token(0, 7));
     rig.deliver(1, finished(0));
@@ -162,7 +162,7 @@ fn who_leaves_is_not_sent_again_and_frees_its_place() {
         rig.submitted();
     }
     rig.deliver(0, token(0, 1));
-    // One leaves while it is live, one while it is held, of one the command is lost.
+    // One leaves while live, one while held, and one whose command is lost.
     clients[0] = None;
     rig.take();
     assert_eq!(rig.next(), Some(FromFrontend::Cancel(RequestId(0))));
@@ -214,7 +214,7 @@ fn tokens_that_are_kept_have_a_bound() {
     for _ in 0..3 {
         rig.submitted();
     }
-    // Two prompts of four tokens are kept; the third one is not, nor is what outgrows the bound.
+    // Two prompts of four tokens are kept; the third is not, nor is what outgrows the bound.
     assert_eq!(rig.requests.live_tokens, 8);
     for at in 0..3 {
         rig.deliver(1, token(0, at));

@@ -13,7 +13,7 @@ use super::*;
 use crate::engine::{EngineHandle, GenerateRequest};
 use crate::http::options::ApiOptions;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit of each expectation, for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn serving() -> Serving {
@@ -37,7 +37,7 @@ fn request(id: u64) -> GenerateRequest {
     )
 }
 
-/// Welcomes one front end, then reads nothing more from it, and pings.
+/// Welcomes one front end, then reads nothing more and sends pings.
 async fn coordinator_that_reads_nothing(listener: TcpListener) {
     let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
     connection.receive(PATIENCE).await.unwrap();
@@ -96,7 +96,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     let readiness = uplink.readiness();
     let (stop, stopped) = oneshot::channel();
     let running = tokio::spawn(uplink.run((to, connection, welcome), stopped));
-    // More than a queue, a socket's buffers and the write in progress hold together.
+    // More than queue, socket buffers and the write in progress hold together.
     let mut asked = Vec::new();
     for id in 0..400 {
         asked.push(engine.submit(request(id)).unwrap());
@@ -108,7 +108,7 @@ async fn a_front_end_stops_though_its_coordinator_takes_nothing() {
     assert!(end.is_none(), "{end:?}");
 }
 
-/// Commands came so often that a timer made anew for each of them never fired.
+/// Regression test: commands came so often that a timer recreated for each of them never fired.
 #[tokio::test]
 async fn what_is_held_for_too_long_ends_though_commands_keep_coming() {
     // Nobody listens there.
@@ -142,8 +142,8 @@ async fn what_is_held_for_too_long_ends_though_commands_keep_coming() {
     dialling.abort();
 }
 
-/// Welcomes one front end, says that a replica serves, and reads slowly; returns what it has read
-/// when it has read so many requests: which of the messages were requests.
+/// Welcomes one front end, and reads slowly until it has read so many requests. Returns, for each
+/// message read, whether it was a request.
 async fn coordinator_that_reads_slowly(listener: TcpListener, requests: usize) -> Vec<bool> {
     let mut connection = Connection::new(listener.accept().await.unwrap().0).unwrap();
     connection.receive(PATIENCE).await.unwrap();
@@ -164,7 +164,7 @@ async fn coordinator_that_reads_slowly(listener: TcpListener, requests: usize) -
     read
 }
 
-/// Requests that were held while there was no coordinator are many.
+/// Many requests may be held while there is no coordinator.
 #[tokio::test]
 async fn reports_go_between_the_requests_that_were_held() {
     const REQUESTS: u64 = 700;

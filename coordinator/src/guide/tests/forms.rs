@@ -1,4 +1,4 @@
-//! Each way to say what the text must be.
+//! Each kind of specification of the text.
 use super::*;
 
 #[test]

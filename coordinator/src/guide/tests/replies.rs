@@ -1,4 +1,4 @@
-//! Calls, marks and reasoning around what was asked for.
+//! Tool calls, marks and reasoning around the constrained text.
 use super::*;
 
 /// Forced tool calls, in every format: the reader finds calls whose arguments match the schemas.

@@ -1,4 +1,4 @@
-//! What the owner of an API key has under way, and may begin.
+//! What the owner of an API key has under way, and may start.
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -8,54 +8,55 @@ use actix_web::HttpResponse;
 use super::super::body::{Companion, accompanied};
 use super::super::error::ApiError;
 
-/// How much the owner of a key may take.
+/// Limits of a key's owner.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KeyLimits {
-    /// Requests under way at a time.
+    /// Maximum number of requests under way.
     pub requests: Option<u32>,
-    /// Requests begun in a minute; so many at once after a rest.
+    /// Requests started per minute; after a pause, this many at once.
     pub per_minute: Option<u32>,
 }
 
 /// The owner of a key.
 #[derive(Debug)]
 pub(super) struct Account {
-    /// Of the key.
+    /// Hash of the key.
     pub(super) hash: [u8; 32],
     limits: KeyLimits,
     used: Arc<Used>,
 }
 
-/// What is used of it; the same when the file of keys is read again.
+/// Usage of a key; kept when the file of keys is reread.
 #[derive(Debug, Default)]
 struct Used {
     requests: AtomicU32,
     bucket: Mutex<Bucket>,
 }
 
-/// PURE: requests that may begin, filled with time; what is missing of a full bucket.
+/// PURE: token bucket of requests that may start, refilled over time; stores what is missing from
+/// full.
 #[derive(Clone, Copy, Debug, Default)]
 struct Bucket {
-    /// Sixty-millionths of requests: microseconds times requests in a minute.
+    /// In sixty-millionths of a request: microseconds times requests per minute.
     missing: u64,
     at: Duration,
 }
 
-/// What one request is in a bucket.
+/// One request, in units of a bucket.
 const ONE: u64 = 60_000_000;
 
 impl Bucket {
-    /// Takes one request where so many may begin in a minute.
+    /// Takes one request at a rate of so many per minute.
     ///
     /// # Errors
-    /// How long until there is one.
+    /// How long until one is available.
     fn take(&mut self, now: Duration, per_minute: u32) -> Result<(), Duration> {
         let rate = u64::from(per_minute.max(1));
         let passed = u64::try_from(now.saturating_sub(self.at).as_micros()).unwrap_or(u64::MAX);
         self.missing = self.missing.saturating_sub(passed.saturating_mul(rate));
         self.at = self.at.max(now);
         let full = rate * ONE;
-        // A lower rate than before may have come with another file.
+        // A reread file may have lowered the rate.
         self.missing = self.missing.min(full);
         let over = (self.missing + ONE).saturating_sub(full);
         if over > 0 {
@@ -66,12 +67,12 @@ impl Bucket {
     }
 }
 
-/// Why the owner of a key may not begin a request now.
+/// Why the owner of a key may not start a request now.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// So many are under way.
     Requests(u32),
-    /// So many have begun within a minute; there is a place after some time.
+    /// So many have started within a minute; the next may start after this time.
     PerMinute(u32, Duration),
 }
 
@@ -79,12 +80,12 @@ impl From<Refusal> for ApiError {
     fn from(refusal: Refusal) -> Self {
         match refusal {
             Refusal::Requests(max) => Self::key_limit(
-                format!("{max} requests of this API key are under way, which is its bound"),
+                format!("{max} requests of this API key are in progress, which is its limit"),
                 Duration::from_secs(1),
             ),
             Refusal::PerMinute(max, wait) => Self::key_limit(
                 format!(
-                    "this API key has begun {max} requests within a minute, which is its bound"
+                    "this API key has begun {max} requests within a minute, which is its limit"
                 ),
                 wait,
             ),
@@ -93,13 +94,13 @@ impl From<Refusal> for ApiError {
 }
 
 impl Account {
-    /// Of a key with these limits; `before` is what was known of it.
+    /// Makes the account of a key with these limits, keeping the usage of `before`.
     pub(super) fn like(hash: [u8; 32], limits: KeyLimits, before: Option<&Self>) -> Self {
         let used = before.map(|before| before.used.clone()).unwrap_or_default();
         Self { hash, limits, used }
     }
 
-    /// Begins a request.
+    /// Starts a request.
     ///
     /// # Errors
     /// [`Refusal`].
@@ -124,7 +125,7 @@ impl Account {
 pub struct Turn(Arc<Used>);
 
 impl Turn {
-    /// A response whose request is under way until its body has been handed over whole, or dropped.
+    /// Keeps the request under way until the response's body has been sent whole or dropped.
     #[must_use]
     pub fn until_sent(self, response: HttpResponse) -> HttpResponse {
         response.map_body(|_, body| accompanied(body, self))
@@ -152,7 +153,7 @@ mod tests {
         assert_eq!(account.enter(Duration::ZERO).unwrap_err(), Refusal::Requests(2));
         drop(first);
         assert!(account.enter(Duration::ZERO).is_ok(), "what was refused took no place");
-        // The file of keys is read again, with a lower bound.
+        // The file of keys is reread, with a lower bound.
         let limits = KeyLimits { requests: Some(1), per_minute: None };
         let again = Account::like([1; 32], limits, Some(&account));
         assert_eq!(again.enter(Duration::ZERO).unwrap_err(), Refusal::Requests(1));
@@ -171,19 +172,19 @@ mod tests {
         assert_eq!(bucket.take(seconds(101.5), 30), Err(seconds(0.5)));
         assert_eq!(bucket.take(seconds(102.0), 30), Ok(()));
         assert_eq!(bucket.take(seconds(102.0), 30), Err(seconds(2.0)));
-        // Never more than a minute's, however long the rest.
+        // Never more than a minute's worth, however long the pause.
         let mut taken = 0;
         while bucket.take(seconds(1e6), 30).is_ok() {
             taken += 1;
         }
         assert_eq!(taken, 30);
-        // Over any minute behind the first burst no more than the rate begins.
+        // In any minute after the first burst, no more than the rate start.
         let mut bucket = Bucket::default();
         let begun: u32 = (0..600)
             .map(|tenth| u32::from(bucket.take(seconds(f64::from(tenth) / 10.0), 60).is_ok()))
             .sum();
         assert_eq!(begun, 60 + 59);
-        // A clock that goes back gives nothing.
+        // A clock that goes back adds nothing.
         assert!(bucket.take(seconds(1.0), 60).is_err());
     }
 }

@@ -1,6 +1,6 @@
-//! The file of API keys: one key a line, with its limits behind it where it has its own; `#` at a
-//! line's beginning or behind white space begins a comment. Read again when it changes; one that
-//! cannot be used changes nothing.
+//! The file of API keys: one key per line, followed by its own limits, if any; `#` at the start of
+//! a line or after white space starts a comment. Reread when it changes; a file that cannot be used
+//! changes nothing.
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use super::super::watch::{self, Watch};
 use super::{ApiKey, ApiKeys, KeyLimits, Keys};
 use crate::private_file;
 
-/// Most keys: each request is compared with all of them.
+/// Maximum number of keys: each request is compared with all of them.
 const KEYS_MAX: usize = 10_000;
 
 /// Where keys come from.
@@ -20,16 +20,16 @@ const KEYS_MAX: usize = 10_000;
 pub struct KeyFile {
     /// The file.
     pub path: PathBuf,
-    /// Keys that come from elsewhere, and stay.
+    /// Keys from elsewhere, which stay.
     pub others: Vec<ApiKey>,
-    /// What holds for keys that say nothing else.
+    /// Limits of keys that have none of their own.
     pub limits: KeyLimits,
 }
 
-/// The file cannot be used.
+/// Why the file cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
-    /// For this reason, which shows no key.
+    /// Its contents are wrong; the reason shows no key.
     #[error("{0}")]
     File(String),
     /// It cannot be watched.
@@ -38,13 +38,13 @@ pub enum KeyFileError {
 }
 
 impl KeyFile {
-    /// Reads the file, and looks at it every so often from then on, as long as the keys are used.
+    /// Reads the file, and checks it for changes at this interval as long as the keys are in use.
     ///
     /// # Errors
     /// [`KeyFileError`].
     pub fn start(self, every: Duration) -> Result<ApiKeys, KeyFileError> {
         let paths = [self.path.clone()];
-        // Before it is read: what changes meanwhile is read again.
+        // Before reading, so that changes meanwhile cause another reading.
         let watch = Watch::new(watch::stamps(&paths));
         let keys = ApiKeys::of(self.read().map_err(KeyFileError::File)?);
         let seen = Arc::downgrade(&keys.0);
@@ -66,7 +66,7 @@ impl KeyFile {
         Ok(())
     }
 
-    /// All keys, those from elsewhere among them.
+    /// Reads all keys, including those from elsewhere.
     fn read(&self) -> Result<Vec<ApiKey>, String> {
         private_file::check(&self.path)?;
         let text = std::fs::read_to_string(&self.path).map(Zeroizing::new);
@@ -79,11 +79,11 @@ impl KeyFile {
             keys.push(self.key(line).map_err(|error| format!("line {number}: {error}"))?);
         }
         if keys.len() > KEYS_MAX {
-            return Err(format!("there are {} keys, at most {KEYS_MAX} may be", keys.len()));
+            return Err(format!("it has {} keys, at most {KEYS_MAX} are allowed", keys.len()));
         }
-        // Nobody means to open the API by an empty file.
+        // Nobody means to open the API with an empty file.
         if keys.len() == self.others.len() {
-            return Err("there is no key in it".to_owned());
+            return Err("it contains no key".to_owned());
         }
         Ok(keys)
     }
@@ -94,9 +94,9 @@ impl KeyFile {
         let key = words.next().unwrap_or_default();
         let mut limits = self.limits;
         for word in words {
-            // What stands there may be a part of a key.
+            // The word may be part of a key, so it is not shown.
             let (name, value) = word.split_once('=').ok_or(
-                "behind the key stands something that is no limit: requests=N and \
+                "the key is followed by something that is not a limit: requests=N and \
                  requests-per-minute=N are known",
             )?;
             let place = match name {
@@ -116,14 +116,14 @@ impl KeyFile {
     }
 }
 
-/// A line without its comment.
+/// Removes a line's comment.
 fn uncommented(line: &str) -> &str {
     let begins =
         |(at, _): &(usize, &str)| line[..*at].chars().next_back().is_none_or(char::is_whitespace);
     line.match_indices('#').find(begins).map_or(line, |(at, _)| &line[..at])
 }
 
-/// Most that a limit may be.
+/// Largest value of a limit.
 pub(super) const LIMIT_MAX: u32 = 1_000_000;
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
     use crate::metrics::FrontendStats;
 
     fn write(path: &Path, text: &str) {
-        // As a careful operator does: whole, and nobody else's at any time.
+        // Like a careful operator: replaced whole, and never readable by others.
         let new = path.with_extension("new");
         fs::write(&new, text).unwrap();
         fs::set_permissions(&new, Permissions::from_mode(0o600)).unwrap();

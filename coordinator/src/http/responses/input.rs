@@ -1,7 +1,7 @@
-//! The items of a response's input as the messages of a conversation.
+//! Converts the items of a response's input to the messages of a conversation.
 //!
-//! What the model said in one turn comes as several items, reasoning, text and calls; templates
-//! know one message with all of it.
+//! One turn of the model comes as several items (reasoning, text, calls), but templates expect one
+//! message with all of them.
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
@@ -11,10 +11,10 @@ use super::super::params::Limits;
 /// The input of a request.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Input {
-    /// As chat's messages.
+    /// The messages, in chat's format.
     pub(super) messages: Vec<Value>,
-    /// The model goes on with the last one, as vLLM has it: it is the assistant's and says that it
-    /// is not complete.
+    /// Whether the model continues the last one, as in vLLM: it is the assistant's and marked as
+    /// incomplete.
     pub(super) goes_on: bool,
 }
 
@@ -45,7 +45,7 @@ pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Input, ApiError> 
     Ok(input)
 }
 
-/// An assistant's message that its own status calls incomplete.
+/// Whether an item is an assistant's message whose status is incomplete.
 fn is_open(item: &Value) -> bool {
     let is = |name: &str, words: &[&str]| {
         item.get(name).and_then(Value::as_str).is_some_and(|word| words.contains(&word))
@@ -67,12 +67,12 @@ impl Input {
             Some("function_call_output") => self.take_output(at, fields),
             Some("reasoning") => self.take_reasoning(at, fields),
             Some("item_reference") => {
-                Err(wrong(at, "refers to an item that is not kept here: send the item itself"))
+                Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
             }
             Some(other) => {
                 let message = format!(
-                    "has the type {other:?}, which is not supported: message, function_call, \
-                     function_call_output and reasoning are"
+                    "has the type {other:?}, which is not supported; supported are message, \
+                     function_call, function_call_output and reasoning"
                 );
                 Err(wrong(at, &message))
             }
@@ -88,7 +88,7 @@ impl Input {
         }
         let content = text(&format!("{at}.content"), fields.get("content"))?;
         if role == "assistant" {
-            // It is the answer that follows the reasoning before it.
+            // This is the answer that follows the preceding reasoning.
             let has = |message: &Map<String, Value>, name: &str| message.contains_key(name);
             let last = self.last_assistant();
             if let Some(last) = last.filter(|it| !has(it, "content") && !has(it, "tool_calls")) {
@@ -123,7 +123,7 @@ impl Input {
         Ok(())
     }
 
-    /// It begins a turn of the assistant's: the answer and the calls come behind it.
+    /// Takes reasoning, which starts a turn of the assistant; the answer and calls follow.
     fn take_reasoning(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
         let part = |name: &str| -> Result<String, ApiError> {
             let path = format!("{at}.{name}");
@@ -140,7 +140,7 @@ impl Input {
         let said = if content.is_empty() { summary } else { content };
         let is_secret = fields.get("encrypted_content").is_some_and(|it| !it.is_null());
         if said.is_empty() && is_secret {
-            let message = "has `encrypted_content` alone, which only the server that wrote it can \
+            let message = "has only `encrypted_content`, which only the server that wrote it can \
                            read: leave the item out";
             return Err(wrong(at, message));
         }
@@ -156,7 +156,7 @@ impl Input {
     }
 }
 
-/// An error of the input whose sentence goes on after the place.
+/// Makes an error of the input whose sentence continues after the location.
 fn wrong(at: &str, message: &str) -> ApiError {
     ApiError::field("input", format!("`{at}` {message}"))
 }
@@ -166,7 +166,7 @@ fn string<'a>(at: &str, fields: &'a Map<String, Value>, name: &str) -> Result<&'
     value.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
 }
 
-/// A content: a string, or parts that are text.
+/// Reads content: a string, or parts that are text.
 fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
     let parts = match content {
         Some(Value::String(text)) => return Ok(text.clone()),
@@ -181,8 +181,7 @@ fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
             Some("refusal") => "refusal",
             _ => {
                 let found = kind.map_or_else(|| "none".to_owned(), |kind| format!("{kind:?}"));
-                let message =
-                    format!("has the type {found}, which is not supported: text alone is");
+                let message = format!("has the type {found}, which is not supported: only text is");
                 return Err(wrong(&at, &message));
             }
         };
@@ -258,7 +257,7 @@ mod tests {
             (json!({"content": "x"}), "`input[1].role`"),
             (json!({"role": "tool", "content": "x"}), "`input[1].role`"),
             (json!({"type": 5, "role": "user", "content": "x"}), "`input[1].type`"),
-            (json!({"type": "item_reference", "id": "msg_1"}), "not kept here"),
+            (json!({"type": "item_reference", "id": "msg_1"}), "not stored here"),
             (json!({"type": "web_search_call"}), "\"web_search_call\", which is not supported"),
             (json!({"role": "user"}), "`input[1].content`"),
             (

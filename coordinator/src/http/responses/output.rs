@@ -1,5 +1,5 @@
-//! PURE: the output of a response as far as it has come: items, one behind the other, and the
-//! events that tell a client of them.
+//! PURE: the output of a response so far: a list of items, and the events that report them to a
+//! client.
 use serde::ser::SerializeMap as _;
 use serde::{Serialize, Serializer};
 use serde_json::{Value, json};
@@ -9,10 +9,10 @@ use super::super::message::CallIds;
 use super::super::sse::Events;
 use crate::text::reply::Part;
 
-/// Where events are written to; nowhere, for an answer that comes whole.
+/// Destination of events; `None` for an answer sent whole.
 pub(super) type Sink<'a> = Option<&'a mut Events>;
 
-/// What an item is.
+/// The kind of an item.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Kind {
     Reasoning,
@@ -20,17 +20,17 @@ enum Kind {
     Call { call_id: String, name: String },
 }
 
-/// How far an item or a response has come.
+/// The status of an item or a response.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Status {
-    /// More comes.
+    /// More follows.
     InProgress,
-    /// All of it is there.
+    /// It is complete.
     Completed,
-    /// A bound cut it.
+    /// A limit cut it.
     Incomplete,
-    /// It came to no end. Responses alone.
+    /// It failed; only for responses.
     Failed,
 }
 
@@ -39,14 +39,14 @@ pub(super) enum Status {
 struct Item {
     id: String,
     kind: Kind,
-    /// The text; a call's arguments.
+    /// The text, or a call's arguments.
     text: String,
     logprobs: Vec<Value>,
     status: Status,
 }
 
 impl Item {
-    /// The part of its content, with so much of the text.
+    /// Returns the part of its content, with this much of the text.
     fn part(&self, text: &str, logprobs: &[Value]) -> Value {
         match self.kind {
             Kind::Reasoning => json!({"type": "reasoning_text", "text": text}),
@@ -61,7 +61,7 @@ impl Serialize for Item {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         let mut map = serializer.serialize_map(None)?;
         map.serialize_entry("id", &self.id)?;
-        // An item that has just been added has no part yet.
+        // An item that was just added has no part yet.
         let content = || match self.text.is_empty() && self.status == Status::InProgress {
             true => json!([]),
             false => json!([self.part(&self.text, &self.logprobs)]),
@@ -89,7 +89,7 @@ impl Serialize for Item {
     }
 }
 
-/// An event: its name, its number, and what it says, written without a tree of values.
+/// An event: its name, number and contents, written without building a tree of values.
 #[derive(Debug, Serialize)]
 struct Event<'a, B> {
     #[serde(rename = "type")]
@@ -137,10 +137,10 @@ struct OfResponse<'a, R> {
     response: &'a R,
 }
 
-/// Writes an event that is about the whole response.
+/// Writes an event about the whole response.
 ///
 /// # Errors
-/// When it is no JSON, which is a fault of this program.
+/// If it is not valid JSON, which is a bug.
 pub(super) fn tell(
     kind: &'static str,
     sequence_number: u64,
@@ -156,10 +156,10 @@ pub(super) fn tell(
 #[derive(Clone, Debug)]
 pub(super) struct Output {
     items: Vec<Item>,
-    /// What the items' ids have behind what they are: the response's id.
+    /// Suffix of the items' ids: the response's id.
     name: String,
     ids: CallIds,
-    /// The next event's number.
+    /// Number of the next event.
     sequence: u64,
 }
 
@@ -170,13 +170,13 @@ impl Serialize for Output {
 }
 
 impl Output {
-    /// No item yet. `name` tells the ids of its items from those of others.
+    /// Starts without items. `name` distinguishes the ids of its items from others'.
     #[must_use]
     pub(super) fn new(name: &str, ids: CallIds) -> Self {
         Self { items: Vec::new(), name: name.to_owned(), ids, sequence: 0 }
     }
 
-    /// The number of the next event.
+    /// Returns the number of the next event.
     pub(super) fn number(&mut self) -> u64 {
         self.sequence += 1;
         self.sequence - 1
@@ -193,10 +193,10 @@ impl Output {
         events.push_named(kind, &Event { kind, sequence_number, body })
     }
 
-    /// Takes what the reply said next; `logprobs` are of text of the answer.
+    /// Takes the next part of the reply; `logprobs` belong to text of the answer.
     ///
     /// # Errors
-    /// As [`tell`].
+    /// Like [`tell`].
     pub(super) fn take(
         &mut self,
         part: Part,
@@ -221,11 +221,11 @@ impl Output {
         }
     }
 
-    /// Closes the last item at the end of the output; one that says nothing is made where there is
-    /// none, since clients look for an answer.
+    /// Closes the last item at the end of the output; without any item, makes an empty message,
+    /// since clients look for an answer.
     ///
     /// # Errors
-    /// As [`tell`].
+    /// Like [`tell`].
     pub(super) fn finish(&mut self, status: Status, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         if self.items.is_empty() {
             self.turn_to(Kind::Message, sink)?;
@@ -233,7 +233,7 @@ impl Output {
         self.close(status, sink)
     }
 
-    /// Goes on with an item of this kind.
+    /// Continues with an item of this kind.
     fn turn_to(&mut self, kind: Kind, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         let last = self.items.last();
         if last.is_some_and(|it| it.kind == kind && it.status == Status::InProgress) {
@@ -298,7 +298,7 @@ impl Output {
         told
     }
 
-    /// Ends the item that is open, if one is.
+    /// Ends the open item, if there is one.
     fn close(&mut self, status: Status, sink: &mut Sink<'_>) -> Result<(), ApiError> {
         let open = self.items.pop_if(|item| item.status == Status::InProgress);
         let Some(mut item) = open else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! A response's request as chat's: the same fields under their names there, and what the answer
-//! says again of them.
+//! Converts a response's request to chat's: renames the fields, and collects what the answer
+//! repeats of them.
 use serde_json::{Map, Value, json};
 
 use super::super::error::ApiError;
@@ -9,7 +9,7 @@ use super::super::refused::{self, Endpoint, VERBOSITIES};
 use super::super::state::AppState;
 use super::input;
 
-/// Fields that chat has too, by the same name and with the same meaning.
+/// Fields that chat also has, with the same name and meaning.
 const SAME: &[&str] = &[
     "add_special_tokens",
     "allowed_token_ids",
@@ -46,7 +46,7 @@ const SAME: &[&str] = &[
     "user",
 ];
 
-/// Chat's fields that are said in others here, as OpenAI's API names them.
+/// Chat's fields that have other names here, as in OpenAI's API.
 const MOVED: &[(&str, &str)] = &[
     ("function_call", "tool_choice"),
     ("functions", "tools"),
@@ -58,7 +58,7 @@ const MOVED: &[(&str, &str)] = &[
     ("response_format", "text.format"),
 ];
 
-/// Names of chat's that an error may say, and what they are called here.
+/// Chat's names that errors may contain, and their names here.
 pub(super) const NAMES: &[(&str, &str)] = &[
     ("messages", "input"),
     ("max_tokens", "max_output_tokens"),
@@ -68,7 +68,8 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("json_schema.", "text.format."),
 ];
 
-/// What `include` may name; all but the first are parts of tools that are refused, or come unasked.
+/// Values that `include` may have; all but the first concern tools that are rejected, or are always
+/// included.
 const INCLUDE: &[&str] = &[
     LOGPROBS,
     "code_interpreter_call.outputs",
@@ -81,13 +82,13 @@ const INCLUDE: &[&str] = &[
 ];
 const LOGPROBS: &str = "message.output_text.logprobs";
 
-/// Entries, characters of a key and of a value of `metadata`: OpenAI's bounds.
+/// Maximum entries, key length and value length of `metadata`: OpenAI's bounds.
 const METADATA: (usize, usize, usize) = (16, 64, 512);
 
-/// A request, read.
+/// A converted request.
 #[derive(Clone, Debug)]
 pub(super) struct Request {
-    /// As chat's.
+    /// The request in chat's fields.
     pub(super) fields: Fields,
     /// What the answer repeats.
     pub(super) echo: Map<String, Value>,
@@ -101,7 +102,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
     let limits = &state.limits;
     for (name, now) in MOVED {
         if fields.get(name).is_some() {
-            let message = format!("`{name}` is not supported: here it is `{now}`");
+            let message = format!("`{name}` is not supported: use `{now}` instead");
             return Err(ApiError::field(name, message));
         }
     }
@@ -148,14 +149,14 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
     Ok(Request { fields: fields.said_as(chat), echo })
 }
 
-/// Fields that change nothing; what they say must still be something.
+/// Fields without effect; their values must still be valid.
 fn ignored(fields: &Fields, limits: &Limits) -> Result<(), ApiError> {
     for name in ["prompt_cache_key", "prompt_cache_retention", "safety_identifier"] {
         fields.string(name, limits.user_bytes)?;
     }
-    // No response is kept, whatever a client wishes: the answer says so.
+    // No response is stored, whatever a client wishes: the answer says so.
     fields.boolean("store", true)?;
-    // Of built-in tools, which there are none of.
+    // Concerns built-in tools; this server has none.
     fields.count("max_tool_calls", 1, u32::MAX)?;
     let name = "stream_options";
     match fields.get(name) {
@@ -188,7 +189,7 @@ fn logprobs(
         None => false,
         Some(Value::Array(list)) if list.iter().all(known) => list.iter().any(|it| it == LOGPROBS),
         Some(other) => {
-            let expected = format!("a list of some of {}", INCLUDE.join(", "));
+            let expected = format!("a list of values from {}", INCLUDE.join(", "));
             return Err(Fields::wrong(name, other, &expected));
         }
     };
@@ -205,7 +206,7 @@ fn logprobs(
     Ok(())
 }
 
-/// `auto` keeps the end of an input that is too long, as vLLM has it.
+/// `auto` keeps the end of an input that is too long, as in vLLM.
 fn truncation(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(), ApiError> {
     let (name, tokens) = ("truncation", "truncate_prompt_tokens");
     match fields.get(name) {
@@ -216,13 +217,13 @@ fn truncation(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(), ApiE
             Ok(())
         }
         Some(Value::String(word)) if word == "auto" => {
-            Err(ApiError::field(name, format!("`{name}` and `{tokens}` exclude each other")))
+            Err(ApiError::field(name, format!("`{name}` and `{tokens}` cannot be combined")))
         }
         Some(other) => Err(Fields::wrong(name, other, "\"auto\" or \"disabled\"")),
     }
 }
 
-/// `text.format`, which chat calls `response_format` and nests deeper.
+/// Converts `text.format`, which chat calls `response_format` and nests deeper.
 fn text(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiError> {
     let name = "text";
     let plain = json!({"type": "text"});
@@ -260,8 +261,8 @@ fn text(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiErro
     Ok(text.into())
 }
 
-/// `reasoning.effort` is chat's `reasoning_effort`; what else `reasoning` says is of summaries,
-/// which there are none of: reasoning comes as it is.
+/// Converts `reasoning.effort` to chat's `reasoning_effort`; the rest of `reasoning` concerns
+/// summaries, which are not made: reasoning is returned as it is.
 fn reasoning(fields: &Fields, chat: &mut Map<String, Value>) -> Result<Value, ApiError> {
     let name = "reasoning";
     let reasoning = match fields.get(name) {
@@ -309,8 +310,7 @@ fn metadata(fields: &Fields) -> Result<Value, ApiError> {
     }
 }
 
-/// The tools and which of them are called, put into chat's fields; returns both as the answer
-/// repeats them.
+/// Puts the tools and the tool choice into chat's fields; returns both as the answer repeats them.
 fn tools(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(Value, Value), ApiError> {
     let list = match fields.get("tools") {
         None => &[][..],
@@ -336,7 +336,7 @@ fn tools(fields: &Fields, chat: &mut Map<String, Value>) -> Result<(Value, Value
     Ok((repeated.collect(), echo))
 }
 
-/// What chat nests below `function`.
+/// Returns what chat nests under `function`.
 fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> {
     let wrong = |part: &str, message: &str| {
         ApiError::field("tools", format!("`tools[{index}]{part}` {message}"))
@@ -345,7 +345,7 @@ fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
     match fields.get("type").and_then(Value::as_str) {
         Some("function") => {}
         Some(kind) => {
-            let message = format!("is a {kind:?}, which is not supported: functions alone are");
+            let message = format!("is a {kind:?}, which is not supported: only functions are");
             return Err(wrong("", &message));
         }
         None => return Err(wrong(".type", "must be \"function\"")),
@@ -364,7 +364,7 @@ fn function(index: usize, tool: &Value) -> Result<Map<String, Value>, ApiError> 
     Ok(told.collect())
 }
 
-/// Chat's `tool_choice`, and the answer's; tools that may not be called are left out.
+/// Returns chat's `tool_choice` and the answer's; tools that may not be called are removed.
 fn choice(
     fields: &Fields,
     functions: &mut Vec<Map<String, Value>>,
@@ -394,7 +394,7 @@ fn choice(
             let allowed = allowed.ok_or_else(wrong)?;
             let known = |it: &&String| !functions.iter().any(|tool| tool["name"] == **it);
             if let Some(unknown) = allowed.iter().find(known) {
-                let message = format!("`{field}` allows {unknown:?}, which is none of `tools`");
+                let message = format!("`{field}` allows {unknown:?}, which is not in `tools`");
                 return Err(ApiError::field(field, message));
             }
             functions.retain(|tool| allowed.iter().any(|it| tool["name"] == **it));

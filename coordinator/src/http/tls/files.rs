@@ -1,4 +1,4 @@
-//! Files of TLS, read and checked: a chain of certificates, its key, authorities.
+//! Reads and checks files of TLS: a certificate chain, its key, authorities.
 use std::fs::File;
 use std::io::Read as _;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use zeroize::Zeroizing;
 
 use crate::private_file;
 
-/// Most bytes of such a file: a bundle of all public authorities has a fifth of it.
+/// Maximum size of a TLS file in bytes, five times a bundle of all public authorities.
 const FILE_MAX: u64 = 1 << 20;
 
-/// A file of TLS cannot be used.
+/// A TLS file that cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[error("{option} {}: {problem}", file.display())]
 pub struct TlsFileError {
@@ -32,7 +32,7 @@ pub struct TlsFileError {
 /// Reads a chain and its key, which must belong together.
 ///
 /// The chain is PEM: the own certificate first, then those that lead to the authority. The key is
-/// PEM too: PKCS#8, PKCS#1 (RSA) or SEC1 (EC), not encrypted, and no other user's to read.
+/// also PEM: PKCS#8, PKCS#1 (RSA) or SEC1 (EC), unencrypted, and not readable by other users.
 ///
 /// # Errors
 /// [`TlsFileError`], naming the file at fault by its option.
@@ -44,13 +44,13 @@ pub fn read_pair(
     let at = |problem: String| TlsFileError { option: key_option, file: key.to_owned(), problem };
     private_file::check(key).map_err(at)?;
     let text = read(key).map(Zeroizing::new).map_err(at)?;
-    // What is in the file is not repeated: it is secret.
+    // The file's contents are secret and not repeated.
     let parsed = PrivateKeyDer::from_pem_slice(&text).map_err(|_| {
         let encrypted = text.windows(10).any(|word| word == b"ENCRYPTED ");
         at(if encrypted {
-            "the key is encrypted: write it without (openssl pkey -in FILE -out NEW)".to_owned()
+            "the key is encrypted: decrypt it (openssl pkey -in FILE -out NEW)".to_owned()
         } else {
-            "there is no private key in PEM form (PKCS#8, PKCS#1 or SEC1) in it".to_owned()
+            "it contains no private key in PEM form (PKCS#8, PKCS#1 or SEC1)".to_owned()
         })
     })?;
     CertifiedKey::from_der(chain, parsed, &ring::default_provider()).map_err(|error| match error {
@@ -64,7 +64,7 @@ pub fn read_pair(
 /// Reads certificates of authorities.
 ///
 /// # Errors
-/// [`TlsFileError`]: also when there is none in the file.
+/// [`TlsFileError`], also if there is none in the file.
 pub fn read_authorities(
     option: &'static str,
     file: &Path,
@@ -93,14 +93,14 @@ pub fn read_certificates(
     let mut chain = Vec::new();
     for certificate in CertificateDer::pem_slice_iter(&text) {
         let number = chain.len() + 1;
-        let certificate =
-            certificate.map_err(|_| at(format!("certificate {number} in it is no whole PEM")))?;
+        let certificate = certificate
+            .map_err(|_| at(format!("certificate {number} in it is not complete PEM")))?;
         ParsedCertificate::try_from(&certificate)
             .map_err(|error| at(format!("certificate {number} in it cannot be used: {error}")))?;
         chain.push(certificate);
     }
     if chain.is_empty() {
-        return Err(at("there is no certificate in PEM form in it".to_owned()));
+        return Err(at("it contains no certificate in PEM form".to_owned()));
     }
     Ok(chain)
 }

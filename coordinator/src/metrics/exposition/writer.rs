@@ -1,5 +1,5 @@
-//! Families to lines. A scrape of a thousand workers has a hundred thousand of them, so a series'
-//! labels are written once and copied, and nothing else is allocated per line.
+//! Writes families as lines. A scrape of a thousand workers has a hundred thousand of them, so a
+//! series' labels are written once and copied, and nothing else is allocated per line.
 use std::fmt::Write as _;
 use std::time::Duration;
 
@@ -8,15 +8,15 @@ use shared::metrics::{Exemplars, HistogramTotals, Value};
 
 use super::Format;
 
-/// What all series of a family have in common.
+/// What all series of a family share.
 pub(super) struct Family<'a> {
     pub(super) name: &'a str,
     pub(super) help: &'a str,
     /// `counter`, `gauge` or `histogram`.
     pub(super) kind: &'a str,
-    /// A histogram's bounds without the infinite one.
+    /// A histogram's bounds, without the infinite one.
     pub(super) bounds: &'a [f64],
-    /// How many of a counter's integers make 1.
+    /// Integer count of a counter that makes 1.
     pub(super) scale: f64,
     /// A label that every series has.
     pub(super) constant: Option<(&'a str, &'a str)>,
@@ -36,7 +36,7 @@ impl<'a> Writer<'a> {
         Self { format, clock_start, text, labels: String::new() }
     }
 
-    /// Writes a family; nothing when it has no series.
+    /// Writes a family; nothing if it has no series.
     pub(super) fn family<'s>(
         &mut self,
         family: &Family<'_>,
@@ -94,10 +94,10 @@ impl<'a> Writer<'a> {
         self.labels = labels;
     }
 
-    /// Writes what stands before a family's samples.
+    /// Writes the lines before a family's samples.
     pub(super) fn head(&mut self, name: &str, help: &str, kind: &str) {
         let family = match self.format {
-            // OpenMetrics names a counter without what its samples end with.
+            // OpenMetrics names a counter family without the suffix of its samples.
             Format::OpenMetrics if kind == "counter" => name.strip_suffix("_total").unwrap_or(name),
             _ => name,
         };
@@ -177,7 +177,7 @@ impl<'a> Writer<'a> {
         });
     }
 
-    /// Writes what stands at the end of a page.
+    /// Writes the end of a page.
     pub(super) fn end(&mut self) {
         if self.format == Format::OpenMetrics {
             self.text.push_str("# EOF\n");
@@ -211,7 +211,7 @@ fn escape(text: &mut String, raw: &str, quotes: bool) {
     }
 }
 
-/// A bound as OpenMetrics wants it: never without a point.
+/// Formats a bound as OpenMetrics requires: always with a decimal point.
 fn float(value: f64) -> String {
     let text = value.to_string();
     if text.contains('.') { text } else { text + ".0" }

@@ -13,11 +13,11 @@ use super::{Cells, Recording, WorkerCells};
 /// Sizes of a replica's engine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReplicaConfig {
-    /// What every rank was told.
+    /// Sizes sent to every rank.
     pub engine: EngineConfig,
-    /// Blocks every rank has.
+    /// KV blocks on every rank.
     pub num_blocks: u32,
-    /// Blocks every rank has in host memory to swap to.
+    /// Blocks in host memory on every rank, to swap to.
     pub host_blocks: u32,
     /// Number of ranks.
     pub tensor_parallel: u32,
@@ -57,8 +57,8 @@ impl Recording<'_> {
         cells.config = Some(info);
     }
 
-    /// A replica cannot serve: what described its cache vanishes, its load vanishes when its
-    /// requests were moved, one by one, with [`Recording::interrupted`].
+    /// A replica cannot serve: the series of its cache vanish, and those of its load once its
+    /// requests have been moved, one by one, with [`Recording::interrupted`].
     pub fn replica_gone(&mut self, replica: ReplicaId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
@@ -90,7 +90,7 @@ impl Recording<'_> {
         stats.add(cells.failovers, 1);
     }
 
-    /// Frames were dropped because their epoch is over.
+    /// Frames were dropped because their epoch was over.
     pub fn fenced_frames(&mut self, count: u64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
@@ -111,7 +111,7 @@ impl Recording<'_> {
         stats.add(counter, 1);
     }
 
-    /// A worker is linked, or was and is expected back.
+    /// A worker is linked; or it was, and is expected back.
     pub fn worker_up(&mut self, worker: WorkerId, up: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
@@ -125,7 +125,7 @@ impl Recording<'_> {
         }
     }
 
-    /// Which program run is behind a worker's slot now.
+    /// Sets which program runs in a worker's slot.
     pub fn worker_info(&mut self, worker: WorkerId, node: &str, version: &str) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let name = worker.0.to_string();
@@ -138,14 +138,14 @@ impl Recording<'_> {
         cells.info = Some(info);
     }
 
-    /// A worker computes much slower than the others of its replica, or does so no more.
+    /// A worker computes much slower than the others of its replica, or no longer does.
     pub fn rank_slow(&mut self, worker: WorkerId, slow: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
         stats.set(cells.slow, f64::from(u8::from(slow)));
     }
 
-    /// Whether a worker gets no rank, as its device failed again and again.
+    /// Sets whether a worker gets no rank because its device failed again and again.
     pub fn device_set_aside(&mut self, worker: WorkerId, aside: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
@@ -159,7 +159,7 @@ impl Recording<'_> {
         stats.add(cells.restarts, 1);
     }
 
-    /// A worker's stats arrived, `since_1970` by the wall clock.
+    /// A worker's stats arrived, at wall-clock time `since_1970`.
     pub fn worker_reported(&mut self, worker: WorkerId, since_1970: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.worker(worker);
@@ -179,7 +179,7 @@ impl Recording<'_> {
         }
     }
 
-    /// A front end of its own process is linked.
+    /// A front end in its own process is linked.
     pub fn frontend_up(&mut self, frontend: FrontendId) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.lost_frontends.remove(&frontend);
@@ -209,7 +209,7 @@ impl Recording<'_> {
         }
     }
 
-    /// Front ends that have been missed for `patience` are so no more.
+    /// Forgets front ends that have been missing for `patience`.
     pub fn forget_frontends(&mut self, now: Duration, patience: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, lost_frontends, .. } = cells;
@@ -223,14 +223,14 @@ impl Recording<'_> {
         });
     }
 
-    /// How many replicas there shall be.
+    /// Sets the number of replicas wanted.
     pub fn replicas_wanted(&mut self, count: usize) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let gauge = cells.stats.gauge(catalogue::REPLICAS_WANTED, []);
         cells.stats.set(gauge, count as f64);
     }
 
-    /// A front end's stats arrived, `since_1970` by the wall clock.
+    /// A front end's stats arrived, at wall-clock time `since_1970`.
     pub fn frontend_reported(&mut self, frontend: FrontendId, since_1970: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let stats = &mut cells.stats;
@@ -238,7 +238,7 @@ impl Recording<'_> {
         stats.set(gauge, since_1970.as_secs_f64());
     }
 
-    /// How many actors are in a state now.
+    /// Sets the number of actors in a state.
     pub fn actors(&mut self, state: ActorState, count: u64) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
@@ -246,7 +246,7 @@ impl Recording<'_> {
         stats.set(gauge, count as f64);
     }
 
-    /// The coordinator started, `since_1970` by the wall clock, as version `version`.
+    /// The coordinator started as version `version`, at wall-clock time `since_1970`.
     pub fn started(&mut self, version: &str, since_1970: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let stats = &mut cells.stats;

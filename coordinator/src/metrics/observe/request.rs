@@ -1,7 +1,7 @@
-//! The life of a request: where it is now, and how long each part took.
+//! The life of a request: where it is, and how long each phase took.
 //!
 //! A [`RequestTrack`] travels with the request. It knows which gauge the request is counted in, so
-//! that no event can leave running, waiting and in flight disagreeing.
+//! that no event can make running, waiting and in flight disagree.
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -22,11 +22,11 @@ use crate::engine::{EngineError, EventSender, Resumed};
 #[must_use = "a request that is never ended stays in flight"]
 pub struct RequestTrack {
     place: Place,
-    /// The adapter that it is computed with; 0 for none.
+    /// The adapter it is computed with; 0 for none.
     adapter: u32,
-    /// Its output is an embedding.
+    /// Whether its output is an embedding.
     pools: bool,
-    /// It goes on from what another coordinator accepted of it, which has observed its beginning.
+    /// Whether it continues what another coordinator accepted, which observed its beginning.
     resumed: bool,
     response_id: Arc<str>,
     arrived: Duration,
@@ -34,7 +34,7 @@ pub struct RequestTrack {
     first_token: Option<Duration>,
     last_token: Option<Duration>,
     tokens: u64,
-    /// How often sequences of it were preempted.
+    /// Number of preemptions of its sequences.
     preemptions: u64,
     /// By choice.
     choices: Vec<ChoiceTrack>,
@@ -43,7 +43,7 @@ pub struct RequestTrack {
 /// One choice of a request.
 #[derive(Clone, Copy, Debug, Default)]
 struct ChoiceTrack {
-    /// When its last token came.
+    /// When its last token was accepted.
     last_token: Option<Duration>,
     tokens: u64,
 }
@@ -69,7 +69,7 @@ const _: () = assert!(
         && matches!(WAITING_AT_REPLICA[WaitingAt::Preempted as usize], WaitingReason::Preempted)
 );
 
-/// What is known of a request when it ends, besides what its track knows.
+/// What is known of a request at its end, besides its track.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestSummary {
     /// Tokens of the prompt.
@@ -78,29 +78,29 @@ pub struct RequestSummary {
     pub n: u32,
     /// The parameter `max_tokens`.
     pub max_tokens: u32,
-    /// Prompt tokens that the KV cache had, of all choices that are complete.
+    /// Prompt tokens that the KV cache had, over all complete choices.
     pub cached_tokens: u64,
 }
 
 impl RequestSummary {
-    /// Prompt tokens that were computed for a request that is complete.
+    /// Prompt tokens that were computed for a complete request.
     fn prefill_computed(&self) -> u64 {
         self.prompt_tokens.saturating_mul(u64::from(self.n)).saturating_sub(self.cached_tokens)
     }
 }
 
 impl RequestTrack {
-    /// Of a request that is computed with this adapter; 0 for none.
+    /// Sets the adapter it is computed with; 0 for none.
     pub fn with_adapter(self, adapter: u32) -> Self {
         Self { adapter, ..self }
     }
 
-    /// Of a request for an embedding, or for text.
+    /// Sets whether it asks for an embedding rather than text.
     pub fn pooling(self, pools: bool) -> Self {
         Self { pools, ..self }
     }
 
-    /// It has these tokens from another coordinator, which counted them.
+    /// Notes tokens that another coordinator accepted and counted.
     pub fn resume(&mut self, resumed: &Resumed) {
         self.resumed = true;
         let going_on = resumed.choices.iter().map(|choice| choice.tokens.len() as u64);
@@ -115,16 +115,16 @@ impl RequestTrack {
         }
     }
 
-    /// One of its sequences is in the batch no more.
+    /// Notes that one of its sequences was preempted.
     pub(super) fn preempted(&mut self) {
         self.preemptions += 1;
     }
 }
 
 impl Observer {
-    /// Counts that a request is not taken: what counts is what clients are told in the end. So a
-    /// full queue does not count here, nor the end of this coordinator for a front end in another
-    /// process, which asks again; front ends count what they give up.
+    /// Counts a request that is not accepted, if that is what its client is finally told. So this
+    /// excludes full queues, and the end of this coordinator for a front end in another process,
+    /// which submits the request again; front ends count what they give up.
     pub fn refused(&self, events: &EventSender, error: &EngineError) {
         let reason = RejectReason::from(error);
         let is_sent_again = events.is_remote() && reason == RejectReason::ShuttingDown;
@@ -135,8 +135,8 @@ impl Observer {
 }
 
 impl Recording<'_> {
-    /// A request was taken into the queue. It arrived at `arrived` and has `n` choices, its client
-    /// knows it as `response_id`; no replica holds it yet.
+    /// A request was accepted into the queue. It arrived at `arrived`, has `n` choices, and its
+    /// client knows it as `response_id`; no replica holds it yet.
     pub fn accepted(&mut self, arrived: Duration, n: u32, response_id: &Arc<str>) -> RequestTrack {
         if let Some(Cells { stats, fixed, waiting_for_replica, .. }) = self.cells.as_deref_mut() {
             stats.add(fixed.accepted, 1);
@@ -159,7 +159,7 @@ impl Recording<'_> {
         }
     }
 
-    /// The output of a request that was taken must be something.
+    /// The output of an accepted request is constrained by `spec`.
     pub fn guided(&mut self, spec: &GuideSpec) {
         let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
         let kind = match spec {
@@ -172,7 +172,7 @@ impl Recording<'_> {
         stats.add(fixed.guided.get(kind), 1);
     }
 
-    /// A request was not taken.
+    /// A request was not accepted.
     pub fn rejected(&mut self, reason: RejectReason) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let Cells { stats, fixed, .. } = cells;
@@ -180,7 +180,7 @@ impl Recording<'_> {
         stats.add(counter, 1);
     }
 
-    /// So many accepted requests are given up because their time is over.
+    /// So many accepted requests are given up because their time has expired.
     pub fn expired(&mut self, reason: ExpiryReason, requests: u64) {
         let Some(Cells { stats, fixed, .. }) = self.cells.as_deref_mut() else { return };
         stats.add(fixed.expired.get(reason), requests);
@@ -197,7 +197,7 @@ impl Recording<'_> {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         if track.first_scheduled.is_none() {
             track.first_scheduled = Some(now);
-            // Now, and not at the end: who waited so long that its client leaves waited, too.
+            // Observed now, not at the end: a request waited even if its client leaves later.
             if !track.pools && !track.resumed {
                 let waited = now.saturating_sub(track.arrived);
                 let Cells { stats, fixed, .. } = &mut *cells;
@@ -218,9 +218,9 @@ impl Recording<'_> {
         stats.add(cells.preempted_tokens, tokens);
     }
 
-    /// The request's replica pauses, since it `failed` or because that is wanted: the request waits
-    /// to be continued, there or elsewhere. It counts as replayed when its replica failed, unless
-    /// it had not been scheduled yet and loses nothing.
+    /// The request's replica pauses, because it `failed` or as planned: the request waits to be
+    /// continued, there or elsewhere. It counts as replayed if its replica failed, unless it had
+    /// not been scheduled yet and so loses nothing.
     pub fn interrupted(&mut self, track: &mut RequestTrack, failed: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::NoReplica);
@@ -230,9 +230,9 @@ impl Recording<'_> {
         }
     }
 
-    /// `count` tokens of one choice were accepted at `now`. The request's first is its time to
-    /// first token; every other token of a choice is a gap, and tokens that come together share
-    /// theirs equally.
+    /// `count` tokens of one choice were accepted at `now`. The request's first token yields its
+    /// time to first token; every other token of a choice closes a gap, and tokens that arrive
+    /// together share theirs equally.
     pub fn tokens(&mut self, track: &mut RequestTrack, choice: u32, count: u32, now: Duration) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         if count == 0 {
@@ -251,7 +251,7 @@ impl Recording<'_> {
         let Some(choice) = track.choices.get_mut(choice as usize) else { return };
         choice.tokens += u64::from(count);
         let before = choice.last_token.replace(now);
-        // A choice's own first token follows the prompt, not a token: it closes no gap.
+        // A choice's first token follows the prompt rather than a token, so it closes no gap.
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
         if gaps == 1 {
@@ -279,7 +279,7 @@ impl Recording<'_> {
         }
     }
 
-    /// The client left or cancelled. Its latencies are not observed: they say when it lost
+    /// The client left or cancelled. Its latencies are not observed: they tell when it lost
     /// patience, not how fast we are.
     pub fn aborted(&mut self, track: RequestTrack, summary: RequestSummary) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
@@ -315,7 +315,7 @@ impl Cells {
         }
     }
 
-    /// Where a request is counted by its adapter, while a replica holds it.
+    /// Returns the level that counts a request by adapter, while a replica holds it.
     fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
         let (replica, runs) = match track.place {
             Place::NoReplica => return None,
@@ -368,7 +368,7 @@ impl Cells {
         stats.observe_count(fixed.max_generation_tokens, longest);
         stats.observe_count(fixed.preempted, track.preemptions);
         stats.observe_count(fixed.n, u64::from(summary.n));
-        // The API takes no other best_of than n.
+        // The API accepts no best_of other than n.
         stats.observe_count(fixed.best_of, u64::from(summary.n));
         stats.observe_count(fixed.max_tokens, u64::from(summary.max_tokens));
     }
@@ -379,13 +379,13 @@ impl Cells {
             let took = to.saturating_sub(from);
             stats.observe_exemplar(histogram, took, 1, &track.response_id, now);
         };
-        // Without a token to wait for: mixed with those of texts, its times would be nobody's.
+        // It has no token to wait for: mixed with those of texts, its times would be meaningless.
         if track.pools {
             return observe(fixed.pooling, track.arrived, now);
         }
         observe(fixed.e2e, track.arrived, now);
         if track.resumed {
-            // Where its phases began and ended another coordinator knew.
+            // Another coordinator observed when its phases began and ended.
             return;
         }
         let Some(scheduled) = track.first_scheduled else { return };
@@ -393,7 +393,7 @@ impl Cells {
         observe(fixed.prefill, scheduled, first);
         observe(fixed.decode, first, last);
         observe(fixed.inference, scheduled, last);
-        // Choices run side by side: per choice, as many tokens follow its first.
+        // Choices run side by side: this is the mean number of tokens after a choice's first.
         let choices = track.choices.iter().filter(|choice| choice.tokens > 0).count() as u64;
         let after_first = track.tokens.saturating_sub(choices);
         if after_first > 0 && choices > 0 {

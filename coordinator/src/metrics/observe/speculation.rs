@@ -1,4 +1,4 @@
-//! What drafts came to.
+//! Results of speculative decoding.
 use shared::ids::ReplicaId;
 use shared::metrics::catalogue;
 use shared::metrics::{Counter, LocalStats};
@@ -38,8 +38,8 @@ impl SpeculationCells {
 }
 
 impl Recording<'_> {
-    /// A replica serves that drafts up to `tokens_max` tokens at a time: its series are there from
-    /// now on.
+    /// A replica serves that drafts up to `tokens_max` tokens at a time: its series exist from now
+    /// on.
     pub fn speculates(&mut self, replica: ReplicaId, tokens_max: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);
@@ -49,7 +49,7 @@ impl Recording<'_> {
     }
 
     /// A draft of `tokens` was verified: the first `accepted` of them were right, and its sequence
-    /// got `emitted` tokens by it.
+    /// gained `emitted` tokens.
     pub fn drafted(&mut self, replica: ReplicaId, tokens: u32, accepted: u32, emitted: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);

@@ -1,5 +1,5 @@
-//! Requests whose KV blocks go to host memory and come back. The series exist for replicas that
-//! have host memory for it: no zero for what does not exist.
+//! Requests whose KV blocks are swapped to host memory and back. The series exist only for replicas
+//! with host memory to swap to.
 use shared::ids::ReplicaId;
 use shared::metrics::catalogue;
 use shared::metrics::labels::SwapDirection;
@@ -19,7 +19,7 @@ pub(super) struct HostCells {
 }
 
 impl HostCells {
-    /// Of a replica that has `blocks` blocks of host memory.
+    /// Makes the series of a replica with `blocks` blocks of host memory.
     pub(super) fn shown(stats: &mut LocalStats, replica: ReplicaId, blocks: u32) -> Self {
         let name = replica.0.to_string();
         let label = [name.as_str()];
@@ -36,7 +36,7 @@ impl HostCells {
         cells
     }
 
-    /// The replica serves no more.
+    /// The replica no longer serves.
     pub(super) fn hide(self, stats: &mut LocalStats) {
         stats.clear(self.used_blocks);
         stats.clear(self.blocks);
@@ -44,8 +44,8 @@ impl HostCells {
 }
 
 impl Recording<'_> {
-    /// A sequence of the request, of `blocks` blocks, is moved to host memory, and no other of it
-    /// is in the batch.
+    /// A sequence of the request, of `blocks` blocks, is moved to host memory, and no other one is
+    /// in the batch.
     pub fn swapped_out(&mut self, track: &mut RequestTrack, replica: ReplicaId, blocks: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         cells.move_to(track, Place::Swapped(replica));
@@ -74,7 +74,7 @@ impl Recording<'_> {
         cells.move_to(track, if swapped { Place::Swapped(replica) } else { waiting });
     }
 
-    /// A replica's blocks of host memory now.
+    /// Sets a replica's number of host blocks in use.
     pub fn host_kv_blocks(&mut self, replica: ReplicaId, used: u32) {
         let Some(Cells { stats, replicas, .. }) = self.cells.as_deref_mut() else { return };
         if let Some(host) = replicas.get(&replica).and_then(|cells| cells.host.as_ref()) {

@@ -1,4 +1,4 @@
-//! What the scheduler decided, carried out: tokens go to the requests' channels, events to the
+//! Carries out what the scheduler decided: tokens go to the requests' channels, events to the
 //! metrics.
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ impl ReplicaDriver {
         let mut delivery =
             Delivery { id: *id, now, recording, live, stop_checks, gone, completions };
         let mut effects = self.effects.drain(..).peekable();
-        // Tokens that a choice got at once: the time since the one before is that of all of them.
+        // Tokens that a choice got at once: the time since the previous one covers all of them.
         let mut together = 0;
         while let Some(effect) = effects.next() {
             let count = match &effect {
@@ -44,7 +44,7 @@ impl ReplicaDriver {
     }
 }
 
-/// Where effects belong.
+/// Where effects go.
 struct Delivery<'a> {
     id: ReplicaId,
     now: Duration,
@@ -56,8 +56,8 @@ struct Delivery<'a> {
 }
 
 impl Delivery<'_> {
-    /// Carries out one effect. Of a token, `count` is how many the choice got with it, of several
-    /// at once the last alone.
+    /// Carries out one effect. For a token, `count` is the number of tokens that the choice got at
+    /// once, given with the last of them; 0 with the others.
     fn take(&mut self, effect: Effect, count: u32) {
         match effect {
             Effect::FirstScheduled { request } | Effect::Resumed { request } => {
@@ -110,7 +110,7 @@ impl Delivery<'_> {
         self.placed(request, place);
     }
 
-    /// Counts a request where it is now.
+    /// Counts a request at its present place.
     fn placed(&mut self, request: RequestId, place: Place) {
         let Some(live) = self.live.get_mut(&request) else { return };
         let (track, id) = (&mut live.track, self.id);
@@ -137,7 +137,7 @@ impl Delivery<'_> {
         self.send(request, EngineEvent::Finished { choice, reason, cached });
     }
 
-    /// All choices have.
+    /// All choices have ended.
     fn ended(&mut self, request: RequestId) {
         if let Some(live) = self.live.remove(&request) {
             self.completions.ended(self.now);
@@ -151,7 +151,7 @@ impl Delivery<'_> {
             self.stop_checks.remove(&seq);
         }
         if let Some(live) = self.live.remove(&request) {
-            // What leaves the queue says nothing of the pace at which it is served.
+            // Requests that leave the queue say nothing about the pace at which it is served.
             if live.has_run {
                 self.completions.ended(self.now);
             }
@@ -161,7 +161,7 @@ impl Delivery<'_> {
 
     fn send(&mut self, request: RequestId, event: EngineEvent) {
         let Some(live) = self.live.get_mut(&request) else { return };
-        // Closed means that the client left; full, that it has long stopped reading.
+        // Closed: the client left; full: it stopped reading long ago.
         match live.events.send(event) {
             Ok(()) => live.reading.sent(),
             Err(Gone) => self.gone.push(request),
@@ -169,8 +169,8 @@ impl Delivery<'_> {
     }
 }
 
-/// Counts that a request is not gone on with, and tells its client why; without an error its client
-/// is gone.
+/// Counts a request that is not continued, and tells its client why; without an error the client is
+/// gone.
 pub(super) fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
     match error {
         None => recording.aborted(live.track, live.summary),

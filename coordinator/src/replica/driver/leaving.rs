@@ -1,4 +1,4 @@
-//! Requests that nobody waits for, and those that hold up everybody.
+//! Requests that nobody waits for, and requests that hold up everybody.
 use std::time::Duration;
 
 use shared::ids::RequestId;
@@ -9,13 +9,13 @@ use super::ReplicaDriver;
 use crate::engine::EngineError;
 use crate::scheduler::AwaitedMask;
 
-/// A mask that takes longer to compute never comes. Other ranks wait meanwhile for the one that
-/// samples: less long than an exchange among them may take.
+/// A mask that takes longer than this is given up. Meanwhile other ranks wait for the one that
+/// samples; this is shorter than their exchange may take.
 const MASK_PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two looks counts as so much at most: masks are not computed while this process is
+/// Time between two looks counts as at most this much: no masks are computed while this process is
 /// stopped.
 const LOOK_MAX: Duration = Duration::from_secs(1);
-/// Choices of requests whose clients are gone that are dropped at a time, about.
+/// Approximate number of choices of abandoned requests dropped at a time.
 const CHOICES_DROPPED: u32 = 4096;
 
 impl ReplicaDriver {
@@ -29,7 +29,7 @@ impl ReplicaDriver {
         self.gone.extend(gone);
     }
 
-    /// Ends requests whose masks never come: a whole step waits for them, which may not take longer
+    /// Ends requests whose masks are overdue: a whole step waits for them, and must not take longer
     /// than steps may.
     pub(super) fn drop_late_masks(&mut self, now: Duration) {
         let passed = now.saturating_sub(std::mem::replace(&mut self.looked_for_masks, now));
@@ -38,7 +38,7 @@ impl ReplicaDriver {
         if awaited.is_empty() && self.masks_late.is_empty() {
             return;
         }
-        // Hundreds of sequences may wait, and be waited for.
+        // Hundreds of sequences may wait for masks.
         let present: IdSet<AwaitedMask> = awaited.iter().copied().collect();
         self.masks_late.retain(|mask, _| present.contains(mask));
         for mask in awaited {
@@ -52,17 +52,17 @@ impl ReplicaDriver {
         ids.dedup();
         if !ids.is_empty() {
             let seconds = patience.as_secs_f64();
-            let message = format!("what may come next was not known within {seconds} s");
+            let message = format!("the tokens allowed next were not known within {seconds} s");
             tracing::warn!(replica = %self.id, requests = ids.len(), message);
             self.masks_late.retain(|mask, _| !ids.contains(&mask.request));
-            // Another time it may be known in time.
+            // It may be known in time on a retry.
             let retry_after_s = ids.first().map_or(1, |id| self.retry_after_s(now, *id));
             self.fail(now, ids, &EngineError::Overloaded { message, retry_after_s });
         }
     }
 
     /// Ends requests that have waited too long for their first step: their clients are better off
-    /// with another server, and who has waited so long may have left.
+    /// with another server, and may have left already.
     pub(super) fn drop_overdue(&mut self, now: Duration) {
         let Some(max) = self.limits.max_queue_wait else { return };
         let waited = |since: Duration| now.saturating_sub(since) >= max;
@@ -76,7 +76,7 @@ impl ReplicaDriver {
         tracing::debug!(replica = %self.id, requests = ids.len(), "waited too long");
         self.observer.record().expired(ExpiryReason::QueueWait, ids.len() as u64);
         let message = format!("the request has waited for over {} s", max.as_secs_f64());
-        // Each its own time to come again.
+        // Each is told its own time to retry.
         let overloaded = |id| {
             let (message, retry_after_s) = (message.clone(), self.retry_after_s(now, id));
             (id, EngineError::Overloaded { message, retry_after_s })
@@ -86,8 +86,8 @@ impl ReplicaDriver {
         self.deliver(now);
     }
 
-    /// Cancels requests whose clients are gone, so many that others do not wait for it: the rest at
-    /// the next tick.
+    /// Cancels requests whose clients are gone, up to a bound so that others are not delayed; the
+    /// rest follows at the next tick.
     pub(super) fn drop_gone(&mut self, now: Duration) {
         if self.gone.is_empty() {
             return;

@@ -1,4 +1,4 @@
-//! Requests that go on at another replica, with everything that hangs off them.
+//! Requests that continue at another replica, with everything that belongs to them.
 use std::time::Duration;
 
 use shared::ids::{RequestId, SeqId};
@@ -11,7 +11,7 @@ use crate::engine::{EngineError, StopCheck};
 use crate::metrics::Observer;
 use crate::scheduler::HandedOver;
 
-/// A request that is moved from one replica to another, with everything that hangs off it.
+/// A request moved from one replica to another, with everything that belongs to it.
 #[derive(Debug)]
 pub struct Moved {
     handed: HandedOver,
@@ -20,7 +20,7 @@ pub struct Moved {
 }
 
 impl Moved {
-    /// Which request.
+    /// The request's id.
     #[must_use]
     pub fn id(&self) -> RequestId {
         self.handed.id()
@@ -32,27 +32,27 @@ impl Moved {
         self.handed.tokens_needed()
     }
 
-    /// Ends it where no replica will go on with it; without an error its client is gone.
+    /// Ends it if no replica will continue it; without an error its client is gone.
     pub fn end(self, observer: &Observer, error: Option<EngineError>) {
         dropped(&mut observer.record(), self.live, error);
     }
 }
 
 impl ReplicaDriver {
-    /// Gives up all requests for another replica to go on with, oldest first. Only between two
+    /// Gives up all requests for another replica to continue, oldest first. Only between two
     /// epochs.
     pub fn hand_over(&mut self) -> Vec<Moved> {
         let handed = self.scheduler.hand_over();
         self.take_out(handed)
     }
 
-    /// Gives up requests that have not run, for a replica with fewer to go on with.
+    /// Gives up requests that have not run, for a replica with fewer to continue.
     pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<Moved> {
         let handed = self.scheduler.share(most, room);
         self.take_out(handed)
     }
 
-    /// What the scheduler gave up, with all that hangs off it.
+    /// Collects what the scheduler gave up, with everything that belongs to it.
     pub(super) fn take_out(&mut self, handed: Vec<HandedOver>) -> Vec<Moved> {
         let mut moved = Vec::with_capacity(handed.len());
         let gone: IdSet<RequestId> = self.gone.iter().copied().collect();
@@ -72,8 +72,8 @@ impl ReplicaDriver {
         moved
     }
 
-    /// Goes on with another replica's requests, before its own that wait; behind those with what
-    /// was shared.
+    /// Continues another replica's requests: before its own waiting ones, or after them if they
+    /// were shared.
     pub fn adopt(&mut self, now: Duration, moved: Vec<Moved>) {
         let (shared, older): (Vec<Moved>, Vec<Moved>) =
             moved.into_iter().partition(|moved| moved.handed.is_shared());
@@ -103,14 +103,14 @@ impl ReplicaDriver {
     }
 }
 
-/// A request was accepted where there was room for it: that there is none any more is not its
-/// fault.
+/// Maps the error of a request that was accepted where there was room for it: it is not to blame
+/// that there is none any more.
 pub(super) fn outgrown(error: &EngineError) -> EngineError {
     match error {
         EngineError::TooLarge { needed, available } => EngineError::Unavailable {
             message: format!(
                 "none has room in its KV cache any more for the {needed} blocks that this request \
-                 may need (the one that is left has {available}); one had when it was accepted"
+                 may need (the remaining one has {available}); one had when it was accepted"
             ),
         },
         other => other.clone(),

@@ -1,4 +1,4 @@
-//! The queue's bounds, and what leaving it leaves.
+//! Bounds of the queue, and leaving it.
 use shared::ids::Epoch;
 use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
@@ -39,7 +39,7 @@ fn many_clients_that_leave_take_nobody_elses_place() {
     for id in 0..64 {
         here.submit(request(id, 3, 16)).unwrap();
     }
-    // One that stays, and four sequences that run.
+    // One that stays, and four running sequences.
     here.submit(request(64, 3, 2)).unwrap();
     assert!(here.plan(&mut StepPlan::default(), &mut Vec::new()));
     let mut effects = Vec::new();
@@ -61,7 +61,7 @@ fn choices_and_their_prompts_have_a_bound_too() {
     tokens.submit(request(0, 131_000, 256)).unwrap();
     assert_eq!(tokens.submit(request(1, 9_217, 2)), Err(full(33_536_000, 32 << 20)));
     tokens.submit(request(1, 9_216, 2)).unwrap();
-    // One alone is let in, whatever it has.
+    // A request alone is let in, whatever its size.
     let mut alone = scheduler(1);
     alone.submit(request(0, 100_000, 1024)).unwrap();
     assert_eq!(alone.submit(request(1, 3, 1)), Err(full(1, 1)));
@@ -76,12 +76,12 @@ fn what_has_run_does_not_count_as_queued() {
     assert!(here.plan(&mut plan, &mut effects));
     here.submit(request(1, 3, 1)).unwrap();
     assert!(here.plan(&mut plan, &mut effects));
-    // Both wait again, and one that is new may.
+    // Both wait again, and a new one may, too.
     here.replica_lost(EpochEnd::Failed, &mut effects);
     assert_eq!((here.gauges().waiting, here.queued), (2, Load::default()));
     here.submit(request(2, 3, 1)).unwrap();
     assert_eq!(here.submit(request(3, 3, 1)), Err(full(1, 1)));
-    // Where they go they are no new ones either.
+    // They do not count as new where they go, either.
     let mut other = scheduler(1);
     for handed in here.hand_over() {
         other.adopt(handed).unwrap();

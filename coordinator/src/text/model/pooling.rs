@@ -10,7 +10,7 @@ use super::{TextModelError, optional_json};
 /// The files that say so.
 pub(super) const FILES: [&str; 2] = ["modules.json", "1_Pooling/config.json"];
 
-/// Reads the pooling mode. A folder without the file holds a generative model, of which the last
+/// Reads the pooling mode. A folder without the file holds a generative model, whose last
 /// token's vector is used, since it depends on all tokens. The inner error is an unsupported mode;
 /// the model can then do everything else.
 ///

@@ -39,7 +39,7 @@ fn prompts_equal_the_goldens() {
     }
 }
 
-/// As in Gemma's template: the system message becomes the beginning of the first turn.
+/// Like Gemma's template: the system message becomes the beginning of the first turn.
 #[test]
 fn a_template_without_system_turns_takes_parts_and_wants_roles_to_alternate() {
     let [_, model] = of_bytes();

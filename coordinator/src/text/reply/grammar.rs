@@ -23,7 +23,7 @@ pub struct Function {
 /// Looks up a special token by its text.
 pub type Special<'a> = &'a dyn Fn(&str) -> Option<u32>;
 
-/// The rule `head` and those it needs: one call of these functions, or more if `several`.
+/// Writes the rule `head` and those it needs: one call of these functions, or more if `several`.
 #[must_use]
 pub fn calls(
     head: &str,
@@ -136,8 +136,8 @@ pub fn whole(body: &str, rules: &str) -> String {
     format!("start: {body}\n{rules}")
 }
 
-/// As [`whole`], after the reply's reasoning, which the prompt has opened (`is_open`) or the model
-/// may.
+/// Like [`whole`], after the reply's reasoning, which the prompt has opened (`is_open`) or the
+/// model may open.
 #[must_use]
 pub fn reasoned(body: &str, rules: &str, is_open: bool, special: Special<'_>) -> String {
     let start = if is_open {

@@ -38,7 +38,7 @@ pub const ENDS: [&str; 2] = [RETURN, CALL];
 /// Surrounds the text of each special token, so that text that merely spells a mark is not taken
 /// for one. No keyboard types it.
 pub const FENCE: char = '\u{f8fe}';
-/// Longest text of a special token, in bytes.
+/// Maximum length of a special token's text, in bytes.
 const TOKEN_MAX: usize = 128;
 
 /// How a reply's messages are recognised.

@@ -117,7 +117,7 @@ impl CallObject {
         }
     }
 
-    /// As [`CallObject::new`], but an object without arguments is not a call.
+    /// Like [`CallObject::new`], but an object without arguments is not a call.
     pub(super) fn with_arguments() -> Self {
         Self { needs_arguments: true, ..Self::new() }
     }

@@ -71,7 +71,7 @@ impl Form {
                     self.write(&value.get_item(&key)?, level + 1, text)
                 })?;
             }
-            _ => return Err(wrong("tojson: this is no value that JSON has")),
+            _ => return Err(wrong("tojson: this value cannot be represented in JSON")),
         }
         Ok(())
     }

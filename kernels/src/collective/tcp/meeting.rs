@@ -1,9 +1,9 @@
-//! How ranks find each other: each dials those before it and accepts those behind it.
+//! How ranks find each other: each dials the ranks below it and accepts those above it.
 //!
-//! A rank that dials sends a greeting, and has a peer when its token comes back. Until then the
-//! connection may be with an earlier formation of the other rank, which drops it: then it is
-//! dialled again. A rank that accepts reads whatever has arrived and waits for no single
-//! connection, so that strangers cannot hold it; their time and number are bounded.
+//! The dialling rank sends a greeting, and is connected once its token comes back. Until then the
+//! connection may belong to an earlier formation of the other rank, which drops it; the rank then
+//! dials again. The accepting rank reads whatever has arrived and never waits for a single
+//! connection, so that strangers cannot hold it up; their time and number are bounded.
 use std::collections::VecDeque;
 use std::io::{self, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -12,21 +12,21 @@ use std::time::{Duration, Instant};
 use super::{Peer, SLICE, TcpOptions, progress};
 use crate::error::CollectiveError;
 
-/// First bytes of a connection, then rank, ranks and token, 8 bytes each.
+/// First bytes of a connection; rank, number of ranks and token follow, 8 bytes each.
 const MAGIC: [u8; 8] = *b"TUTICOL2";
 const GREETING: usize = 32;
-/// How long one attempt to reach a rank may take.
+/// Maximum duration of one attempt to reach a rank.
 const ATTEMPT: Duration = Duration::from_secs(1);
-/// How long a connection has for its whole greeting.
+/// Deadline for a connection's whole greeting.
 const GREETING_DEADLINE: Duration = Duration::from_secs(1);
-/// Connections that have not greeted yet, beside one of each rank.
+/// Maximum number of connections that have not greeted yet, in addition to one per rank.
 const STRANGERS_MAX: usize = 64;
 
 fn setup(rank: usize, error: &dyn std::fmt::Display) -> CollectiveError {
     CollectiveError::Setup(format!("rank {rank}: {error}"))
 }
 
-/// Connects with every other rank; the own place stays empty.
+/// Connects to every other rank; this rank's own entry stays empty.
 pub(super) fn meet(
     options: &TcpOptions<'_>,
     deadline: Instant,
@@ -66,8 +66,8 @@ fn dial(
     }
 }
 
-/// Greets, and waits for the token. A connection is not given up before its deadline while the
-/// other side keeps it: that side may be about to accept it.
+/// Sends the greeting and waits for the token. Does not give up a connection before the deadline
+/// while the other side keeps it open, since that side may be about to accept it.
 fn introduced(
     options: &TcpOptions<'_>,
     mut stream: TcpStream,
@@ -99,7 +99,7 @@ fn greeting(options: &TcpOptions<'_>, rank: u32) -> [u8; GREETING] {
     greeting
 }
 
-/// Takes the connections of the ranks behind this one; strangers are sent away.
+/// Accepts the connections of the ranks above this one; drops strangers.
 fn accept(
     options: &TcpOptions<'_>,
     peers: &mut [Option<Peer>],
@@ -120,7 +120,7 @@ fn accept(
         }
         let came = lobby.let_in(options.listener).map_err(failed)?;
         lobby.hear(options, |rank, stream| {
-            // A rank that dials again has lost the connection before: the last one counts.
+            // A rank that dials again has lost its earlier connection: the last one counts.
             peers[rank] = Some(Peer::new(stream)?);
             Ok(())
         });
@@ -131,7 +131,7 @@ fn accept(
     Ok(())
 }
 
-/// Connections that have not greeted in full, the oldest first.
+/// Connections that have not greeted in full, oldest first.
 struct Lobby {
     waiting: VecDeque<Pending>,
     most: usize,
@@ -145,12 +145,13 @@ struct Pending {
 }
 
 impl Lobby {
-    /// Takes one connection, if there is one, in place of the oldest where too many wait.
+    /// Accepts a connection, if there is one; drops the oldest if too many are waiting.
     fn let_in(&mut self, listener: &TcpListener) -> io::Result<bool> {
         let stream = match listener.accept() {
             Ok((stream, _)) => stream,
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(false),
-            // Some of these last, such as a network that is down: not again at once.
+            // Some of these errors persist, such as a network that is down: do not retry
+            // immediately.
             Err(error) if is_of_one_connection(&error) => return Ok(false),
             Err(error) => return Err(error),
         };
@@ -164,8 +165,8 @@ impl Lobby {
         Ok(true)
     }
 
-    /// Reads what has arrived. Ranks that have greeted go to `install` and are told so; strangers,
-    /// and those that take too long, are dropped.
+    /// Reads what has arrived. Ranks that have greeted go to `install` and get their answer;
+    /// strangers and slow connections are dropped.
     fn hear(
         &mut self,
         options: &TcpOptions<'_>,
@@ -184,8 +185,8 @@ impl Lobby {
             }
             let Some(rank) = pending.rank(options) else { continue };
             let mut stream = pending.stream;
-            // A few bytes always find room in a connection that nothing was sent over. What fails
-            // here has failed for the other side as well, which dials again.
+            // A few bytes always fit into the send buffer of an unused connection. If this fails,
+            // it fails for the other side as well, which dials again.
             if stream.write_all(&options.token.to_le_bytes()).is_ok() {
                 let _ = install(rank, stream);
             }
@@ -194,7 +195,7 @@ impl Lobby {
 }
 
 impl Pending {
-    /// Reads what is there; an error where the connection has ended, or speaks something else.
+    /// Reads what has arrived; fails if the connection has ended or is not a greeting.
     fn read(&mut self) -> io::Result<()> {
         while self.filled < GREETING {
             let count = progress(self.stream.read(&mut self.greeting[self.filled..]))?;
@@ -210,7 +211,7 @@ impl Pending {
         Err(io::Error::new(io::ErrorKind::InvalidData, "not a greeting"))
     }
 
-    /// The rank behind this one that has greeted, if it belongs to this group.
+    /// The rank that has greeted, if it is above this one and in this group.
     fn rank(&self, options: &TcpOptions<'_>) -> Option<usize> {
         let behind = options.rank + 1..options.ranks.len() as u32;
         let rank = behind.into_iter().find(|rank| self.greeting == greeting(options, *rank))?;
@@ -218,8 +219,8 @@ impl Pending {
     }
 }
 
-/// Whether accepting failed for one connection alone: the next may be good. What `accept(2)` tells
-/// to treat like that.
+/// Whether accepting failed only for one connection, so that the next can succeed: the errors for
+/// which `accept(2)` recommends to retry.
 fn is_of_one_connection(error: &io::Error) -> bool {
     let known = [
         libc::ECONNABORTED,

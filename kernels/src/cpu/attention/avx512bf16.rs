@@ -477,7 +477,7 @@ mod tests {
         fn one(x: f32) -> f32 {
             _mm512_reduce_max_ps(power(_mm512_set1_ps(x)))
         }
-        // SAFETY: this machine has the instructions (just looked at).
+        // SAFETY: this machine has the instructions (just checked).
         let power = |x: f32| unsafe { one(x) };
         let mut x = -125.9f32;
         while x < 0.0 {

@@ -50,7 +50,7 @@ fn widen_portable(rows: &[Int8Row], out: &mut [PairRow]) {
 fn fetch(row: &Int8Row, distance: usize) {
     let ahead = std::ptr::from_ref(row).wrapping_add(distance).cast::<i8>();
     for line in [0, 64] {
-        // SAFETY: no harm behind the end: nothing is read that is not there.
+        // SAFETY: harmless past the end: a prefetch of an invalid address does nothing.
         unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.wrapping_add(line)) };
     }
 }

@@ -6,19 +6,19 @@ use super::{
 use crate::backend::AttentionShape;
 use crate::cuda::parts::{SPLITS_MAX, least_split};
 
-/// Head dimensions with attention kernels of their own.
+/// Head dimensions that have attention kernels of their own.
 pub const HEAD_DIMS: [usize; 6] = [16, 32, 64, 96, 128, 256];
-/// The largest head dimension that any kernel takes.
+/// Largest head dimension that any kernel supports.
 pub const HEAD_DIM_MAX: usize = 256;
-/// Blocks of decode attention that a multiprocessor runs at once, by head dimension.
+/// Resident blocks of decode attention per multiprocessor, by head dimension.
 const DECODE_BLOCKS: [usize; HEAD_DIMS.len()] = [5, 5, 4, 3, 3, 2];
 
-/// What `tutti_qkv_finish` reads and writes.
+/// Operands of `tutti_qkv_finish`.
 #[derive(Clone, Copy, Debug)]
 pub struct QkvFinish {
     /// f32 [rows, (num_heads + 2 * num_kv_heads) * head_dim]
     pub qkv: DevicePtr,
-    /// f32, as wide.
+    /// f32, as wide as `qkv`.
     pub bias: Option<DevicePtr>,
     /// `f32 [head_dim]`
     pub q_norm: Option<DevicePtr>,
@@ -72,7 +72,7 @@ pub fn qkv_finish(io: &QkvFinish, shape: &AttentionShape, rows: usize, live: Dev
     call(QKV_FINISH, (rows, heads.div_ceil(8), 1), 256, args)
 }
 
-/// What attention reads and writes.
+/// Operands of attention.
 #[derive(Clone, Copy, Debug)]
 pub struct AttentionIo {
     /// bf16 [rows, num_heads * head_dim]
@@ -97,13 +97,13 @@ fn scale(shape: &AttentionShape) -> f32 {
     1.0 / (shape.head_dim as f32).sqrt()
 }
 
-/// Which of the kernels by head dimension.
+/// Selects the kernel of a family by head dimension.
 fn by_head_dim(first: Entry, shape: &AttentionShape) -> Option<Entry> {
     let which = HEAD_DIMS.iter().position(|dim| *dim == shape.head_dim)?;
     Some(Entry(first.0 + which))
 }
 
-/// `tutti_prefill_attention_*`; none when this head dimension has no kernel.
+/// `tutti_prefill_attention_*`; `None` if this head dimension has no kernel.
 #[must_use]
 pub fn prefill_attention(
     io: &AttentionIo,
@@ -132,7 +132,7 @@ pub fn prefill_attention(
     Some(call)
 }
 
-/// Where decode attention keeps what it adds up.
+/// Partial results of decode attention.
 #[derive(Clone, Copy, Debug)]
 pub struct Partials {
     /// f32 [n, num_heads, SPLITS_MAX, head_dim]
@@ -142,7 +142,7 @@ pub struct Partials {
 }
 
 impl Partials {
-    /// Elements of `out` and of `ml` for `n` sequences.
+    /// Number of elements of `out` and of `ml` for `n` sequences.
     #[must_use]
     pub fn elements(shape: &AttentionShape, n: usize) -> (usize, usize) {
         let splits = n * shape.num_heads * SPLITS_MAX as usize;
@@ -150,25 +150,25 @@ impl Partials {
     }
 }
 
-/// What decode attention is to compute.
+/// Sequences and parts that decode attention computes.
 #[derive(Clone, Copy, Debug)]
 pub struct DecodeWork {
     /// u32 [..]: every part of every sequence of one row.
     pub parts: DevicePtr,
-    /// How many of them there may be.
+    /// Maximum number of parts.
     pub parts_most: usize,
-    /// A word: how many there are.
+    /// Address of a word with the number of parts.
     pub live_parts: DevicePtr,
     /// `u32 [items]`: sequences of one row.
     pub items: DevicePtr,
-    /// How many of them there may be.
+    /// Maximum number of these sequences.
     pub items_most: usize,
-    /// A word: how many there are; null: as many as there may be.
+    /// Address of a word with their number; null if it is the maximum.
     pub live_items: DevicePtr,
 }
 
-/// `tutti_decode_attention_*`, by as many blocks as so many multiprocessors run at once, and
-/// `tutti_decode_reduce`; none as above.
+/// `tutti_decode_attention_*`, with as many blocks as `multiprocessors` run at once, and
+/// `tutti_decode_reduce`; `None` if this head dimension has no kernel.
 #[must_use]
 pub fn decode_attention(
     io: &AttentionIo,

@@ -1,7 +1,7 @@
 //! PURE: the names of all kernels.
 use super::HEAD_DIMS;
 
-/// A kernel, by its place in [`NAMES`].
+/// A kernel, by its index in [`NAMES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry(pub usize);
 
@@ -106,13 +106,13 @@ entries! {
 }
 
 impl Entry {
-    /// Its name.
+    /// Name of the kernel.
     #[must_use]
     pub fn name(self) -> &'static str {
         NAMES[self.0]
     }
 
-    /// The dynamic shared memory that it may be launched with.
+    /// Maximum dynamic shared memory that it is launched with.
     #[must_use]
     pub fn shared(self) -> u32 {
         match self.0.checked_sub(PREFILL.0).and_then(|which| HEAD_DIMS.get(which)) {

@@ -9,27 +9,27 @@ use crate::backend::{ExpertActivation, Routing};
 /// Slots of some rows, grouped by expert.
 #[derive(Clone, Copy, Debug)]
 pub struct Grouped {
-    /// u32: slots in the order in which tiles name them.
+    /// u32: slots in the order of the tiles.
     pub slots: DevicePtr,
     /// `TuttiExpertTile`
     pub tiles: DevicePtr,
-    /// u32: how many.
+    /// u32: number of tiles.
     pub num_tiles: DevicePtr,
-    /// How many there can be.
+    /// Maximum number of tiles.
     pub tiles_most: usize,
-    /// Slots of a tile at most: one of `SKINNY`.
+    /// Maximum number of slots per tile: one of `SKINNY`.
     pub tile_slots: usize,
 }
 
-/// Slots of a tile that suit this many rows: as many as twice the mean of an expert's.
+/// Suitable number of slots per tile for this many rows: twice the mean number per expert.
 #[must_use]
 pub fn tile_slots(rows: usize, routing: &Routing) -> usize {
     let mean = (2 * rows * routing.top_k).div_ceil(routing.num_experts);
-    // No expert has more rows than there are.
+    // No expert has more slots than there are rows.
     by_rows(ROUTE, mean.min(rows)).1
 }
 
-/// Tiles that `slots` slots make at most, `tile_slots` in each.
+/// Maximum number of tiles that `slots` slots form, with `tile_slots` in each.
 #[must_use]
 pub fn tiles_most(slots: usize, tile_slots: usize, num_experts: usize) -> usize {
     slots.min(slots / tile_slots + num_experts)
@@ -49,8 +49,8 @@ pub fn route(
     call(ROUTE, (rows, 1, 1), 32, args.u32(u32::from(routing.normalise)).ptr(live))
 }
 
-/// `tutti_group_experts`: `grouped` is where the first chunk's are; others follow, `tiles_stride`
-/// tiles and one count apart.
+/// `tutti_group_experts`: `grouped` is the place of the first chunk; the others follow at distances
+/// of `tiles_stride` tiles and one count.
 #[must_use]
 pub fn group(
     experts: DevicePtr,
@@ -71,7 +71,7 @@ fn variant(first: super::Entry, grouped: &Grouped) -> super::Entry {
     super::Entry(first.0 + which.unwrap_or(SKINNY.len() - 1))
 }
 
-/// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`, its bias likewise.
+/// `tutti_experts_gate_up_*`: W `[num_experts, 2, inner, k]`, with the bias in the same order.
 #[must_use]
 pub fn gate_up(
     x: Rows,
@@ -94,7 +94,7 @@ pub fn gate_up(
     call(entry, (grouped.tiles_most, inner.div_ceil(16), 1), 256, args)
 }
 
-/// `tutti_experts_down_*`: W `[num_experts, n, k]`, its bias `[num_experts, n]`; `out` begins with
+/// `tutti_experts_down_*`: W `[num_experts, n, k]`, its bias `[num_experts, n]`; `out` starts at
 /// `first_slot`.
 #[must_use]
 pub fn down(
@@ -113,7 +113,7 @@ pub fn down(
     call(entry, (grouped.tiles_most, n.div_ceil(features), 1), 256, args)
 }
 
-/// `tutti_experts_sum`: `rows` rows, the first of which is `first_row` of those that `live` counts.
+/// `tutti_experts_sum`: `rows` rows, starting at `first_row` of those that `live` counts.
 #[must_use]
 pub fn sum(
     parts: DevicePtr,
@@ -126,7 +126,7 @@ pub fn sum(
     wide(EXPERTS_SUM, width, rows, args.ptr(live))
 }
 
-/// `tutti_assigned_rows`: as [`sum`], of rows whose matrices others chose.
+/// `tutti_assigned_rows`: as [`sum`], for rows with assigned matrices.
 #[must_use]
 pub fn assigned_rows(
     (parts, experts): (DevicePtr, DevicePtr),

@@ -5,17 +5,17 @@ use crate::backend::Activation;
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
 
-/// Rows of one grid.y of the products of few rows.
+/// Rows per block of the products of few rows (the step of grid.y).
 pub(super) const SKINNY: [usize; 4] = [8, 16, 32, 64];
 
 /// A weight matrix.
 #[derive(Clone, Copy, Debug)]
 pub struct Weight {
-    /// Its rows: bf16, int8 plus 128, or 4 bits, strides in weights.
+    /// Rows in bf16, int8 plus 128, or 4 bits; strides in weights.
     pub at: Rows,
-    /// f32: what the sums of int8 rows are multiplied by.
+    /// f32: factors of the sums of int8 rows.
     pub scales: Option<DevicePtr>,
-    /// Of 4 bits: words of scale and zero, each of two to the power of that many inputs.
+    /// For 4 bits: words of scale and zero, and the logarithm of the number of inputs per word.
     pub groups: Option<(DevicePtr, u32)>,
 }
 
@@ -32,7 +32,7 @@ impl Weight {
         self.scales.is_none() && self.groups.is_none()
     }
 
-    /// One of two kernels, and the arguments that it takes of the weights behind x.
+    /// Selects one of two kernels, with its arguments up to the weights.
     pub(super) fn choose(self, bf16: Entry, int8: Entry, x: Rows) -> (Entry, Args) {
         let args = Args::new().ptr(x.ptr).ptr(self.at.ptr);
         match self.scales {
@@ -41,7 +41,7 @@ impl Weight {
         }
     }
 
-    /// The same of three kernels.
+    /// As [`Self::choose`], among three kernels.
     pub(super) fn choose_any(
         self,
         bf16: Entry,
@@ -55,12 +55,12 @@ impl Weight {
         }
     }
 
-    /// How many kernels there are by rows: of 4 bits none for 64.
+    /// Number of kernels by rows; 4-bit kernels have none for 64 rows.
     fn kernels(self) -> usize {
         if self.groups.is_some() { SKINNY.len() - 1 } else { SKINNY.len() }
     }
 
-    /// The argument that kernels of 4 bits take besides.
+    /// Adds the argument that only 4-bit kernels take.
     fn shift(self, args: Args) -> Args {
         match self.groups {
             None => args,
@@ -69,7 +69,7 @@ impl Weight {
     }
 }
 
-/// As kernels are told of it.
+/// The activation, as passed to kernels.
 pub(super) fn gelu(activation: Activation) -> u32 {
     match activation {
         Activation::Silu => 0,
@@ -77,14 +77,14 @@ pub(super) fn gelu(activation: Activation) -> u32 {
     }
 }
 
-/// `tutti_widen_int8`: `w` and `out` are of one stride.
+/// `tutti_widen_int8`: `w` and `out` have the same stride.
 #[must_use]
 pub fn widen_int8(w: Rows, out: DevicePtr, rows: usize) -> Call {
     let args = word(Args::new().ptr(w.ptr).ptr(out), w.stride);
     call(WIDEN_INT8, (rows, w.stride.div_ceil(4096), 1), 256, args)
 }
 
-/// `tutti_widen_int4`: `w` and `out` are of one stride, in weights.
+/// `tutti_widen_int4`: `w` and `out` have the same stride, in weights.
 #[must_use]
 pub fn widen_int4(
     w: Rows,
@@ -97,12 +97,12 @@ pub fn widen_int4(
     call(WIDEN_INT4, (rows, w.stride.div_ceil(8192), 1), 256, args)
 }
 
-/// Which of the kernels by rows: the smallest that holds them all.
+/// Selects a kernel by rows: the smallest that holds them all.
 pub(super) fn by_rows(first: Entry, rows: usize) -> (Entry, usize) {
     by_rows_of(SKINNY.len(), first, rows)
 }
 
-/// The same of the first `count` of them.
+/// As [`by_rows`], among the first `count` kernels.
 pub(super) fn by_rows_of(count: usize, first: Entry, rows: usize) -> (Entry, usize) {
     let which = SKINNY[..count].iter().position(|most| *most >= rows).unwrap_or(count - 1);
     (Entry(first.0 + which), SKINNY[which])

@@ -1,17 +1,17 @@
-//! PURE: calls of the kernels by which ranks exchange data.
+//! PURE: calls of the kernels that exchange data between ranks.
 use super::super::group::FusedNorm;
 use super::{
     Args, Call, DevicePtr, Entry, PEER_GATHER, PEER_SUM, PEER_SUM_ADD_RMSNORM, PEER_SUM_TWO_SHOT,
     TREE_SUM, call, wide, word, words,
 };
 
-/// The largest grid of an exchange between GPUs: all of its blocks run at once, beside those of
+/// Largest grid of an exchange between GPUs: all of its blocks run at once, next to those of
 /// another rank on the same GPU, and leave room for the kernels before them.
 pub const PEER_BLOCKS: usize = 32;
-/// f32 elements that a block sends to a rank at a time.
+/// Number of f32 elements that a block sends to a rank at a time.
 pub const PEER_SLOT: usize = 16_384;
 
-/// Elements to blocks that exchange them with other ranks: 4 per thread, or more.
+/// Launches blocks that exchange `count` elements with other ranks, 4 per thread or more.
 fn peers(entry: Entry, count: usize, args: Args) -> Call {
     call(entry, (count.div_ceil(2048).clamp(1, PEER_BLOCKS), 1, 1), 512, args)
 }
@@ -38,7 +38,7 @@ pub(in crate::cuda) fn peer_sum_add_rmsnorm(table: DevicePtr, io: &FusedNorm) ->
     call(PEER_SUM_ADD_RMSNORM, (io.rows.min(PEER_BLOCKS), 1, 1), 512, args)
 }
 
-/// `tutti_tree_sum`: of `ranks` arrays of `rows` rows, one behind the other.
+/// `tutti_tree_sum`: over `ranks` arrays of `rows` rows, one after the other.
 #[must_use]
 pub fn tree_sum(
     parts: DevicePtr,

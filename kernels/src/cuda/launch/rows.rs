@@ -8,7 +8,7 @@ use crate::backend::Activation;
 use crate::cuda::memory::DevicePtr;
 use crate::cuda::module::Args;
 
-/// `tutti_embed`; `rows` items are launched.
+/// `tutti_embed`, launched for `rows` rows.
 #[must_use]
 pub fn embed(
     ids: DevicePtr,
@@ -41,7 +41,7 @@ pub fn add_rmsnorm(
     call(ADD_RMSNORM, (rows, 1, 1), 512, args)
 }
 
-/// `tutti_add_normed_rmsnorm`: of (what is added, its weight).
+/// `tutti_add_normed_rmsnorm`, with (addend, its weight).
 #[must_use]
 pub fn add_normed_rmsnorm(
     residual: DevicePtr,
@@ -147,7 +147,7 @@ pub fn interleave_ranks(
     call(INTERLEAVE, (rows, width.div_ceil(1024), ranks), 256, args)
 }
 
-/// `tutti_blocks_out`: of (blocks, planes, elements of a block, elements from plane to plane).
+/// `tutti_blocks_out`, with (blocks, planes, elements per block, elements from plane to plane).
 #[must_use]
 pub fn blocks_out(
     cache: DevicePtr,
@@ -158,7 +158,7 @@ pub fn blocks_out(
     blocks(BLOCKS_OUT, cache, names, staging, sizes)
 }
 
-/// `tutti_blocks_in`: likewise.
+/// `tutti_blocks_in`, with the same arguments.
 #[must_use]
 pub fn blocks_in(
     cache: DevicePtr,
@@ -181,12 +181,12 @@ fn blocks(
     call(entry, (count, planes, 1), 256, args)
 }
 
-/// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`].
+/// Bytes that a block of [`read`] reads; it writes [`READ_RESULT`] bytes.
 pub const READ_BLOCK: usize = 32 << 10;
 /// See [`READ_BLOCK`].
 pub const READ_RESULT: usize = 32;
 
-/// `tutti_read`: of `bytes` the whole 16s.
+/// `tutti_read`: the whole 16-byte words among `bytes`.
 #[must_use]
 pub fn read(from: DevicePtr, to: DevicePtr, bytes: usize) -> Call {
     let args = word(Args::new().ptr(from).ptr(to), bytes / 16);

@@ -1,7 +1,7 @@
 //! PURE: calls of the kernels of `kernels/cuda/sample.cu`.
 use super::{ARGMAX, ARGMAX_MERGE, Args, Call, DevicePtr, LOGPROBS, Rows, SAMPLE, call, words};
 
-/// What `tutti_sample` reads and writes.
+/// Operands of `tutti_sample`.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleIo {
     /// f32 rows.
@@ -12,15 +12,15 @@ pub struct SampleIo {
     pub biases: Option<DevicePtr>,
     /// u32 [..]
     pub ids: Option<DevicePtr>,
-    /// u32 [..], where rows have masks.
+    /// u32 [..], if rows have masks.
     pub masks: Option<DevicePtr>,
-    /// f32 and u32 [rows, vocab], where rows are edited.
+    /// f32 and u32 [rows, vocab], if rows are edited.
     pub scratch: Option<(DevicePtr, DevicePtr)>,
     /// `TuttiSampled [rows]`
     pub out: DevicePtr,
     /// u32 and f32 [rows, top_stride]
     pub top: Option<(DevicePtr, DevicePtr)>,
-    /// The longest list of most likely tokens.
+    /// Length of the longest list of most likely tokens.
     pub top_stride: usize,
 }
 
@@ -61,8 +61,8 @@ pub fn logprobs(
     call(LOGPROBS, (rows, 1, 1), 1024, args)
 }
 
-/// `tutti_argmax`; ids begin with `first_id`. `masked`: the rows' parameters, and where their masks
-/// are.
+/// `tutti_argmax`; token ids start at `first_id`. `masked`: the rows' parameters and the address of
+/// their masks.
 #[must_use]
 pub fn argmax(
     logits: Rows,

@@ -1,4 +1,4 @@
-//! The host's idea of every kernel against `kernels/cuda/kernels.h` itself.
+//! Compares the host's view of every kernel with `kernels/cuda/kernels.h` itself.
 use std::collections::HashMap;
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use super::*;
 use crate::backend::{Activation, AttentionShape, ExpertActivation, Routing};
 use crate::cuda::group::FusedNorm;
 
-/// What each kernel takes, as the assembler says.
+/// Resources of each kernel, as reported by the assembler.
 const RESOURCES: &str = include_str!("../../../cuda/resources.txt");
 const HEADER: &str = include_str!("../../../cuda/kernels.h");
 
@@ -30,7 +30,7 @@ fn declared() -> HashMap<String, Vec<usize>> {
         let (name, rest) = part.split_once('(').unwrap();
         let (parameters, _) = rest.split_once(')').unwrap();
         let mut text = parameters.to_owned();
-        // One may be made of another.
+        // A macro can use another.
         while let Some((name, body)) = macros.iter().find(|(name, _)| text.contains(*name)) {
             text = text.replace(name, body);
         }
@@ -52,7 +52,7 @@ fn shape(head_dim: usize, num_heads: usize, num_kv_heads: usize) -> AttentionSha
     AttentionShape { num_heads, num_kv_heads, head_dim, norm_eps: 1e-5, sliding_window: None }
 }
 
-/// How much of everything a call is for.
+/// Sizes of a call's operands.
 #[derive(Clone, Copy)]
 struct Sizes {
     rows: usize,
@@ -63,7 +63,7 @@ struct Sizes {
 }
 
 const SMALL: Sizes = Sizes { rows: 3, seqs: 3, width: 64, vocab: 100, heads: (8, 2) };
-/// As large as options let a step be, of a model beyond any known.
+/// The largest step that the options allow, with a model larger than any known.
 const LARGE: Sizes =
     Sizes { rows: 131_072, seqs: 4096, width: 65_536, vocab: 1 << 20, heads: (256, 64) };
 
@@ -193,7 +193,7 @@ fn all(sizes: Sizes) -> Vec<Call> {
 #[test]
 fn arguments_are_as_many_and_as_large_as_the_kernels_take() {
     let declared = declared();
-    // What is compiled is launched.
+    // Everything compiled is launched.
     assert_eq!(declared.len(), NAMES.len());
     let calls = all(SMALL);
     for name in NAMES {
@@ -206,7 +206,7 @@ fn arguments_are_as_many_and_as_large_as_the_kernels_take() {
     }
 }
 
-/// Threads at most; of each architecture registers and static shared memory.
+/// Maximum number of threads; registers and static shared memory for each architecture.
 type Resources = (u32, [(u32, u32); 2]);
 
 fn resources() -> HashMap<&'static str, Resources> {
@@ -236,11 +236,11 @@ fn no_launch_is_beyond_what_hardware_takes() {
             assert!(x <= i32::MAX as u32 && y <= 65_535 && z <= 65_535, "{name}: {launch:?}");
             assert!(launch.shared <= call.entry.shared(), "{name}: {launch:?}");
             for ((registers, shared), most) in images.into_iter().zip([163 << 10, 227 << 10]) {
-                // Registers are given to warps, 256 at a time.
+                // Registers are allocated per warp, in units of 256.
                 let registers = (registers * 32).next_multiple_of(256) * threads.div_ceil(32);
                 assert!(registers <= 65_536, "{name}: {registers} registers");
                 assert!(shared <= 48 << 10, "{name}: {shared} bytes of static shared memory");
-                // The system keeps a KiB of each block's.
+                // The system reserves 1 KiB of shared memory per block.
                 assert!(shared + launch.shared + 1024 <= most, "{name}: {launch:?}");
             }
         }
@@ -250,7 +250,7 @@ fn no_launch_is_beyond_what_hardware_takes() {
 #[test]
 fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
     let routing = Routing { num_experts: 6, top_k: 2, normalise: true };
-    // Every expert has more slots than tiles of it, but for the last tile.
+    // Each expert has all its tiles full, except the last.
     for counts in [[8, 0, 0, 0, 0, 0], [9, 9, 9, 9, 9, 1], [1; 6], [64, 65, 1, 8, 7, 0]] {
         for tile_slots in SKINNY {
             let tiles: usize = counts.iter().map(|count: &usize| count.div_ceil(tile_slots)).sum();
@@ -258,7 +258,7 @@ fn tiles_hold_all_slots_of_every_expert_however_they_are_spread() {
             assert!(experts::tiles_most(slots, tile_slots, routing.num_experts) >= tiles);
         }
     }
-    // Few rows: small tiles. Many: as many as an expert is likely to have.
+    // Small tiles for few rows; larger ones for the rows that an expert is likely to have.
     for (rows, want) in [(1, 8), (8, 8), (40, 32), (2000, 64)] {
         assert_eq!(experts::tile_slots(rows, &routing), want, "{rows} rows");
     }
@@ -298,7 +298,8 @@ fn grids_cover_all_rows_features_and_heads() {
         assert!(x as usize * features >= 100 && y as usize * number >= count);
         assert!((y as usize - 1) * number < count);
     }
-    // Tiles come first, so that those of one expert, which are neighbours, run at about one time.
+    // Tiles are along x, so that the tiles of one expert, which are neighbours, run at about the
+    // same time.
     for (tile_slots, features) in SKINNY.into_iter().zip([16, 16, 32, 32]) {
         let (tiles_most, k, silu) = (77, 64, ExpertActivation::Silu);
         let grouped =
@@ -319,7 +320,7 @@ fn grids_cover_all_rows_features_and_heads() {
     };
     let partials = Partials { out: ptr, ml: ptr };
     let calls = decode_attention(&io, &shape(64, 60, 3), &work(5), partials, 132).unwrap();
-    // 4 at once on each of 132, for 6 that are there anyway.
+    // 4 at once on each of 132 multiprocessors, divided by the 6 blocks along y.
     assert_eq!(calls[0].launch.grid, (88, 6, 1));
     assert_eq!(calls[1].launch.grid, (60, 5, 1));
     let across = |items, multiprocessors| {
@@ -327,15 +328,15 @@ fn grids_cover_all_rows_features_and_heads() {
             decode_attention(&io, &shape(128, 32, 8), &work(items), partials, multiprocessors);
         calls.unwrap()[0].launch.grid.0
     };
-    // However many sequences there may be, and however long they are.
+    // Independent of the number and length of the sequences.
     assert_eq!([across(1, 132), across(64, 132), across(4096, 132)], [49, 49, 49]);
     assert_eq!([across(1, 0), across(1, 1), across(1, 10_000)], [1, 1, 64]);
     assert!(decode_attention(&io, &shape(80, 8, 2), &work(5), partials, 132).is_none());
     assert!(prefill_attention(&io, &shape(80, 8, 2), ptr, 5, ptr).is_none());
 }
 
-/// Blocks that loop over parts are to be there all at once: another would begin when one of them
-/// ends.
+/// Blocks that loop over parts must all be resident at once: another would only start after one of
+/// them ends.
 #[test]
 fn decode_attention_has_as_many_blocks_as_run_at_once() {
     let resources = resources();

@@ -1,13 +1,13 @@
-//! The library's descriptions of a product, and of what is wanted.
+//! cuBLASLt's descriptors of a product, and of the preferences for an algorithm.
 use cudarc::cublaslt::sys;
 
 use super::{Product, check};
 use crate::error::KernelError;
 
-/// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone do not have.
+/// `CUBLAS_OP_T`, which the bindings of cuBLASLt alone lack.
 const TRANSPOSED: i32 = 1;
 
-/// The library's descriptions of a product.
+/// cuBLASLt's descriptors of a product.
 pub(super) struct Shape {
     pub(super) product: sys::cublasLtMatmulDesc_t,
     pub(super) w: sys::cublasLtMatrixLayout_t,
@@ -31,7 +31,7 @@ impl Shape {
         check(status, what)?;
         let transposed = TRANSPOSED;
         let attribute = sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA;
-        // SAFETY: the attribute is of the size given.
+        // SAFETY: the attribute has the given size.
         let status = unsafe {
             sys::cublasLtMatmulDescSetAttribute(
                 shape.product,
@@ -101,7 +101,7 @@ impl Preference {
         value: &T,
     ) -> Result<(), KernelError> {
         let value = (&raw const *value).cast();
-        // SAFETY: the attribute is of the size given.
+        // SAFETY: the attribute has the given size.
         let status = unsafe {
             sys::cublasLtMatmulPreferenceSetAttribute(self.0, attribute, value, size_of::<T>())
         };

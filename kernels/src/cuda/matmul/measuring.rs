@@ -1,4 +1,4 @@
-//! Which algorithm is the quickest: each is run a few times, as a step would find it.
+//! Measures which algorithm is the fastest: runs each a few times, under the conditions of a step.
 use std::time::Duration;
 
 use cudarc::cublaslt::sys;
@@ -9,23 +9,23 @@ use crate::cuda::memory::{DeviceMemory, DevicePtr};
 use crate::cuda::stream::{Event, Stream};
 use crate::error::KernelError;
 
-/// Measured runs of each, behind one that is not measured. The quickest counts: what else happened
-/// lengthens the others.
+/// Measured runs per algorithm, after one that is not measured. The fastest counts, because
+/// disturbances only lengthen the others.
 const RUNS: usize = 3;
-/// Written before each of these runs, in bytes, so that they find as little of W in the GPU's L2 as
-/// a step does, which has passed over all other weights since. More than an L2 holds (an H200's 50
-/// MiB, a B200's 126). The GPU is busy with that while the host launches what is measured.
+/// Bytes written before each of these runs to flush the GPU's L2, because in a step all other
+/// weights have been read since W was last used. More than an L2 holds (50 MiB on H200, 126 MiB on
+/// B200). Also keeps the GPU busy while the host launches the measured run.
 const FLUSHED: usize = 128 << 20;
-/// Of more rows a product takes longer than W takes to come from memory.
+/// Above this number of rows, a product takes longer than reading W from memory.
 const FLUSHED_ROWS_MOST: u32 = 256;
-/// What all measuring may take of the GPU's time: shapes met after that take the library's own
-/// first choice. Some two hundred shapes are met, of which the largest take milliseconds.
+/// Limit of the GPU time for all measurements; shapes that occur later use the library's own first
+/// choice. About two hundred shapes occur; the largest take milliseconds.
 pub(super) const MEASURING_MOST: Duration = Duration::from_secs(3);
-/// No more of one shape, which requests may wait for.
+/// Limit for one shape, since requests may wait for it.
 const MEASURING_EACH: Duration = Duration::from_millis(100);
 
 impl Product {
-    /// Whether its W would lie in L2 when it is computed again and again, and that would matter.
+    /// Whether repeated runs would find W in L2, and it would matter.
     fn finds_weights_in_cache(&self) -> bool {
         let bytes = 2 * u64::from(self.n) * u64::from(self.w_stride);
         self.rows <= FLUSHED_ROWS_MOST && bytes < FLUSHED as u64
@@ -33,8 +33,8 @@ impl Product {
 }
 
 impl Matmul {
-    /// The one of these algorithms that takes the least time, if any can run: one whose call fails
-    /// though the stream is well is none. The result is written as often as it is computed.
+    /// Returns the fastest of these algorithms, if any can run; skips one whose call fails although
+    /// the stream is fine. Writes the result in every run.
     ///
     /// # Safety
     /// As [`Matmul::run`].
@@ -49,7 +49,7 @@ impl Matmul {
             false => None,
             true => match DeviceMemory::new(&self.context, FLUSHED, "measuring products") {
                 Ok(memory) => Some(memory),
-                // Better than nothing: they are measured with what is in the cache.
+                // Better than nothing: measure with a warm cache.
                 Err(KernelError::OutOfMemory { .. }) => None,
                 Err(error) => return Err(error),
             },
@@ -95,7 +95,7 @@ impl Matmul {
             for (began, ended) in &marks {
                 took = took.min(ended.since(began)?);
             }
-            // The first of equals: the library names the best first, as it sees them.
+            // The first of equals, because the library puts the best first by its own estimate.
             if best.as_ref().is_none_or(|(least, _)| took < *least) {
                 best = Some((took, *algorithm));
             }
@@ -118,7 +118,8 @@ mod tests {
             let product = Product { rows, n, k, x_stride: k, w_stride: k, out_stride: n };
             product.finds_weights_in_cache()
         };
-        // qkv, output and down of 8B; gate and up, which no cache holds; a prompt.
+        // qkv, output and down projection of an 8B model; gate and up, which fit in no cache; a
+        // prompt.
         assert!(of(33, 6144, 4096) && of(256, 4096, 4096) && of(64, 4096, 14_336));
         assert!(!of(33, 28_672, 4096) && !of(257, 6144, 4096));
     }

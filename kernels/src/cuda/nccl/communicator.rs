@@ -1,7 +1,7 @@
 //! One communicator and the thread that watches it. NCCL's calls on it are made one at a time; none
-//! should wait for other ranks, and the watcher waits for none that does. Whoever aborts only says
-//! so: the watcher makes the call, which may wait until the graphs that recorded collectives are
-//! gone.
+//! of them should wait for other ranks, and the watcher never waits for one that does. An abort
+//! only sets a flag: the watcher makes the actual call, which may wait until the graphs that
+//! recorded collectives are gone.
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::JoinHandle;
@@ -12,22 +12,22 @@ use crate::collective::AbortHandle;
 use crate::cuda::context::{Context, Current};
 use crate::error::{CollectiveError, KernelError};
 
-/// Errors that NCCL finds by itself are looked for this often.
+/// Interval between checks for errors that NCCL detects by itself.
 const WATCH_INTERVAL: Duration = Duration::from_millis(20);
-/// A call that goes on in the background is looked at without a pause for so long: every call does
-/// for some microseconds, on a thread of NCCL's.
+/// Time to spin on a call that continues in the background: every call does for some microseconds,
+/// on a thread of NCCL's.
 const SPIN: Duration = Duration::from_micros(200);
-/// Between two looks after that.
+/// Interval between checks after that.
 const NAP: Duration = Duration::from_micros(50);
-/// How long the watcher waits for a call under way, also one that NCCL goes on with in the
+/// Time that the watcher waits for a call in progress, including one that continues in the
 /// background, before it aborts the communicator under it.
 const CALL_PATIENCE: Duration = Duration::from_secs(1);
-/// How long the end of a communicator is waited for.
+/// Maximum wait for the end of a communicator.
 const END_PATIENCE: Duration = Duration::from_secs(5);
 
 pub(super) const ALGORITHM: &str = "nccl";
 
-/// See the module's documentation.
+/// A communicator and its watcher; see the module.
 #[derive(Debug)]
 pub(super) struct Communicator {
     shared: Arc<Shared>,
@@ -37,28 +37,28 @@ pub(super) struct Communicator {
 #[derive(Debug)]
 struct Shared {
     nccl: Arc<Nccl>,
-    /// As in `calls`, for one that cannot have its lock.
+    /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
     /// The GPU's context, for the watcher.
     context: Current,
-    /// Held within calls of NCCL's.
+    /// Held during NCCL's calls.
     calls: Mutex<Calls>,
-    /// It is to be aborted, or was: no call is begun any more.
+    /// Set once the communicator is, or is about to be, aborted: no call begins any more.
     aborted: AtomicBool,
-    /// It was aborted under a call that did not come back.
+    /// Set if it was aborted under a call that did not return.
     torn: AtomicBool,
-    /// The communicator is gone. Held by nobody who waits for anything else.
+    /// Set once the communicator is gone. Never held during any other wait.
     ended: Mutex<bool>,
-    /// Of `aborted` and `ended`.
+    /// Signals changes of `aborted` and `ended`.
     changed: Condvar,
-    /// What NCCL found wrong.
+    /// Error that NCCL reported.
     fault: Mutex<Option<String>>,
 }
 
 #[derive(Debug)]
 struct Calls {
     comm: Option<CommPtr>,
-    /// NCCL goes on with a call in the background: its thread may be adding to a stream, or to the
+    /// NCCL continues a call in the background: its thread may be adding to a stream, or to the
     /// graph that is captured from it.
     under_way: bool,
 }
@@ -70,7 +70,7 @@ unsafe impl Send for CommPtr {}
 // SAFETY: as above; the pointer itself is never changed.
 unsafe impl Sync for CommPtr {}
 
-/// Bytes for the other ranks to find this one by.
+/// Id that the other ranks connect with.
 pub(super) fn unique_id(nccl: &Nccl) -> Result<[u8; UNIQUE_ID_BYTES], CollectiveError> {
     let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
     // SAFETY: writes the id.
@@ -90,7 +90,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Communicator {
-    /// Begins to connect this rank with the others; [`Communicator::connected`] ends it.
+    /// Begins to connect this rank with the others; [`Communicator::connected`] waits for the
+    /// result.
     pub(super) fn begin(
         nccl: Arc<Nccl>,
         context: &Context,
@@ -133,10 +134,10 @@ impl Communicator {
         let watcher = std::thread::Builder::new().name(name).spawn(move || watched.watch());
         let watcher = watcher.map_err(|error| {
             shared.end();
-            CollectiveError::Setup(format!("no thread to watch NCCL: {error}"))
+            CollectiveError::Setup(format!("cannot start the thread that watches NCCL: {error}"))
         })?;
         let mut made = Self { shared, watcher: Some(watcher) };
-        // What could not begin to connect is to be freed nonetheless.
+        // A communicator that failed to begin still has to be freed.
         match fault {
             Some(fault) => {
                 made.shared.fail(fault.clone());
@@ -156,7 +157,7 @@ impl Communicator {
         self.settle("connect to the other ranks", timeout, is_given_up)
     }
 
-    /// Makes a call on the communicator, and waits while NCCL goes on with it in the background.
+    /// Makes a call on the communicator, and waits while it continues in the background.
     pub(super) fn call(
         &self,
         what: &'static str,
@@ -177,15 +178,15 @@ impl Communicator {
             Status::SUCCESS => Ok(()),
             Status::IN_PROGRESS => self.settle(what, timeout, &|| false),
             status => {
-                // Unless it was aborted within the call.
+                // Ignored if it was aborted within the call.
                 self.shared.fail(self.shared.nccl.line(status, what));
                 self.shared.poll()
             }
         }
     }
 
-    /// Waits until no call goes on in the background; if the communicator is aborted meanwhile, no
-    /// longer than the watcher does.
+    /// Waits until no call continues in the background; if the communicator is aborted meanwhile,
+    /// no longer than the watcher waits.
     fn settle(
         &self,
         what: &'static str,
@@ -230,7 +231,7 @@ impl Communicator {
         }
     }
 
-    /// What has gone wrong.
+    /// Reports what has gone wrong.
     pub(super) fn poll(&self) -> Result<(), CollectiveError> {
         self.shared.poll()
     }
@@ -239,11 +240,11 @@ impl Communicator {
         Arc::new(Handle(self.shared.clone()))
     }
 
-    /// Aborts the communicator, and waits until it is gone. The graphs that its calls were recorded
-    /// in are gone already.
+    /// Aborts the communicator, and waits until it is gone. The graphs that recorded its calls must
+    /// already be gone.
     ///
     /// # Errors
-    /// In words: NCCL does not let go of it; communicator and watcher stay behind.
+    /// A message, if NCCL does not release it; communicator and watcher are then left behind.
     pub(super) fn end(&mut self) -> Result<(), String> {
         self.shared.abort();
         let Some(watcher) = self.watcher.take() else { return Ok(()) };
@@ -251,7 +252,8 @@ impl Communicator {
         let waited = self.shared.changed.wait_timeout_while(ended, END_PATIENCE, |ended| !*ended);
         if !waited.is_ok_and(|(ended, _)| *ended) {
             return Err(format!(
-                "NCCL goes on {END_PATIENCE:?} after its communicator was aborted: it hangs"
+                "NCCL is still running {END_PATIENCE:?} after its communicator was aborted: it \
+                 hangs"
             ));
         }
         let _ = watcher.join();
@@ -261,7 +263,7 @@ impl Communicator {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        // Whoever wants to know has asked before.
+        // Anyone interested in the result has called `end` before.
         let _ = self.end();
     }
 }
@@ -280,17 +282,16 @@ impl Shared {
         self.aborted.load(Ordering::Acquire)
     }
 
-    /// Has the watcher abort it.
+    /// Makes the watcher abort the communicator.
     fn abort(&self) {
-        // Held so that the watcher does not look and then miss the call.
+        // Locked so that the watcher cannot miss the notification between its check and its wait.
         let ended = lock(&self.ended);
         self.aborted.store(true, Ordering::Release);
         drop(ended);
         self.changed.notify_all();
     }
 
-    /// Remembers the first thing that went wrong, and aborts: what the stream waits for may never
-    /// come.
+    /// Records the first error and aborts, since data that the stream waits for may never arrive.
     fn fail(&self, message: String) {
         if !self.is_aborted() {
             lock(&self.fault).get_or_insert(message);
@@ -308,7 +309,7 @@ impl Shared {
         }
     }
 
-    /// What NCCL says of the communicator; none when it is gone.
+    /// Status of the communicator; `None` if it is gone.
     fn status(&self) -> Option<Status> {
         self.look(&mut lock(&self.calls))
     }
@@ -323,7 +324,7 @@ impl Shared {
         Some(status)
     }
 
-    /// Waits until NCCL is done with the call under way, as long as the watcher does.
+    /// Waits until NCCL has finished the call in progress, as long as the watcher does.
     fn calm(&self) {
         let began = Instant::now();
         while began.elapsed() < CALL_PATIENCE {
@@ -336,12 +337,12 @@ impl Shared {
         }
     }
 
-    /// The watcher's life.
+    /// Main loop of the watcher.
     fn watch(&self) {
-        // Without one, NCCL would make one, on the first GPU.
+        // Otherwise NCCL would create a context on the first GPU.
         self.context.set();
         while !self.is_aborted() {
-            // Who is in a call now learns of errors by it.
+            // A thread that is in a call learns of errors from the call.
             let status = match self.calls.try_lock() {
                 Ok(mut calls) => self.look(&mut calls),
                 Err(_) => None,
@@ -372,8 +373,8 @@ impl Shared {
                     }
                 }
                 Err(TryLockError::Poisoned(calls)) => break calls.into_inner().comm.take(),
-                // A call that does not come back is freed by the abort, too; its lock is not to be
-                // had before.
+                // The abort also ends a call that does not return; its lock is not available before
+                // that.
                 Err(TryLockError::WouldBlock) if is_late => {
                     self.torn.store(true, Ordering::Release);
                     break Some(self.comm);
@@ -383,8 +384,8 @@ impl Shared {
             std::thread::sleep(NAP);
         };
         if let Some(CommPtr(comm)) = comm {
-            // SAFETY: nobody begins a call with it from now on: it was taken out of `calls`, or the
-            // one call under way keeps others out, and it is torn then.
+            // SAFETY: no call on it begins from now on: it was taken out of `calls`, or the call in
+            // progress holds the lock, and `torn` is set.
             let _ = unsafe { (self.nccl.comm_abort)(comm) };
         }
         *lock(&self.ended) = true;

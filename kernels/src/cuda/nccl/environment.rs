@@ -1,15 +1,15 @@
-//! What NCCL is told by the process's environment, which is all it reads some settings from.
+//! NCCL's settings that it only reads from the process's environment.
 use std::ffi::OsStr;
 
 const GRAPH_REGISTER: &str = "NCCL_GRAPH_REGISTER";
 
-/// The network interface that NCCL's own connections use, as `NCCL_SOCKET_IFNAME` takes it.
+/// The variable that names the network interface for NCCL's own connections.
 pub const INTERFACE: &str = "NCCL_SOCKET_IFNAME";
 
-/// Prepares the environment for NCCL: connections over `interface` alone when one is named and
-/// whoever started the process has said nothing else; and, whatever was said, no agreements between
-/// ranks behind their backs while graphs are captured: one that fails to capture would be waited
-/// for. To be called before the process has a second thread; says whether it was.
+/// Prepares the environment for NCCL. Restricts connections to `interface`, if given, unless the
+/// variable is already set. In any case disables the ranks' implicit communication during graph
+/// capture, which would wait for a rank that fails to capture. Must be called before the process
+/// has a second thread; returns whether it was.
 #[must_use]
 pub fn prepare(interface: Option<&str>) -> bool {
     let named = interface.filter(|_| std::env::var_os(INTERFACE).is_none()).map(exactly);
@@ -17,8 +17,8 @@ pub fn prepare(interface: Option<&str>) -> bool {
     settings.into_iter().all(|(name, value)| value.is_none_or(|value| set(name, value.as_ref())))
 }
 
-/// An interface's name as NCCL takes it: a bare one would be the beginning of others' names, too.
-/// What has NCCL's own syntax already (`=`, `^`, lists) stays.
+/// An interface's name for NCCL: a bare one would match as a prefix of others' names, too. A name
+/// that already uses NCCL's syntax (`=`, `^`, lists) is unchanged.
 fn exactly(interface: &str) -> String {
     match interface.contains(['=', '^', ',']) {
         true => interface.to_owned(),
@@ -32,7 +32,7 @@ fn set(name: &str, value: &OsStr) -> bool {
     if threads != 1 {
         return false;
     }
-    // SAFETY: this is the process's only thread, as was just seen: nobody reads the environment.
+    // SAFETY: this is the process's only thread, as just checked, so nobody reads the environment.
     unsafe { std::env::set_var(name, value) };
     true
 }
@@ -49,7 +49,7 @@ mod tests {
         }
     }
 
-    /// A test has a thread beside the process's first.
+    /// A test always has a thread besides the process's first.
     #[test]
     fn nothing_is_set_beside_other_threads() {
         assert!(!set("TUTTI_NEVER_SET", "1".as_ref()));

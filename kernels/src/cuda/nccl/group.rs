@@ -1,4 +1,4 @@
-//! Ranks that exchange data by NCCL: what the backend calls.
+//! Ranks that exchange data through NCCL: the backend's interface.
 use std::ffi::c_void;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -22,8 +22,8 @@ pub(in crate::cuda) struct NcclGroup {
 }
 
 impl NcclGroup {
-    /// Connects this rank with all others within `patience`: rank 0 makes what the others find it
-    /// by.
+    /// Connects this rank with all others within `patience`; rank 0 creates the id that the others
+    /// connect with.
     pub(in crate::cuda) fn connect(
         context: &Context,
         (folders, file): (&[PathBuf], Option<&Path>),
@@ -86,7 +86,7 @@ impl DeviceGroup for NcclGroup {
     ) -> Result<(), KernelError> {
         let stream = device.stream.raw();
         let called = self.communicator.call("all_gather", self.timeout, |nccl, comm| {
-            // SAFETY: as above: `bytes` at `local`, as many for every rank at `all`.
+            // SAFETY: as above: `bytes` at `local`, and as many per rank at `all`.
             unsafe { (nccl.all_gather)(at(local), at(all), bytes, INT8, comm, stream) }
         });
         called.map_err(Into::into)

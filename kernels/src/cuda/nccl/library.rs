@@ -1,5 +1,5 @@
-//! NCCL's library and its functions: found at run time, checked whole, then called. A library that
-//! is absent, too old or lacks a function is an error in one line.
+//! NCCL's library and its functions: loaded at run time and checked completely before the first
+//! call. A library that is missing, too old or lacks a function is an error in one line.
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -11,11 +11,11 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use crate::cuda::choice::{NCCL_MIN, Version};
 use crate::cuda::libraries::{Missing, python_folders, reason, usual_folders};
 
-/// Bytes of what ranks find each other by.
+/// Size of a unique id in bytes.
 pub const UNIQUE_ID_BYTES: usize = 128;
 /// File names, the usual one first.
 const FILES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// Where Python's packages have it.
+/// Folders within Python's packages.
 const PACKAGES: &[&str] = &["nvidia/nccl/lib"];
 
 /// `ncclResult_t`
@@ -54,7 +54,7 @@ impl Status {
     }
 }
 
-/// What ranks find each other by: made by rank 0, secret, used once.
+/// Id that ranks connect with: created by rank 0, secret, used once.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub(super) [u8; UNIQUE_ID_BYTES]);
@@ -62,9 +62,9 @@ pub(super) struct UniqueId(pub(super) [u8; UNIQUE_ID_BYTES]);
 /// A communicator of NCCL's.
 pub(super) type Comm = *mut c_void;
 
-/// `ncclConfig_t` as NCCL 2.19 had it. It only ever grew at its end, and NCCL takes what is missing
-/// for unset: so this form is good for every later version, too. `tests/fake_nccl/abi.cpp` holds
-/// it, and all that is called here, against NCCL's header.
+/// `ncclConfig_t` of NCCL 2.19. The struct has only grown at its end, and NCCL treats missing
+/// fields as unset, so this form suits every later version, too. `tests/fake_nccl/abi.cpp` compares
+/// it, and all functions called here, with NCCL's header.
 #[repr(C)]
 #[derive(Debug)]
 pub(super) struct Config {
@@ -77,12 +77,12 @@ pub(super) struct Config {
     max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
-    /// Later versions' traffic class, read by none that believes `version`.
+    /// Traffic class of later versions; ignored because of `version`.
     unused: c_int,
 }
 
 impl Config {
-    /// A communicator whose calls do not wait for other ranks.
+    /// Configuration of a communicator whose calls do not wait for other ranks.
     pub(super) fn non_blocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -125,7 +125,7 @@ pub(super) struct Nccl {
     get_last_error: GetLastError,
     pub(super) all_reduce: AllReduce,
     pub(super) all_gather: AllGather,
-    /// The functions are the library's.
+    /// Keeps the functions alive.
     _library: Library,
 }
 
@@ -136,17 +136,16 @@ impl fmt::Debug for Nccl {
 }
 
 impl Nccl {
-    /// A status as an error's line. What NCCL said last, of this communicator or another, comes
-    /// last.
+    /// Error message for a status, followed by NCCL's last message about any communicator.
     pub(super) fn line(&self, status: Status, what: &str) -> String {
-        // SAFETY: takes null, since no communicator is looked at; gives null or a buffer of the
-        // whole process's, always ended by a zero, into which any communicator's next error is
-        // written: torn at worst.
+        // SAFETY: null is allowed, since no communicator is queried. Returns null or a buffer of
+        // the whole process, always terminated by a zero. The next error of any communicator is
+        // written into it, so the text can be torn at worst.
         let said = unsafe { (self.get_last_error)(std::ptr::null_mut()) };
         let said = if said.is_null() {
             String::new()
         } else {
-            // SAFETY: a text that ends with a zero, as above.
+            // SAFETY: a zero-terminated text, as above.
             unsafe { CStr::from_ptr(said) }.to_string_lossy().trim().replace(['\n', '\r'], " ")
         };
         let said: String = said.chars().take(200).collect();
@@ -155,8 +154,8 @@ impl Nccl {
     }
 }
 
-/// Loads NCCL: `file` when one is named; else from `folders`, from where the system's loader looks,
-/// from CUDA's usual folders, from Python's packages. The first time decides for the process.
+/// Loads NCCL: `file` if given; otherwise from `folders`, from where the system's loader looks,
+/// from CUDA's usual folders, or from Python's packages. The first call decides for the process.
 pub(super) fn load(folders: &[PathBuf], file: Option<&Path>) -> Result<Arc<Nccl>, Missing> {
     static LOADED: Mutex<Option<Arc<Nccl>>> = Mutex::new(None);
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -170,10 +169,10 @@ pub(super) fn load(folders: &[PathBuf], file: Option<&Path>) -> Result<Arc<Nccl>
     Ok(nccl)
 }
 
-/// NCCL's version, 22809 being 2.28.9.
+/// NCCL's version: 22809 is 2.28.9.
 ///
 /// # Errors
-/// [`Missing`], also when it is too old.
+/// [`Missing`], also if it is too old.
 pub fn version(folders: &[PathBuf], file: Option<&Path>) -> Result<u32, Missing> {
     load(folders, file).map(|nccl| nccl.version)
 }
@@ -214,7 +213,7 @@ fn open(folders: &[PathBuf], file: Option<&Path>) -> Result<(Library, String), S
 fn resolve(library: Library) -> Result<Nccl, String> {
     macro_rules! function {
         ($name:literal, $type:ty) => {{
-            // SAFETY: the function has had this signature in every NCCL that has it.
+            // SAFETY: every NCCL that has the function has it with this signature.
             let found = unsafe { library.get::<$type>($name.as_bytes()) };
             *found.map_err(|_| format!("it lacks {}: another version of NCCL is needed", $name))?
         }};
@@ -248,7 +247,7 @@ fn resolve(library: Library) -> Result<Nccl, String> {
 mod tests {
     use super::*;
 
-    /// Offsets as a C compiler makes them of NCCL's header.
+    /// Offsets of NCCL's header according to a C compiler.
     #[test]
     fn the_configuration_has_ncclconfig_ts_layout() {
         assert_eq!(size_of::<Config>(), 48);

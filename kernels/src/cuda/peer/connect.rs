@@ -1,5 +1,5 @@
-//! How ranks come to see each other's memory: each makes its own, says how it is opened, opens the
-//! others'. Whatever fails on one rank, all hear of it and all do without.
+//! How ranks share their memory: each allocates its own, offers a handle to it, and opens those of
+//! the others. If anything fails on one rank, all ranks learn of it and do without.
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher as _, Hasher as _};
 use std::sync::{Arc, OnceLock};
@@ -18,18 +18,19 @@ use crate::error::{CollectiveError, KernelError};
 
 /// `TUTTI_PEERS_MAX`
 pub(super) const PEERS_MAX: usize = 8;
-/// What the driver gives out memory in: so nothing else of this process is in what others open.
+/// Granularity of the driver's allocations: nothing else of this process is in the memory that
+/// others open.
 const GRANULE: usize = 2 << 20;
-/// Handle, address, and whether there are any.
+/// Handle, address, and a flag that there is an offer.
 const OFFER_BYTES: usize = HANDLE_BYTES + 8 + 1;
 
-/// A number of this process that no other has.
+/// A number that identifies this process.
 pub(in crate::cuda) fn process_id() -> u64 {
     static ID: OnceLock<u64> = OnceLock::new();
     *ID.get_or_init(|| RandomState::new().build_hasher().finish())
 }
 
-/// Where in a rank's memory things lie, in bytes.
+/// Byte offsets within a rank's memory.
 struct Layout {
     flags: usize,
     rounds: usize,
@@ -46,20 +47,20 @@ impl Layout {
     }
 }
 
-/// What a group is made of and with.
+/// What a group is set up from.
 pub(in crate::cuda) struct Site<'a> {
     pub(in crate::cuda) device: &'a Device,
     pub(in crate::cuda) collective: &'a mut dyn Collective,
-    /// Of all ranks.
+    /// Capabilities of all ranks.
     pub(in crate::cuda) capabilities: &'a [Capability],
     pub(in crate::cuda) retired: &'a Retired,
-    /// Sizes that are to be taken as they are instead of being measured.
+    /// Fixed thresholds, instead of measured ones.
     pub(in crate::cuda) thresholds: Option<Thresholds>,
-    /// The largest message that is measured, in bytes.
+    /// Largest message to measure, in bytes.
     pub(in crate::cuda) measured_most: usize,
 }
 
-/// A device that cannot do this has not failed.
+/// Error text without "the device failed": a device that does not support this has not failed.
 fn words(error: &KernelError) -> String {
     match error {
         KernelError::Device(message) => message.clone(),
@@ -67,7 +68,7 @@ fn words(error: &KernelError) -> String {
     }
 }
 
-/// What one rank says of its part.
+/// Tells all ranks whether this one succeeded; fails unless all did.
 pub(in crate::cuda) fn agree(
     collective: &mut dyn Collective,
     own: Result<(), &str>,
@@ -87,25 +88,25 @@ pub(in crate::cuda) enum AgreeError {
     /// All ranks do without, for this reason.
     #[error("{0}")]
     Without(String),
-    /// The ranks are of different minds, or gone.
+    /// The ranks disagree, or some are gone.
     #[error(transparent)]
     Broken(#[from] CollectiveError),
-    /// This rank's device is.
+    /// This rank's device failed.
     #[error(transparent)]
     Device(#[from] KernelError),
 }
 
 impl PeerGroup {
-    /// Sets the group up, with all ranks; `large` takes the messages that are too large for it, and
-    /// is given back when there is no group.
+    /// Sets up the group together with all ranks. `large` takes the messages that are too large for
+    /// it, and is put back if there is no group.
     pub(in crate::cuda) fn connect(
         site: Site<'_>,
         setup: &mut GroupSetup<'_>,
         large: &mut Option<Box<dyn DeviceGroup>>,
     ) -> Result<Self, AgreeError> {
         let Site { device, collective, capabilities, retired, thresholds, measured_most } = site;
-        // All ranks have left their old groups, or they would not be here: nobody uses what was
-        // given to them then.
+        // All ranks that get here have left their old groups, so nobody uses the memory that was
+        // shared for those.
         retired.borrow_mut().clear();
         let ranks = capabilities.len();
         let rank = collective.rank() as usize;
@@ -130,7 +131,7 @@ impl PeerGroup {
         let said = opened.as_ref().map(|_| ()).map_err(words);
         let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
-            // What was opened is closed before what was given is freed.
+            // Close the opened memory before its owners free it.
             drop(opened);
             collective.barrier()?;
             return Err(error);
@@ -153,7 +154,7 @@ impl PeerGroup {
             words: made.words,
             abort,
             thresholds: thresholds.unwrap_or_default(),
-            // Not before this one is known to work.
+            // Added once this group is known to work.
             large: None,
             shares_process: capabilities.iter().enumerate().any(shares),
             retired: retired.clone(),
@@ -162,7 +163,7 @@ impl PeerGroup {
         let said = group.try_out(device, collective).map_err(|error| words(&error));
         let agreed = agree(collective, said.as_ref().copied().map_err(String::as_str));
         if let Err(error) = agreed {
-            // Nothing of it goes on; the other group does.
+            // This group is given up; `large` stays in use.
             give_up(Box::new(group), &device.stream)?;
             return Err(error);
         }
@@ -181,7 +182,7 @@ impl PeerGroup {
     }
 }
 
-/// What a rank makes before it knows of the others'.
+/// What a rank allocates before it knows the other ranks' memory.
 struct Made {
     own: DeviceMemory,
     handle: [u8; HANDLE_BYTES],
@@ -218,7 +219,7 @@ impl Made {
     }
 }
 
-/// Every rank's memory, as this one sees it.
+/// Every rank's memory, as seen from this rank.
 type Places = (Vec<DevicePtr>, Vec<Mapped>);
 
 fn open(

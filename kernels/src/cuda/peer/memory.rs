@@ -1,5 +1,5 @@
-//! GPU memory given to other processes and taken from them, and two words of host memory that
-//! kernels and any thread see.
+//! GPU memory shared with other processes, and two words of host memory that kernels and all
+//! threads see.
 use std::ffi::c_char;
 use std::fmt;
 use std::rc::Rc;
@@ -14,10 +14,10 @@ use crate::cuda::context::{Context, check};
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::error::{CollectiveError, KernelError};
 
-/// Bytes of a handle.
+/// Size of a handle in bytes.
 pub(super) const HANDLE_BYTES: usize = 64;
 
-/// What another process opens the memory by.
+/// Returns the handle that another process opens the memory with.
 pub(super) fn handle_of(memory: &DeviceMemory) -> Result<[u8; HANDLE_BYTES], KernelError> {
     let mut handle = sys::CUipcMemHandle { reserved: [0; HANDLE_BYTES] };
     // SAFETY: the address is that of an allocation; writes the handle.
@@ -33,10 +33,10 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    /// Opens it; the other process keeps it until this one has let go.
+    /// Opens the memory; the other process keeps it until this one has closed it.
     ///
     /// # Errors
-    /// [`KernelError`]: among others where the GPUs cannot reach each other.
+    /// [`KernelError`], such as when the GPUs cannot access each other.
     pub(super) fn open(
         context: &Rc<Context>,
         handle: &[u8; HANDLE_BYTES],
@@ -73,10 +73,10 @@ impl fmt::Debug for Mapped {
     }
 }
 
-/// Whether a GPU of this process can reach the memory of another.
+/// Checks that this process's GPU can access the memory of another.
 ///
 /// # Errors
-/// [`KernelError::Unsupported`], saying what is in the way.
+/// [`KernelError::Unsupported`] with the reason.
 pub(super) fn check_access(
     context: &Context,
     rank: usize,
@@ -101,18 +101,18 @@ pub(super) fn check_access(
     Err(KernelError::Unsupported(format!("rank {rank}'s GPU is not visible to this process")))
 }
 
-/// The word by which the host ends all waiting, and the one by which kernels say what went wrong.
-/// Any thread may use them, also after the group is gone.
+/// The word with which the host ends all waits, and the word in which kernels report failures. Any
+/// thread can use them, even after the group is gone.
 pub(super) struct Words(Mutex<Option<Shared>>);
 
 struct Shared(Pinned<u32>);
-// SAFETY: the memory is the host's own; it is only used through atomic operations below a lock, and
+// SAFETY: the memory is the host's own; it is only used through atomic operations under a lock, and
 // freed by the thread that owns the context (`Words::close`).
 unsafe impl Send for Shared {}
 
 const ABORT: usize = 0;
 const OUTCOME: usize = 1;
-/// As in `kernels.h`; the rank that was waited for is in the lower 8 bits.
+/// As in `kernels.h`; the lower 8 bits are the rank that was waited for.
 const ABORTED: u32 = 0x100;
 
 impl Words {
@@ -126,13 +126,13 @@ impl Words {
         words.as_ref().map(|words| call(&words.0))
     }
 
-    /// Where the kernels see them.
+    /// Their addresses for kernels.
     pub(super) fn places(&self) -> (DevicePtr, DevicePtr) {
         let at = |index: usize| self.with(|words| words.device_ptr(index)).unwrap_or_default();
         (at(ABORT), at(OUTCOME))
     }
 
-    /// What the kernels say.
+    /// Result reported by the kernels.
     pub(super) fn outcome(&self, timeout: Duration) -> Result<(), CollectiveError> {
         let word = |index| self.with(|words| words.word(index).load(Ordering::Acquire));
         match word(OUTCOME) {
@@ -148,7 +148,7 @@ impl Words {
         }
     }
 
-    /// Frees them; nothing on the stream uses them any more.
+    /// Frees the words; nothing on the stream may use them any more.
     pub(super) fn close(&self) {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take();
     }

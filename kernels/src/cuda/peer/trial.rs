@@ -1,6 +1,6 @@
-//! A trial of what was set up, before anything depends on it. Access that the driver allows may
-//! hang all the same (a bus that does not pass writes on), or bring other data than was sent: then
-//! all ranks do without, instead of failing in every epoch or, worse, not.
+//! A trial of the group, before anything depends on it. Even if the driver allows access, transfers
+//! can hang (on a bus that does not forward writes) or deliver wrong data. In that case all ranks
+//! do without, instead of failing in every epoch or, worse, not failing.
 use std::time::Duration;
 
 use super::PeerGroup;
@@ -11,17 +11,17 @@ use crate::cuda::launch::{self, PEER_BLOCKS};
 use crate::cuda::memory::{DeviceMemory, Pinned};
 use crate::error::KernelError;
 
-/// How long the trial's exchanges may wait for each other: all ranks begin together.
+/// Time limit of the trial's exchanges; all ranks begin together.
 pub(super) const PATIENCE: Duration = Duration::from_secs(10);
-/// Elements, so that every block exchanges some.
+/// Number of elements, such that every block exchanges some.
 const COUNT: usize = PEER_BLOCKS * 2048;
 
-/// Element `index` of what a rank sends: sums over 8 ranks are exact.
+/// Element `index` that a rank sends; sums over 8 ranks are exact.
 fn sent(rank: usize, index: usize) -> f32 {
     ((rank + 1) * (index % 8191 + 1)) as f32
 }
 
-/// What is wrong with data that came.
+/// Describes the errors in received data.
 fn wrong(came: &[f32], expected: impl Fn(usize) -> f32) -> Option<String> {
     let bad = |index: &usize| came[*index].to_bits() != expected(*index).to_bits();
     let first = (0..came.len()).find(bad)?;
@@ -36,12 +36,12 @@ fn wrong(came: &[f32], expected: impl Fn(usize) -> f32) -> Option<String> {
 }
 
 impl PeerGroup {
-    /// Sends known numbers every way, and looks at what comes. All memory is there before the first
-    /// exchange, on every rank: on a GPU that ranks of one process share, asking for more may wait
-    /// for another rank's kernel, which waits for this one's.
+    /// Exchanges known numbers in every way and checks the results. Every rank allocates all memory
+    /// before the first exchange: if ranks of one process share a GPU, an allocation may wait for
+    /// another rank's kernel, which waits for this one's.
     ///
     /// # Errors
-    /// [`KernelError`], also when something else came.
+    /// [`KernelError`], also if the received data is wrong.
     pub(super) fn try_out(
         &mut self,
         device: &Device,
@@ -49,7 +49,7 @@ impl PeerGroup {
     ) -> Result<(), KernelError> {
         let (rank, ranks) = (collective.rank() as usize, collective.world_size() as usize);
         let room = Room::new(device, ranks);
-        // Whether or not there is room, the others wait here.
+        // The other ranks wait here, whether or not the allocation succeeded.
         collective.barrier()?;
         let Room { data, all, mut host } = room?;
         let stream = &device.stream;
@@ -62,7 +62,7 @@ impl PeerGroup {
         }
         data.upload(stream, 0, &own)?;
         let call = launch::peer_gather(self.table.ptr(), data.ptr(), all.ptr(), COUNT);
-        // SAFETY: both have as many elements; the table lives until the stream has come to its end.
+        // SAFETY: both have as many elements; the table lives until the stream is idle.
         unsafe { device.launch(call) }?;
         let gathered = |index| sent(index / COUNT, index % COUNT);
         self.compare(device, &all, &mut host, ranks * COUNT, gathered)
@@ -84,7 +84,7 @@ impl PeerGroup {
     }
 }
 
-/// What a trial needs.
+/// Memory for a trial.
 struct Room {
     data: DeviceMemory,
     all: DeviceMemory,
@@ -115,7 +115,7 @@ mod tests {
         (some[8999], some[70]) = (0.0, f32::NAN);
         let words = wrong(&some, |index| sent(3, index)).unwrap();
         assert!(words.contains("2 arrived wrong") && words.contains("284"), "{words}");
-        // Another rank's data is not taken for this one's, nor one place's for another's.
+        // Another rank's data is not accepted as this one's, nor an element at another place.
         assert!((0..9000).all(|index| sent(2, index) != sent(3, index)));
         assert_ne!(sent(0, 2048), sent(0, 4096));
         let most: f32 = (0..8).map(|rank| sent(rank, 8190)).sum();

@@ -1,9 +1,9 @@
-//! PURE, but for the measuring at its end: which exchange for which size.
+//! PURE, except for the measurements at its end: the exchange to use for each size.
 //!
-//! One-shot sends all to all, so it moves the most bytes and waits once; two-shot moves a fraction
-//! and waits twice; a large message is left to another group where there is one. Where one becomes
-//! quicker than the other depends on the GPUs and what links them, so it is measured once, by all
-//! ranks together, and every rank takes the slowest rank's times: all choose alike.
+//! One-shot sends everything to everyone: it moves the most data, and waits once. Two-shot moves a
+//! fraction and waits twice. Large messages are left to another group, if there is one. The
+//! crossover points depend on the GPUs and their links, so all ranks measure them together, once;
+//! every rank uses the times of the slowest rank, so all make the same choice.
 use std::time::{Duration, Instant};
 
 use super::PeerGroup;
@@ -14,48 +14,48 @@ use crate::cuda::memory::DeviceMemory;
 use crate::cuda::stream::{Event, pause};
 use crate::error::{CollectiveError, KernelError};
 
-/// How a message of some size is exchanged.
+/// How a message is exchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum How {
-    /// All to all, at once.
+    /// Each rank sends everything to everyone.
     OneShot,
-    /// Each rank adds up a part.
+    /// Each rank sums a part and sends the result.
     TwoShot,
-    /// By another group.
+    /// Through another group.
     Large,
 }
 
-/// The largest messages, in bytes, that go one way.
+/// Largest messages for each exchange, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Thresholds {
-    /// By one-shot.
+    /// Largest for one-shot.
     pub one_shot: usize,
-    /// By two-shot, or one-shot.
+    /// Largest for two-shot, or one-shot.
     pub two_shot: usize,
 }
 
 impl Default for Thresholds {
-    /// What is taken where nothing is measured.
+    /// Defaults without measurements.
     fn default() -> Self {
         Self { one_shot: 256 << 10, two_shot: 4 << 20 }
     }
 }
 
-/// How long each way took for messages of one size.
+/// Times of each exchange for messages of one size.
 #[derive(Clone, Copy, Debug)]
 pub struct Sample {
-    /// Of the message.
+    /// Size of the message.
     pub bytes: usize,
     /// One-shot.
     pub one_shot: Duration,
     /// Two-shot.
     pub two_shot: Duration,
-    /// The other group, where there is one.
+    /// The other group, if there is one.
     pub large: Option<Duration>,
 }
 
 impl Thresholds {
-    /// How a message goes.
+    /// The exchange for a message.
     #[must_use]
     pub fn how(&self, bytes: usize, has_large: bool) -> How {
         match () {
@@ -65,8 +65,9 @@ impl Thresholds {
         }
     }
 
-    /// The sizes up to which each way is the quickest, by samples in order of size: up to the first
-    /// that is clearly quicker another way, so that one odd time at a large size changes nothing.
+    /// The sizes up to which each exchange is the fastest, from samples in order of size: up to the
+    /// first size at which another is clearly faster, so that a single outlier at a large size has
+    /// no effect.
     #[must_use]
     pub fn of(samples: &[Sample]) -> Self {
         let up_to = |wins: &dyn Fn(&Sample) -> bool| {
@@ -83,20 +84,20 @@ impl Thresholds {
     }
 }
 
-/// The sizes that are measured.
+/// Sizes to measure.
 const SIZES: [usize; 7] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20];
 const TIMES: u32 = 20;
-/// Of so many runs the quickest counts: whatever else the host did lengthens the others.
+/// Number of runs, the fastest of which counts: other activity on the host only lengthens the
+/// others.
 const RUNS: usize = 5;
-/// By so much another way has to be quicker.
+/// Margin by which another exchange must be faster.
 const MARGIN: f32 = 0.1;
-/// A GPU whose exchange takes longer than this is not worth measuring on: larger sizes are left
-/// out.
+/// Limit beyond which an exchange is too slow to measure further: larger sizes are skipped.
 const TOO_SLOW: Duration = Duration::from_millis(20);
 
 impl PeerGroup {
-    /// Measures all ways, with all ranks, for messages of up to `most` bytes, and keeps to what is
-    /// found.
+    /// Measures all exchanges together with all ranks, for messages of up to `most` bytes, and sets
+    /// the thresholds accordingly.
     ///
     /// # Errors
     /// [`KernelError`].
@@ -135,7 +136,7 @@ impl PeerGroup {
         Ok(())
     }
 
-    /// How long one exchange of all of `data` takes one way.
+    /// Measures one exchange of all of `data` in one way.
     fn measure(
         &mut self,
         device: &Device,
@@ -145,7 +146,7 @@ impl PeerGroup {
     ) -> Result<Duration, KernelError> {
         let count = data.bytes() / 4;
         let mut quickest = None::<Duration>;
-        // The first one warms up, and has to do if it is slow.
+        // The first one warms up; if it is slow, its time is used.
         for times in std::iter::once(1).chain([TIMES; RUNS]) {
             collective.barrier()?;
             let began = Instant::now();
@@ -170,7 +171,7 @@ impl PeerGroup {
         Ok(quickest.unwrap_or_default())
     }
 
-    /// This group is not its context's yet, so no wait there looks at it.
+    /// This group does not belong to the context yet, so waits of the context do not poll it.
     fn wait(&mut self, event: &Event) -> Result<(), KernelError> {
         let began = Instant::now();
         while !event.is_done()? {

@@ -1,4 +1,4 @@
-//! The graphs that steps become: which one, whether there are any, and how they come about.
+//! The graphs of steps: selection, capture, and loss.
 use super::{Mode, Step};
 use crate::backend::StepInputs;
 use crate::cuda::batch::Capacity;
@@ -6,24 +6,24 @@ use crate::cuda::bucket::decode_bucket;
 use crate::cuda::stream::{Graph, Stream};
 use crate::error::KernelError;
 
-/// Graphs kept: those of all numbers of rows, each with and without adapters, with sampling over
-/// whole logits, over parts, and left out of either. Each holds a few hundred nodes: about a
-/// megabyte.
+/// Maximum number of graphs: for all numbers of rows, each with and without adapters, with sampling
+/// over whole logits, over parts, and without sampling in either case. Each has a few hundred
+/// nodes: about a megabyte.
 pub(super) const GRAPHS_MAX: usize = 176;
-/// What tells one graph from another.
+/// What distinguishes graphs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(in crate::cuda) struct GraphKey {
-    /// Rows it is made for.
+    /// Number of rows that it is made for.
     pub(super) rows: u32,
-    /// Sampling is part of it.
+    /// Whether sampling is part of it.
     pub(super) samples: bool,
-    /// Each rank looks at its own logits.
+    /// Whether each rank searches only its own logits.
     pub(super) parts: bool,
-    /// Some rows have adapters.
+    /// Whether some rows have adapters.
     pub(super) adapters: bool,
 }
 
-/// A graph and the calls it was made of.
+/// A graph, and the signature of its calls.
 #[derive(Debug)]
 pub(in crate::cuda) struct Recorded {
     pub(super) graph: Graph,
@@ -31,27 +31,27 @@ pub(in crate::cuda) struct Recorded {
 }
 
 impl Step {
-    /// A buffer of `rows` rows was made: no graph is made for more rows, and none that knows of
-    /// other buffers is kept.
+    /// Notes a new buffer of `rows` rows: no graph may have more rows than the smallest buffer, and
+    /// graphs made before are dropped.
     pub(in crate::cuda) fn buffer_made(&mut self, rows: usize) {
         self.least_room = self.least_room.min(rows);
         self.most_room = self.most_room.max(rows);
         self.graphs.clear();
     }
 
-    /// Memory that graphs may name was moved.
+    /// Drops all graphs, because memory that they may refer to has moved.
     pub(in crate::cuda) fn forget_graphs(&mut self) {
         self.graphs.clear();
     }
 
-    /// No graphs from now on.
+    /// Gives up graphs for good.
     pub(in crate::cuda) fn give_up_graphs(&mut self, reason: &str) {
         self.graphs.clear();
         self.graphs_off.get_or_insert_with(|| reason.to_owned());
     }
 
-    /// A step could not be captured: the next one is, without kernels that begin early; where that
-    /// is how it was done, none is from now on.
+    /// Handles a step that could not be captured: later steps are captured without early launch of
+    /// kernels; if that was already off, graphs are given up.
     pub(in crate::cuda) fn capture_failed(&mut self, reason: &str) {
         self.graphs.clear();
         if self.overlaps {
@@ -62,39 +62,39 @@ impl Step {
         }
     }
 
-    /// Whether kernels may begin before those before them are complete.
+    /// Whether kernels can begin before earlier ones are complete.
     pub(in crate::cuda) fn overlaps(&self) -> bool {
         self.overlaps
     }
 
-    /// Says whether they may; graphs of the other kind are forgotten.
+    /// Switches early launch of kernels on or off; drops graphs of the other kind.
     pub(in crate::cuda) fn set_overlap(&mut self, overlaps: bool) {
         self.graphs.clear();
         self.overlaps = overlaps && self.overlap_off.is_none();
     }
 
-    /// Whether graphs are captured, as far as this rank decides.
+    /// Whether graphs are captured, as far as this rank can decide.
     pub(in crate::cuda) fn can_capture(&self) -> bool {
         self.graphs_off.is_none()
     }
 
-    /// Whether decode steps become graphs now: alike on all ranks of a group.
+    /// Whether decode steps become graphs now; the same on all ranks of a group.
     pub(in crate::cuda) fn captures(&self) -> bool {
         self.graphs_off.is_none() && self.graphs_rest.is_none()
     }
 
-    /// Forgets all graphs; none are made for the reason given, until this is called again.
+    /// Drops all graphs. Given a reason, makes no more until called again.
     pub(in crate::cuda) fn use_graphs(&mut self, not: Option<&'static str>) {
         self.graphs.clear();
         self.graphs_rest = not;
     }
 
-    /// Why steps are no graphs for good, or their kernels do not begin early, if something failed.
+    /// Why graphs, or early launch of kernels, were given up, if something failed.
     pub(in crate::cuda) fn given_up(&self) -> Option<&str> {
         self.graphs_off.as_deref().or(self.overlap_off.as_deref())
     }
 
-    /// For people: how many graphs there are, or why there are none.
+    /// For people: the number of graphs, or why there are none.
     pub(in crate::cuda) fn graphs_text(&self) -> String {
         match self.graphs_off.as_deref().or(self.graphs_rest) {
             Some(reason) => format!("no graphs ({reason})"),
@@ -108,12 +108,12 @@ impl Step {
         }
     }
 
-    /// How many graphs there are.
+    /// Number of graphs.
     pub(in crate::cuda) fn num_graphs(&self) -> usize {
         self.graphs.made()
     }
 
-    /// The graph's key, when the step can be one.
+    /// The key of the step's graph, if it can be one.
     pub(super) fn key(&self, inputs: &StepInputs<'_>, found: &Capacity) -> Option<GraphKey> {
         let decodes = inputs.is_plain
             && self.captures()
@@ -137,7 +137,7 @@ impl Step {
         })
     }
 
-    /// Runs what was recorded or put off; calls are run at once from now on.
+    /// Runs whatever was recorded or deferred; from now on calls run immediately.
     pub(in crate::cuda) fn close(&mut self, stream: &Stream) -> Result<(), KernelError> {
         let signature = std::mem::take(&mut self.signature);
         match self.mode {

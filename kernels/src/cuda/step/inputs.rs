@@ -1,5 +1,5 @@
-//! What the kernels of a step read: laid out in pinned memory, copied before the step, and where
-//! each part of it is.
+//! Inputs of a step's kernels: laid out in pinned memory, copied before the step; and the address
+//! of each part.
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -13,15 +13,15 @@ use crate::cuda::parts::Windows;
 use crate::cuda::stream::{Event, Stream};
 use crate::error::KernelError;
 
-/// How long an upload may take.
+/// Time limit of an upload.
 const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
-/// What an operation is launched for.
+/// Rows that an operation is launched for.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::cuda) struct Launched {
-    /// Rows: as many as there are, or as many as the step's graph has.
+    /// Number of rows: those of the step, or those of its graph.
     pub(in crate::cuda) rows: usize,
-    /// The word that says how many of them are there; none where all are.
+    /// Address of a word with the number of actual rows; null if all are.
     pub(in crate::cuda) live: DevicePtr,
 }
 
@@ -32,7 +32,7 @@ impl Step {
         Cut { group, all_tiles: self.all_tiles, windows }
     }
 
-    /// Lays out and uploads what a step, or a call outside of one, reads.
+    /// Lays out and uploads the inputs of a step, or of a call outside of one.
     #[allow(clippy::too_many_arguments, reason = "a step's inputs, and where they go")]
     pub(in crate::cuda) fn stage(
         &mut self,
@@ -48,7 +48,7 @@ impl Step {
         let layout = Layout::new(capacity);
         let words = layout.words(batch.block_tables.len());
         let places_rows = self.lists.params.len() <= layout.feed - layout.params;
-        // Room for every step at once, but for block tables: moving costs all graphs.
+        // Room for any step at once, apart from block tables, since moving drops all graphs.
         let samples_most = self.least_room.min(self.most_room);
         let most =
             Layout::new(largest(self.most_room, samples_most, cut)).words(batch.block_tables.len());
@@ -58,7 +58,7 @@ impl Step {
         else {
             return Err(KernelError::Device("no memory for a step's inputs".to_owned()));
         };
-        // The one before the last has long travelled.
+        // The upload before the previous one finished long ago.
         travelled.wait(UPLOAD_PATIENCE)?;
         let staged = &mut pinned.as_mut_slice()[..words];
         layout.fill(staged, ids, batch, cut, samples, &mut self.found)?;
@@ -95,7 +95,7 @@ impl Step {
             return Ok(());
         }
         stream.synchronize()?;
-        // Half as much again: contexts grow token by token.
+        // Half as much again, since contexts grow token by token.
         let words = words.max(most);
         let words = (words + words / 2).next_multiple_of(1 << 12);
         self.graphs.clear();
@@ -109,7 +109,7 @@ impl Step {
         Ok(())
     }
 
-    /// Where the word at `offset` of the step's inputs is.
+    /// Address of the word at `offset` of the step's inputs.
     pub(in crate::cuda) fn at(&self, offset: usize) -> DevicePtr {
         self.block.as_ref().map_or(DevicePtr::default(), |block| block.ptr().offset(offset * 4))
     }
@@ -119,21 +119,21 @@ impl Step {
         &self.layout
     }
 
-    /// Where the parts are that the layers of a window have, where it is said how many there are,
-    /// and how many there are at most.
+    /// Address of the parts of layers with this window, address of their number, and their maximum
+    /// number.
     pub(in crate::cuda) fn parts(
         &self,
         window: Option<u32>,
     ) -> Result<(DevicePtr, DevicePtr, usize), KernelError> {
         let Some(place) = self.windows.place(window) else {
-            let message = format!("the window {window:?} is none that the step began with");
+            let message = format!("the window {window:?} is not one that the step began with");
             return Err(KernelError::Shape { op: "paged_attention", message });
         };
         let list = self.at(self.layout.parts_of(place, self.windows));
         Ok((list, self.at(live::PARTS + place), self.counts.parts / self.windows.count().max(1)))
     }
 
-    /// What an operation on `rows` rows, of buffers that have room for `most`, is launched for.
+    /// The launch for an operation on `rows` rows, with buffers that have room for `most`.
     pub(in crate::cuda) fn launched(
         &self,
         op: &'static str,
@@ -144,7 +144,7 @@ impl Step {
         self.launched_of(op, rows, most, own, "a step of")
     }
 
-    /// As [`Step::launched`], of rows that are sampled.
+    /// As [`Step::launched`], for sampled rows.
     pub(in crate::cuda) fn launched_samples(
         &self,
         op: &'static str,
@@ -155,7 +155,8 @@ impl Step {
         self.launched_of(op, rows, most, own, "a step that samples")
     }
 
-    /// `own`: how many rows the step has, is launched for, and the word that says the former.
+    /// `own`: actual rows of the step, rows that it is launched for, offset of the word with the
+    /// former.
     fn launched_of(
         &self,
         op: &'static str,

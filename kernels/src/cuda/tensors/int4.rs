@@ -1,13 +1,13 @@
-//! Weights of 4 bits as kernels take them (`tutti_skinny_int4_8` in kernels.h).
+//! 4-bit weights in the layout of the kernels (`tutti_skinny_int4_8` in kernels.h).
 use crate::backend::HostMatrix;
 use crate::weights::{Int4Groups, int4_integers, int4_row};
 
-/// Weights that lie together: rows begin at multiples of them.
+/// Unit of the layout in weights: rows begin at multiples of it.
 pub(super) const UNIT: usize = 128;
 
-/// The two's power of inputs that share a word of scale and zero: the groups' length, or where a
-/// first one is cut, what its length and the others' have in common. `None` where it is below 32,
-/// which kernels do not take, as floats of 4 bits.
+/// Logarithm of the number of inputs that share a word of scale and zero: the length of the groups,
+/// or, if the first one is cut, the largest power of two that divides its length and the others'.
+/// `None` if that is below 32 inputs, or for 4-bit floats, which the kernels do not support.
 pub(in crate::cuda) fn shift(groups: &Int4Groups) -> Option<u32> {
     match groups.count {
         _ if groups.is_float => None,
@@ -16,7 +16,8 @@ pub(in crate::cuda) fn shift(groups: &Int4Groups) -> Option<u32> {
     }
 }
 
-/// Words of scale and zero of a row of `cols` inputs, each group as often as [`shift`] asks for.
+/// Words of scale and zero for a row of `cols` inputs; each group is repeated as [`shift`]
+/// requires.
 pub(super) fn row_groups(
     part: &HostMatrix<'_>,
     row: usize,
@@ -26,7 +27,7 @@ pub(super) fn row_groups(
 ) {
     let mut own = vec![0; groups.count];
     int4_row(part, row, groups, &mut [], |group, zero, scale| {
-        // Scales of 16 bits have none there; of others these are rounded away.
+        // 16-bit scales have zeros in these bits; others are rounded.
         let bits = scale.to_bits();
         let rounded = bits.saturating_add(8) & !15;
         let kept = if scale.is_finite() { rounded } else { bits & !15 };
@@ -39,7 +40,7 @@ pub(super) fn row_groups(
     }));
 }
 
-/// A row's integers in words of 16 bits, zeros behind them; `room` is kept from row to row.
+/// Writes a row's integers in 16-bit words, padded with zeros; `room` is scratch to reuse.
 pub(super) fn write_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<u8>, out: &mut [u16]) {
     room.clear();
     room.resize(out.len() * 4, 0);
@@ -48,7 +49,7 @@ pub(super) fn write_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<u8>, o
     for (integers, words) in units {
         let eights = integers.as_chunks::<8>().0;
         for (place, halves) in words.as_chunks_mut::<2>().0.iter_mut().enumerate() {
-            // Word j of lane t, 16 bytes of a lane in a row.
+            // Word j of lane t; the 16 bytes of a lane are contiguous.
             let (lane, word) = (place / 4, place % 4);
             let eight = &eights[4 * word + lane];
             for (half, to) in halves.iter_mut().enumerate() {

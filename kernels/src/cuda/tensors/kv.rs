@@ -35,25 +35,25 @@ impl CudaKvCache {
         Ok(Self { memory, shape, block_shift: shape.block_size.trailing_zeros() })
     }
 
-    /// Its sizes.
+    /// The shape that it was made for.
     #[must_use]
     pub fn shape(&self) -> &KvShape {
         &self.shape
     }
 
-    /// Where it begins.
+    /// Address of the cache.
     pub(in crate::cuda) fn ptr(&self) -> DevicePtr {
         self.memory.ptr()
     }
 
-    /// Elements of a block of one plane (the K or the V of a layer), and of a plane.
+    /// Number of elements of a block in one plane (the K or the V of a layer), and of a plane.
     pub(in crate::cuda) fn block_and_plane(&self) -> (usize, usize) {
         let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
         let block = num_kv_heads * head_dim * block_size;
         (block, block * num_blocks)
     }
 
-    /// Keys and values of a layer, which must be one of its.
+    /// Keys and values of a layer, which must exist.
     #[must_use]
     pub fn layer(&self, layer: usize) -> LayerCache {
         let KvShape { num_kv_heads, head_dim, block_size, num_blocks, .. } = self.shape;
@@ -63,7 +63,7 @@ impl CudaKvCache {
     }
 }
 
-/// Bytes that one block takes over all layers, K and V together.
+/// Bytes of one block over all layers, K and V together.
 #[must_use]
 pub fn kv_block_bytes(shape: &KvShape) -> u64 {
     [shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.block_size]
@@ -84,7 +84,7 @@ mod tests {
             block_size: 16,
             num_blocks: 9,
         };
-        // 128 KiB a token, as for Llama 3.1 8B.
+        // 128 KiB per token, as for Llama 3.1 8B.
         assert_eq!(kv_block_bytes(&shape), 16 * 128 * 1024);
     }
 }

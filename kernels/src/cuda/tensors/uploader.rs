@@ -1,4 +1,4 @@
-//! Weights on their way to the GPU.
+//! Upload of weights to the GPU.
 use std::rc::Rc;
 use std::sync::{Mutex, PoisonError};
 
@@ -12,12 +12,12 @@ use crate::error::KernelError;
 use crate::pool::Pool;
 use crate::weights::int4_groups;
 
-/// Bytes of each of the two pieces that weights travel in.
+/// Size in bytes of each of the two staging pieces.
 const PIECE: usize = 16 << 20;
-/// Most threads that fill one.
+/// Maximum number of threads that fill a piece.
 const FILLERS: usize = 4;
 
-/// Takes weights to the GPU piece by piece: while one piece travels, the next is made.
+/// Uploads weights piece by piece: one piece is filled while the other is copied.
 #[derive(Debug)]
 pub(in crate::cuda) struct Uploader {
     pieces: [(Pinned<u16>, Event); 2],
@@ -25,8 +25,8 @@ pub(in crate::cuda) struct Uploader {
     pool: Pool,
 }
 
-/// Puts a row of a part into as many words as it takes, and returns what its elements are
-/// multiplied by; with room that is kept from row to row.
+/// Writes a row of a part into its words, and returns the scale of its elements; the room is reused
+/// from row to row.
 type Write = dyn Fn(&HostMatrix<'_>, usize, &mut Room, &mut [u16]) -> f32 + Sync;
 
 #[derive(Default)]
@@ -42,7 +42,7 @@ impl Uploader {
             let memory = Pinned::new(context, PIECE / 2, "pinned memory to load weights")?;
             Ok((memory, Event::new(context, false)?))
         };
-        // A few: ranks of other GPUs of the host do the same.
+        // Only a few threads, since ranks of the host's other GPUs do the same.
         let threads = std::thread::available_parallelism().map_or(1, usize::from).min(FILLERS);
         Ok(Self { pieces: [piece()?, piece()?], next: 0, pool: Pool::new(threads)? })
     }
@@ -62,7 +62,7 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// The same, quantised to int8.
+    /// As [`Self::load`], quantised to int8.
     pub(in crate::cuda) fn load_int8(
         &mut self,
         context: &Rc<Context>,
@@ -73,7 +73,7 @@ impl Uploader {
             self.load_rows(context, stream, parts, 2 * ALIGN, 2, &|part, row, room, out| {
                 let Room { wide, values, .. } = room;
                 values.clear();
-                // Zero behind the row.
+                // Padded with zeros.
                 values.resize(out.len() * 2, 0);
                 let scale = part.row_int8(row, wide, &mut values[..part.cols]);
                 for (to, pair) in out.iter_mut().zip(values.chunks_exact(2)) {
@@ -87,7 +87,7 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// As its files have it: in 4 bits where kernels take those, else in bf16.
+    /// As in the files: in 4 bits if the kernels support it, otherwise in bf16.
     pub(in crate::cuda) fn load_as_is(
         &mut self,
         context: &Rc<Context>,
@@ -112,8 +112,8 @@ impl Uploader {
         Ok(matrix)
     }
 
-    /// Loads rows, which begin at multiples of `align` elements; a word of 16 bits has `per_word`
-    /// of them. With what `write` returned of each row.
+    /// Loads rows that begin at multiples of `align` elements, with `per_word` elements per 16-bit
+    /// word. Also returns the scales that `write` returned.
     fn load_rows(
         &mut self,
         context: &Rc<Context>,
@@ -165,8 +165,8 @@ impl Uploader {
     }
 }
 
-/// Writes rows of a part from `first` on, as many as there are `scales`, on several threads: one
-/// makes rows more slowly than they travel.
+/// Writes `scales.len()` rows of a part from `first` on, with several threads: a single one writes
+/// rows more slowly than they are copied.
 fn fill(
     pool: &mut Pool,
     part: &HostMatrix<'_>,
@@ -190,12 +190,12 @@ fn fill(
     })
 }
 
-/// As kernels take an integer.
+/// An integer in the representation of the kernels.
 fn biased(value: i8) -> u8 {
     value.cast_unsigned() ^ 0x80
 }
 
-/// One row in bf16, zeros behind it.
+/// Copies a row in bf16, padded with zeros.
 fn copy_row(part: &HostMatrix<'_>, row: usize, room: &mut Vec<f32>, out: &mut [u16]) {
     let (used, padding) = out.split_at_mut(part.cols);
     part.row_bf16(row, room, used);

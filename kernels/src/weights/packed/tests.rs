@@ -1,4 +1,4 @@
-//! The packings against each other and against what they say; what stays in 4 bits.
+//! The packings against each other and against known values, and which matrices stay in 4 bits.
 use super::*;
 
 const ROWS: usize = 16;
@@ -17,7 +17,7 @@ fn scale(row: usize, group: usize) -> f32 {
     0.25 + row as f32 * 0.125 + group as f32
 }
 
-/// What is written of a word of 8 at shifts `place(i) * 4`.
+/// A word with 8 integers at shifts `place(i) * 4`.
 fn word(value: impl Fn(usize) -> u32, place: impl Fn(usize) -> u32) -> [u8; 4] {
     (0..8).fold(0u32, |word, i| word | (value(i) & 15) << (place(i) * 4)).to_le_bytes()
 }
@@ -32,7 +32,7 @@ struct File {
 impl File {
     fn new(packing: Packing) -> Self {
         let (groups, straight) = (COLS / GROUP, |i: usize| i as u32);
-        // As AutoAWQ writes it: the place's output.
+        // AutoAWQ's order: the output at each place.
         let order = [0, 2, 4, 6, 1, 3, 5, 7];
         let awq = |i: usize| order.iter().position(|at| *at == i).unwrap() as u32;
         let (mut words, mut zeros, mut scales) = (vec![], vec![], vec![]);
@@ -130,7 +130,7 @@ fn every_packing_gives_the_same_numbers_from_any_rectangle() {
     }
 }
 
-/// From OCP's table of E2M1; a byte has two neighbours, the first in its lower bits.
+/// From OCP's table of E2M1; a byte has two neighbours, with the first in its lower bits.
 #[test]
 fn floats_of_4_bits_have_their_known_values() {
     let known = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
@@ -156,7 +156,7 @@ fn floats_of_4_bits_have_their_known_values() {
         let want = known[i % 8] * if i / 8 % 2 == 1 { -2.0 } else { 2.0 };
         assert_eq!(got.to_bits(), f32::to_bits(want), "{i}");
     }
-    // Rows two apart; what is behind the last is zeros.
+    // Every second row; rows beyond the last are zeros.
     let two = Packed { packing: Packing::Mxfp4 { step: 2 }, ..packed };
     let part = matrix(two, 2, 8..32);
     part.check("test", 24).unwrap();
@@ -213,7 +213,7 @@ fn inputs_may_be_listed_in_any_order() {
 #[test]
 fn a_number_is_rounded_once() {
     let file = File::new(Packing::Awq);
-    // No number of bf16: (15 - 0) x scale and its neighbours need more than 8 bits.
+    // Not exact in bf16: (15 - 0) x scale and its neighbours need more than 8 bits.
     let scales: Vec<u8> = (0..ROWS * 3).flat_map(|_| 0.1f32.to_le_bytes()).collect();
     let part = matrix(Packed { scales: &scales, ..file.packed() }, ROWS, 0..COLS);
     let mut out = [0; COLS];
@@ -234,7 +234,7 @@ fn what_stays_in_4_bits_is_decided_by_the_file_and_the_columns() {
     };
     assert_eq!(groups(0..24), some(0, 8, 3));
     assert_eq!(groups(8..20), some(1, 8, 2));
-    // Within one group no edge is in the way, wherever it begins.
+    // Within one group there is no boundary, wherever the columns begin.
     assert_eq!(groups(3..7), some(0, 4, 1));
     assert_eq!(groups(4..16), None);
     let eights = Packed { bits: 8, ..file.packed() };

@@ -19,7 +19,7 @@ use crate::wire::auth::{
 };
 use crate::wire::frame::{Frame, FrameDecoder, FrameEncoder, FrameError, FrameKind, MAGIC};
 
-/// A connection used for the handshake, frame by frame, before it has an owner.
+/// A connection during the handshake, used frame by frame, before it has an owner.
 pub struct Connection {
     pub(super) stream: TcpStream,
     encoder: FrameEncoder,
@@ -48,7 +48,7 @@ impl Connection {
     /// Wraps an accepted connection.
     ///
     /// # Errors
-    /// When the socket is already dead.
+    /// When the socket is already closed.
     pub fn new(stream: TcpStream) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         let peer = stream.peer_addr()?;
@@ -69,7 +69,7 @@ impl Connection {
     /// This side's address.
     ///
     /// # Errors
-    /// When the socket is dead.
+    /// When the socket is closed.
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.stream.local_addr()
     }
@@ -119,7 +119,7 @@ impl Connection {
     /// peer has proved that it knows the secret.
     ///
     /// # Errors
-    /// As [`Connection::authenticate_as_client`].
+    /// Same as [`Connection::authenticate_as_client`].
     pub async fn authenticate_as_server(
         &mut self,
         secret: &Secret,

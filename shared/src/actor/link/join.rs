@@ -11,7 +11,7 @@ use crate::wire::codec;
 use crate::wire::frame::FrameKind;
 use crate::wire::keyring::Keyring;
 
-/// Limit for dialling, and for each message of the handshake.
+/// Deadline for dialling, and for each message of the handshake.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(3);
 /// First wait between two attempts to reach the coordinator; doubles with each attempt.
 pub const REDIAL_MIN: Duration = Duration::from_millis(50);
@@ -41,10 +41,10 @@ impl From<CloseReason> for JoinError {
     }
 }
 
-/// While a peer is not reached, this often is said so.
+/// Interval between log lines while a peer cannot be reached.
 const SAY_EVERY: Duration = Duration::from_secs(60);
 
-/// PURE: when to say that a peer is not reached: at the first failure, then now and then.
+/// PURE: when to log that a peer cannot be reached: at the first failure, then once a minute.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Unreached {
     began: Option<Duration>,
@@ -52,7 +52,7 @@ pub struct Unreached {
 }
 
 impl Unreached {
-    /// An attempt failed. Where it is time to say so, for how many seconds none has succeeded.
+    /// Records a failed attempt. Returns the seconds since the first failure if it is time to log.
     pub fn failed(&mut self, now: Duration) -> Option<u64> {
         let began = *self.began.get_or_insert(now);
         let due = self.said.is_none_or(|said| now.saturating_sub(said) >= SAY_EVERY);
@@ -62,13 +62,13 @@ impl Unreached {
         })
     }
 
-    /// One succeeded.
+    /// Records a successful attempt.
     pub fn reached(&mut self) {
         *self = Self::default();
     }
 }
 
-/// Dials and shakes hands once; sends `hello` in a frame of kind `kind`.
+/// Dials and performs the handshake once; sends `hello` in a frame of kind `kind`.
 ///
 /// # Errors
 /// [`JoinError`].

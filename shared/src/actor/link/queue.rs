@@ -1,7 +1,7 @@
 //! The frames waiting to be sent over a link, and the task that writes them.
 //!
-//! A link has two queues: control frames, which hold the cluster together, go ahead of messages
-//! between named actors, of which there may be many.
+//! A link has two queues: control frames, which hold the cluster together, go ahead of the possibly
+//! many messages between named actors.
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,13 +13,13 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use super::SendError;
 use crate::wire::frame::{FrameEncoder, FrameError, FrameKind};
 
-/// Most frames of all kinds except `actor` waiting to be written. Two steps in flight, pings and
+/// Maximum number of queued frames of all kinds except `actor`. Two steps in flight, pings and
 /// control messages are a handful; a full queue means that the peer has stopped reading.
 pub const QUEUE_MAX: usize = 256;
-/// Most frames of kind `actor` waiting to be written. A process may report all its actors and
-/// watches at once.
+/// Maximum number of queued frames of kind `actor`. A process may report all its actors and watches
+/// at once.
 pub const ACTOR_QUEUE_MAX: usize = 1 << 16;
-/// Target size of one write, into which the writer gathers queued frames.
+/// Target size of one write; the writer gathers queued frames up to it.
 const WRITE_GATHER: usize = 256 << 10;
 
 /// A queued frame.
@@ -46,7 +46,7 @@ impl Outgoing {
     }
 }
 
-/// How much is queued.
+/// Amount of queued data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Queued {
     /// Frames.
@@ -124,11 +124,11 @@ impl LinkHandle {
         })
     }
 
-    /// Queues one frame of a kind other than `actor` as soon as there is room: for senders that may
-    /// wait, so they never overflow the queue. Sends nothing if dropped before it completes.
+    /// Queues one frame of a kind other than `actor` as soon as there is room, for senders that can
+    /// wait and so never overflow the queue. Sends nothing if dropped before it completes.
     ///
     /// # Errors
-    /// [`SendError`], never [`SendError::Full`]; at the latest when the link ends.
+    /// [`SendError`], but never [`SendError::Full`]; returns at the latest when the link ends.
     pub async fn tell_when_room(
         &self,
         kind: FrameKind,
@@ -145,7 +145,7 @@ impl LinkHandle {
         !self.queue.is_closed() && self.queue.capacity() < QUEUE_MAX
     }
 
-    /// Queued frames of kind `actor`.
+    /// Amount of queued frames of kind `actor`.
     #[must_use]
     pub fn queued_of_actors(&self) -> Queued {
         let frames = self.actors.max_capacity() - self.actors.capacity();
@@ -157,7 +157,7 @@ impl LinkHandle {
         self.shared.closing.notify_one();
     }
 
-    /// The queue for pings and pongs, by a reference that does not keep the link alive.
+    /// Weak reference to the queue for pings and pongs; it does not keep the link alive.
     pub(super) fn pongs(&self) -> mpsc::WeakSender<Outgoing> {
         self.queue.downgrade()
     }
@@ -225,10 +225,10 @@ async fn write_frames(
         }
         write.write_all(&bytes).await?;
         bytes.clear();
-        // A link that sent one large frame does not keep that much memory.
+        // Release the memory that a single large frame needed.
         bytes.shrink_to(2 * WRITE_GATHER);
     }
-    // Every handle is dropped: close the TCP stream in order.
+    // All handles are dropped: close the TCP stream in order.
     let _ = write.shutdown().await;
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What a rejected peer is told, including one of another protocol version, which cannot read a
+//! What a rejected peer is told, including a peer of another protocol version, which cannot read a
 //! hello.
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use crate::wire::auth::AuthError;
 use crate::wire::codec;
 use crate::wire::frame::{FrameEncoder, FrameError, FrameKind, HANDSHAKE_MAX};
 
-/// How long, and how much, is still read from a rejected peer until it closes its side.
+/// For how long, and how many bytes, to read from a rejected peer until it closes its side.
 const LAST_READS: Duration = Duration::from_secs(1);
 const LAST_BYTES: usize = 64 << 10;
 
@@ -38,9 +38,9 @@ impl CloseReason {
 }
 
 impl Connection {
-    /// Tells a peer that has not been answered yet why it is rejected, in a frame of its own
-    /// protocol version, and gives it a moment to read that. Refusal frames are the same in all
-    /// versions.
+    /// Tells a peer that has not been answered yet why it is rejected, in a frame of the peer's
+    /// protocol version, and gives it a moment to read that. Refusal frames have the same form in
+    /// all versions.
     ///
     /// # Errors
     /// [`CloseReason`] when it cannot be sent.
@@ -64,7 +64,7 @@ impl Connection {
     }
 
     /// Reads the frame that the peer sent in place of its challenge; `begun` holds its first bytes.
-    /// Returns the peer's refusal where it is one.
+    /// Returns the peer's refusal if it is one.
     pub(super) async fn refusal(&mut self, begun: &[u8], deadline: Duration) -> CloseReason {
         self.decoder.feed(begun);
         let frame = match self.receive(deadline).await {
@@ -72,7 +72,7 @@ impl Connection {
             Err(reason) if reason.other_version().is_some() => return reason,
             _ => return CloseReason::Auth(AuthError::NoGreeting),
         };
-        // The peer has proved nothing: its sentence is displayed, not acted upon.
+        // The peer has proved nothing: show its sentence, but do not act on it.
         let sentence = codec::decode::<String, { HANDSHAKE_MAX as usize }>(&frame.body);
         let shown = |sentence: String| sentence.chars().filter(|c| !c.is_control()).collect();
         sentence
@@ -80,7 +80,7 @@ impl Connection {
     }
 }
 
-/// The sentence for a peer of another version.
+/// The refusal of a peer with another protocol version.
 #[must_use]
 pub fn other_version(theirs: u16) -> String {
     format!(

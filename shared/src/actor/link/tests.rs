@@ -11,7 +11,7 @@ use crate::actor::liveness::LivenessConfig;
 use crate::clock::SystemClock;
 use crate::wire::frame::FrameEncoder;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(30);
 const MIB: usize = 1 << 20;
 
@@ -72,7 +72,7 @@ async fn a_closed_link_lets_go_of_a_peer_that_reads_nothing() {
     a.close();
     assert!(matches!(closed(&mut events).await, CloseReason::Local));
     assert_eq!(a.tell(FrameKind::Step, 0, body.clone()), Err(SendError::Closed));
-    // The handle still exists, but what was queued is gone.
+    // The handle still exists, but the queued frames are gone.
     let came = drain(&mut peer).await;
     assert!(came < 100 * MIB, "{came} bytes were written to a peer that was let go of");
     assert_eq!(Arc::strong_count(&body), 1, "nothing is kept for it");
@@ -115,7 +115,7 @@ async fn a_peer_whose_frame_takes_long_is_alive() {
     let (mut frame, body) = (Vec::new(), vec![7; MIB]);
     FrameEncoder::default().encode(FrameKind::Step, 3, &body, &mut frame).unwrap();
     let sending = async {
-        // One and a half times the silence that ends a link.
+        // Sending takes one and a half times the silence that ends a link.
         for piece in frame.chunks(frame.len() / 18) {
             peer.write_all(piece).await.unwrap();
             tokio::time::sleep(config.dead_after / 12).await;

@@ -1,5 +1,5 @@
-//! Names, deaths and watches under any order of reports, watches and lost links, checked against a
-//! model.
+//! Checks names, deaths and watches against a model, under any order of reports, watches and lost
+//! links.
 use std::collections::BTreeSet;
 
 use proptest::prelude::*;
@@ -52,7 +52,7 @@ fn a_watch_means_one_actor_and_not_its_successor() {
     let watcher = (B, 9);
     assert_eq!(registry.watch(NOW, watcher, "x", None), Ok(Watching::Alive { generation: 1 }));
     assert_eq!(told(&mut registry, A, report("x", 1, ActorLife::Restarting)).1, []);
-    // Its process gives the name to another actor: the first is dead.
+    // Its process gives the name to another actor, so the first one is dead.
     assert_eq!(told(&mut registry, A, report("x", 2, ActorLife::Alive)).1, [watcher]);
     assert!(matches!(registry.watch(NOW, watcher, "x", Some(1)), Ok(Watching::Over { .. })));
     assert!(matches!(registry.watch(NOW, watcher, "y", None), Ok(Watching::Over { .. })));

@@ -1,11 +1,11 @@
 //! The thread that enforces the deadlines of asks, and of watches that wait for their actors. It
-//! starts with the first one and is parked while there are none.
+//! starts with the first deadline and is parked while there are none.
 use std::time::Duration;
 
 use super::state::State;
 use super::{ActorRuntime, WeakRuntime};
 
-/// Interval between two checks; a deadline may be noticed this late.
+/// Interval between two checks, and so how late a deadline may be noticed.
 const TICK: Duration = Duration::from_millis(20);
 
 impl ActorRuntime {

@@ -1,5 +1,5 @@
-//! What the pure cores decided, carried out: frames are sent, messages put into mailboxes, those
-//! that wait told.
+//! Carries out what the pure cores decided: sends frames, puts messages into mailboxes, informs
+//! waiters and watchers.
 use std::collections::VecDeque;
 
 use super::ActorRuntime;
@@ -47,7 +47,7 @@ impl ActorRuntime {
                             let frame = ActorFrame::Answer { id, outcome: Err(error) };
                             more.push(Effect::Send { peer, frame });
                         }
-                        // The link is gone, and the peer knows that itself.
+                        // The link is gone, and the peer knows that.
                         _ => self.count(&error),
                     }
                 }

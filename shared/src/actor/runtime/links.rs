@@ -1,4 +1,4 @@
-//! Linked processes: they come and go, and what their frames say.
+//! Linked processes: how they come and go, and how their frames are handled.
 use std::time::Duration;
 
 use super::state::{Mailbox, Peer, State, Watch};
@@ -19,13 +19,13 @@ impl ActorRuntime {
         peer
     }
 
-    /// Reserves the number of a future link, for owners whose receiving side needs it first.
+    /// Reserves the id of a future link, for owners whose receiving side needs it first.
     #[must_use]
     pub fn reserve_peer(&self) -> PeerId {
         PeerId(self.state().number())
     }
 
-    /// As [`ActorRuntime::peer_up`], with a reserved number.
+    /// Same as [`ActorRuntime::peer_up`], with a reserved id.
     pub fn peer_up_as(&self, peer: PeerId, node: &str, link: LinkHandle) {
         let mut state = self.state();
         state.peers.insert(peer, Peer { node: node.to_owned(), link });
@@ -45,7 +45,7 @@ impl ActorRuntime {
         }
     }
 
-    /// A link has ended.
+    /// Unregisters a process whose link has ended.
     pub fn peer_lost(&self, peer: PeerId, reason: &str) {
         let (mut effects, mut notices) = (Vec::new(), Vec::new());
         let mut state = self.state();
@@ -57,7 +57,7 @@ impl ActorRuntime {
         self.carry_out(&mut state, effects);
     }
 
-    /// Takes an actor frame of a linked process; false when it cannot be decoded: close the link.
+    /// Handles a linked process's actor frame. False: it cannot be decoded, so close the link.
     #[must_use]
     pub fn frame(&self, peer: PeerId, body: &[u8]) -> bool {
         let frame = match codec::decode_message::<ActorFrame>(body) {
@@ -76,7 +76,7 @@ impl ActorRuntime {
         };
         match frame {
             ActorFrame::Deliver { id, to, wants, within_ms, body } => {
-                // A spoke forwards nothing: two processes could otherwise send a message back and
+                // A spoke forwards nothing; otherwise two processes could send a message back and
                 // forth.
                 let is_spoke = self.inner.role == Role::Spoke;
                 let route = state.route(&to, self.inner.role, is_spoke);
@@ -101,7 +101,7 @@ impl ActorRuntime {
         true
     }
 
-    /// What a process tells the hub of its actors, and asks of others'.
+    /// Handles what a process tells the hub about its actors and asks about others.
     fn told_by_spoke(
         &self,
         state: &mut State,
@@ -136,7 +136,7 @@ impl ActorRuntime {
     }
 }
 
-/// What the hub tells a process of actors elsewhere, and of its own.
+/// Handles what the hub tells a process about actors elsewhere and about its own.
 fn told_by_hub(state: &mut State, node: &str, frame: ActorFrame) {
     match frame {
         ActorFrame::Watching { id, generation } => {
@@ -150,7 +150,7 @@ fn told_by_hub(state: &mut State, node: &str, frame: ActorFrame) {
             tracing::error!(actor = name, reason, "the coordinator does not take this actor");
             let same = |mailbox: &Mailbox| mailbox.generation == generation;
             if state.mailboxes.get(&name).is_some_and(same) {
-                // Dropping its mailbox ends its task.
+                // Dropping the actor's mailbox ends its task.
                 state.mailboxes.remove(&name);
             }
         }

@@ -1,4 +1,4 @@
-//! What a process's runtime knows, guarded by its one lock, and how it sends. Nothing blocks here.
+//! What a process's runtime knows, guarded by its one lock, and how it sends. Nothing here blocks.
 use std::collections::BTreeMap;
 use std::thread::Thread;
 
@@ -18,8 +18,8 @@ use crate::wire::frame::FrameKind;
 const MESSAGES_BEHIND: Queued = Queued { frames: 128, bytes: 64 << 20 };
 /// When this many bytes are queued on a link, replies are replaced by errors.
 const REPLIES_BEHIND: usize = 128 << 20;
-/// The most a process may have to send at one moment: the reports of all its actors and watches, or
-/// the failure of everything its peer waits for.
+/// What a process may have to send at one moment must fit the queue: the reports of all its actors
+/// and watches, or the failure of everything its peer waits for.
 const _: () = assert!(
     ACTORS_MAX + 2 * WATCHES_MAX + ASKS_PER_PEER + MESSAGES_BEHIND.frames < ACTOR_QUEUE_MAX
 );
@@ -57,7 +57,7 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// How the hub is asked for it.
+    /// The frame that asks the hub for this watch.
     pub(super) fn frame(&self, id: u64) -> ActorFrame {
         ActorFrame::Watch { id, name: self.name.clone(), generation: self.generation }
     }
@@ -74,7 +74,7 @@ impl State {
             mailboxes: BTreeMap::new(),
             waiters: BTreeMap::new(),
             watches: BTreeMap::new(),
-            // Generations of two process runs must differ.
+            // Generations from two runs of a process must differ.
             last: run >> 1,
             ticks: false,
             ticker: None,
@@ -130,7 +130,7 @@ impl State {
         let full = || AskError::MailboxFull(format!("the link to {}", peer.node));
         let queued = peer.link.queued_of_actors();
         let (refused, len) = match frame {
-            // Application messages leave room for what actors must be told.
+            // Leave room for control frames: application messages are refused first.
             ActorFrame::Deliver { body, .. } => {
                 let Queued { frames, bytes } = MESSAGES_BEHIND;
                 (queued.frames >= frames || queued.bytes >= bytes, body.len())

@@ -12,12 +12,12 @@ use crate::actor::liveness::LivenessConfig;
 use crate::actor::{ActorMessage, ActorSpec, NamedActor};
 use crate::clock::SystemClock;
 
-/// Time limit for what must happen, on a busy machine.
+/// Time limit that is generous enough for a busy machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// More than a link's queue holds.
 const MANY: usize = 1000;
 
-/// The reasons of the links that ended.
+/// Reasons of the links that ended.
 type Ends = UnboundedReceiver<String>;
 
 /// Both ends of a link between two runtimes.
@@ -146,7 +146,7 @@ async fn a_thousand_actors_and_watches_are_told_of_at_once() {
     spawn_many(&a);
     let mut a_link = pair(&hub, &a, "a").await;
     until("all are known", || hub.list().len() == MANY).await;
-    // Watches that precede the link, as after a change of hub.
+    // Watches that exist before the link, as after a change of hub.
     let watches: Vec<DeathWatch> = (0..MANY).map(|number| b.watch(&name(number))).collect();
     let mut b_link = pair(&hub, &b, "b").await;
     until("all are watched", || hub.state().registry.watches() == MANY).await;
@@ -200,7 +200,7 @@ async fn an_actor_whose_task_is_dropped_is_dead() {
     let hub = hub();
     let (runtime, spawned) = (hub.clone(), oneshot::channel());
     let (go, gone) = std::sync::mpsc::channel::<()>();
-    // A program whose tokio runtime ends before the process does.
+    // The program's tokio runtime ends before the process does.
     let program = std::thread::spawn(move || {
         let tokio = tokio::runtime::Builder::new_current_thread().build().unwrap();
         tokio.block_on(async {
@@ -226,7 +226,7 @@ async fn deadlines_are_kept_by_one_thread() {
     hub.spawn(ActorSpec::new("quiet", "quiet"), || Quiet).unwrap();
     let mut threads = Vec::new();
     for _ in 0..5 {
-        // An actor that has not answered yet gets no other message.
+        // The actor has not answered the previous message, so it gets no other one.
         let addr = hub.addr::<Say>("quiet");
         let error = addr.ask(&Say::Nothing, Duration::from_millis(10)).await.unwrap_err();
         assert!(matches!(error, AskError::Deadline(10)), "{error}");
@@ -251,8 +251,8 @@ async fn a_watch_outlives_a_change_of_the_hub() {
     .await;
     links.into_iter().for_each(Pair::cut);
     until("the links are gone", || a.state().peers.is_empty() && b.state().peers.is_empty()).await;
-    // One ends while there is no leader. The watcher reconnects first, to a hub that knows nobody
-    // yet.
+    // One actor ends while there is no leader. The watcher reconnects first, to a hub that knows
+    // nobody yet.
     a.stop("goes");
     let second = hub();
     second.settle();
@@ -263,7 +263,7 @@ async fn a_watch_outlives_a_change_of_the_hub() {
     let moment = Duration::from_millis(300);
     assert!(tokio::time::timeout(moment, &mut stays).await.is_err(), "nobody said that it is dead");
     let of_a = pair(&second, &a, "a").await;
-    // Of the ended actor, nothing is known here but its death.
+    // All that the new hub learns about the ended actor is its death.
     let goes = tokio::time::timeout(PATIENCE, goes).await.expect("it is dead").unwrap();
     assert!(!goes.is_empty());
     a.spawn(ActorSpec::new("not here yet", "quiet"), || Quiet).unwrap();

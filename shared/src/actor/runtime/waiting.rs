@@ -1,4 +1,4 @@
-//! Waiters: for a message's outcome, for an actor's death. Dropping a waiter ends the wait.
+//! Waits for a message's outcome or an actor's death. Dropping the handle ends the wait.
 use std::pin::Pin;
 use std::sync::{PoisonError, Weak};
 use std::task::{Context, Poll};
@@ -9,12 +9,12 @@ use super::{Inner, Outcome, Role};
 use crate::actor::registry::Home;
 use crate::protocol::actors::{ActorFrame, AskError};
 
-/// A sent message, for whoever waits for its outcome. Dropping it ends the wait.
+/// A sent message, as a handle to its outcome. Dropping it ends the wait.
 pub(in crate::actor) struct Dispatched {
     pub(super) runtime: Weak<Inner>,
     pub(super) waiter: u64,
     pub(super) outcome: oneshot::Receiver<Outcome>,
-    /// Why the message was lost, if nobody waits for it and that is known.
+    /// Why the message was lost, if that is known already and nobody waits for its outcome.
     pub(in crate::actor) lost: Option<AskError>,
 }
 
@@ -39,17 +39,17 @@ impl Drop for Dispatched {
     }
 }
 
-/// An actor cannot be watched: there are too many watches, or this process's runtime is gone. Says
-/// nothing about the actor's life.
+/// Error of a watch that cannot be kept: there are too many watches, or this process's runtime is
+/// gone. It says nothing about the actor's life.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("it is not watched: {0}")]
 pub struct NotWatched(pub(super) String);
 
-/// The result of a watch: why the actor is dead.
+/// Result of a watch: why the actor is dead.
 pub(super) type Watched = Result<String, NotWatched>;
 
-/// Resolves once, with the reason, when the watched actor is dead; with an error where nobody will
-/// report that. Dropping it ends the watch.
+/// Resolves once, with the reason, when the watched actor is dead; resolves to an error if nobody
+/// will report that. Dropping it ends the watch.
 #[derive(Debug)]
 pub struct DeathWatch {
     pub(super) runtime: Weak<Inner>,

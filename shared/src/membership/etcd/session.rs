@@ -1,4 +1,4 @@
-//! A session: a connection to etcd with its lease and its watch, for as long as all of it lasts.
+//! A session: a connection to etcd with its lease and its watch, which ends when any of them fails.
 use std::time::Duration;
 
 use etcd_client::{
@@ -18,9 +18,9 @@ use crate::membership::{Desired, FatalError};
 pub(super) enum Ended {
     /// Try again.
     Broken(String),
-    /// Told to leave, by somebody who waits for it.
+    /// Told to leave, by someone who waits for it.
     Left(oneshot::Sender<()>),
-    /// Nobody is interested any more.
+    /// The membership was dropped.
     Dropped,
     /// Do not try again.
     Fatal(FatalError),
@@ -38,15 +38,15 @@ impl From<Broken> for Ended {
     }
 }
 
-/// What one session has open.
+/// Resources of an open session.
 pub(super) struct Session {
     pub(super) client: Client,
     keeper: LeaseKeeper,
     kept: LeaseKeepAliveStream,
     watch: WatchStream,
-    /// When the lease is kept.
+    /// Ticks when the lease must be kept alive.
     timer: Interval,
-    /// Everything is to be listed, as soon as no other answer is waited for.
+    /// Everything is to be listed again as soon as no other answer is pending.
     lists: bool,
 }
 
@@ -57,7 +57,7 @@ impl Session {
 }
 
 impl Member {
-    /// Connects, gets a lease, lists, watches.
+    /// Connects, obtains a lease, lists all keys and begins to watch them.
     pub(super) async fn open(&mut self) -> Result<Session, Ended> {
         let mut client = self.options.connect(DEADLINE).await?;
         let (keeper, kept) = self.keep_lease(&mut client).await?;
@@ -68,13 +68,13 @@ impl Member {
             .with_prefix()
             .with_start_revision(revision + 1)
             .with_progress_notify();
-        // The timeout of the connection is for answers, not for streams.
+        // The connection's timeout applies to answers, not to streams.
         let watch = client.watch(self.prefix(), Some(watch)).await?;
         let timer = tokio::time::interval(self.options.lease_ttl / 3);
         Ok(Session { client, keeper, kept, watch, timer, lists: false })
     }
 
-    /// The old lease if it still lives, else a new one.
+    /// Keeps the old lease if it is still alive, otherwise obtains a new one.
     pub(super) async fn keep_lease(
         &mut self,
         client: &mut Client,
@@ -87,7 +87,7 @@ impl Member {
                     return Ok(kept);
                 }
                 Err(error) if is_gone(&error) => self.keeper.lease_over(),
-                // It may well live: the next session asks again.
+                // It may still be alive: the next session asks again.
                 Err(error) => return Err(error.into()),
             }
         }
@@ -98,7 +98,7 @@ impl Member {
         Ok(client.lease_keep_alive(granted.id()).await?)
     }
 
-    /// Gets everything; also returns as of which revision.
+    /// Lists everything; also returns the revision of the list.
     pub(super) async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
         let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
         Ok(self.entries(&listed))
@@ -145,7 +145,7 @@ impl Member {
                 }
                 done = &mut *left => {
                     let Ok(done) = done else { return Ended::Dropped };
-                    // What is gone already is as good.
+                    // If the keys are already gone, that is just as good.
                     let _ = tokio::time::timeout(DEADLINE, self.hand_over(session)).await;
                     return Ended::Left(done);
                 }
@@ -159,8 +159,8 @@ impl Member {
         }
     }
 
-    /// Waits for an answer of etcd's, and keeps the lease meanwhile: several that take long, one
-    /// behind the other, may take longer than it lasts.
+    /// Waits for an answer from etcd and keeps the lease alive meanwhile: several slow answers in a
+    /// row may take longer than the lease lives.
     pub(super) async fn during<T>(
         &mut self,
         session: &mut Session,
@@ -176,7 +176,7 @@ impl Member {
         }
     }
 
-    /// etcd has answered a keepalive.
+    /// Handles etcd's answer to a keepalive.
     pub(super) fn kept(
         &mut self,
         kept: Result<Option<LeaseKeepAliveResponse>, Error>,
@@ -190,7 +190,7 @@ impl Member {
         Ok(())
     }
 
-    /// Registers, and runs for leader, where that is due.
+    /// Registers, runs for leader, holds the lead or stores commands, whichever is due.
     pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
         if session.lists {
             self.list(session).await?;
@@ -236,29 +236,29 @@ impl Member {
         let is_last = change.is_last();
         let changed = self.keeper.changed(self.now(), change);
         if !is_last {
-            // Also by what shows that this process is not registered any more.
+            // This includes a change that shows that this process is no longer registered.
             self.confirm();
         }
         Ok(changed?)
     }
 }
 
-/// Whether etcd knows the lease of a keepalive no more; any other failure says nothing about it.
+/// Whether etcd no longer knows the lease of a keepalive; other failures say nothing about it.
 fn is_gone(error: &Error) -> bool {
     match error {
-        // The client's own word for an answer of no time to live, and its only one with these
-        // words.
+        // The client's own error for an answer without a time to live; it uses these words for
+        // nothing else.
         Error::LeaseKeepAliveError(why) => why == "lease not found",
         Error::GRpcStatus(status) => status.message().contains("requested lease not found"),
         _ => false,
     }
 }
 
-/// The next that operators said.
+/// Waits for the next command from operators.
 async fn told(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
     loop {
         if desired.changed().await.is_err() {
-            // Nobody can say anything any more.
+            // The sender is gone.
             std::future::pending::<()>().await;
         }
         if let Some(desired) = desired.borrow_and_update().clone() {

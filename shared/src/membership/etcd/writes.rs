@@ -1,5 +1,5 @@
-//! What a process writes to etcd: its own key, the leader's, and what operators said. Each is
-//! written on a condition, so that nobody overwrites another's.
+//! What a process writes to etcd: its own key, the leader's key and operators' commands. Each write
+//! has a condition, so that nobody overwrites another process's key.
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp};
 
 use super::Member;
@@ -9,7 +9,7 @@ use crate::membership::keeper::Held;
 use crate::membership::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Led};
 
 impl Member {
-    /// Writes this process's key, if nobody else has it.
+    /// Writes this process's key if no other process has it.
     pub(super) async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let key = self.key(self.keeper.key());
@@ -35,7 +35,7 @@ impl Member {
         Ok(())
     }
 
-    /// Takes the leader's key if nobody has it, and nobody had it whom this process has missed.
+    /// Takes the leader's key if it is vacant and this process has missed no other leader.
     pub(super) async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let (key, led) = (self.key(LEADER_KEY), self.key(LED_KEY));
@@ -48,12 +48,12 @@ impl Member {
         let run = Txn::new().when([vacant, missed_nobody]).and_then([lead, led]);
         let mut client = session.client();
         self.during(session, async move { client.txn(run).await }).await?;
-        // Whoever it is now: the list says so at once, the watch would a little later.
+        // Whoever leads now: the list shows it at once, the watch would show it a little later.
         self.list(session).await
     }
 
-    /// Puts the lead under the present lease, if this process still leads as it did from `epoch`
-    /// on.
+    /// Moves the leader's key to the current lease, if this process still leads as it has since
+    /// `epoch`.
     pub(super) async fn hold(&mut self, session: &mut Session, epoch: i64) -> Result<(), Ended> {
         let Some(lease) = self.keeper.lease() else { return Ok(()) };
         let put = PutOptions::new().with_lease(lease);
@@ -64,18 +64,18 @@ impl Member {
         self.list(session).await
     }
 
-    /// Leaves what operators said to the next leader, if this process still leads.
+    /// Stores operators' commands for the next leader, if this process still leads.
     pub(super) async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some((epoch, desired)) = self.keeper.to_store() else { return Ok(()) };
         let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
         let store = Txn::new().when([self.leads(epoch)]).and_then([put]);
         let mut client = session.client();
         self.during(session, async move { client.txn(store).await }).await?;
-        // Stored, or written by nobody as another leads: the list says which.
+        // Either it is stored, or another process leads: the list shows which.
         self.list(session).await
     }
 
-    /// Gives up the lease, and all keys with it. Who leads says before that it will not come back,
+    /// Gives up the lease, and all keys with it. A leader first records that it will not come back,
     /// so that nobody waits for it.
     pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), Ended> {
         if let Some(epoch) = self.keeper.view().own().map(|leader| leader.epoch) {
@@ -88,7 +88,7 @@ impl Member {
         Ok(())
     }
 
-    /// The condition that this process still leads as it did from `epoch` on.
+    /// The condition that this process still leads as it has since `epoch`.
     pub(super) fn leads(&self, epoch: i64) -> Compare {
         Compare::create_revision(self.key(LEADER_KEY), CompareOp::Equal, epoch)
     }

@@ -1,4 +1,4 @@
-//! What a process asks of etcd, and what it makes of answers, losses and time.
+//! What a process asks of etcd, and how it reacts to answers, losses and time.
 use super::super::Role;
 use super::super::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Value};
 use super::*;
@@ -26,7 +26,7 @@ fn entry(key: &str, incarnation: u64, created: i64) -> Entry {
     Entry { key: key.to_owned(), value: Value::Process(record(incarnation)), created, lease: 7 }
 }
 
-/// Who led last, as written at `revision`.
+/// The key of the last leader, as written at `revision`.
 fn led(by: Record, ended: bool, revision: i64) -> Entry {
     let value = Value::Led(Led { record: by, ended, revision });
     Entry { key: LED_KEY.to_owned(), value, created: 1, lease: 0 }
@@ -37,7 +37,7 @@ fn desired(by: u64, generation: u64) -> Entry {
     Entry { key: DESIRED_KEY.to_owned(), value, created: 1, lease: 0 }
 }
 
-/// One that was registered at revision 5 and is in its first session since 0 s.
+/// A keeper that registered at revision 5 and is in its first session since 0 s.
 fn registered() -> Keeper {
     let mut keeper = Keeper::new(record(1), true, TTL);
     keeper.leased(at(0), 7);
@@ -57,7 +57,7 @@ fn one_that_is_registered_leads_where_nobody_does() {
     assert_eq!(keeper.due(at(1)), None);
     assert_eq!(keeper.view().own().map(|leader| leader.epoch), Some(6));
     assert!(keeper.view().other_than(1).is_none());
-    // While etcd is away it goes on as before.
+    // While etcd is away it continues as before.
     keeper.closed();
     assert!(!keeper.view().connected && keeper.view().own().is_some());
     keeper.opened(at(60), 9, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 2, 8)]);
@@ -78,7 +78,7 @@ fn after_etcd_was_away_whoever_led_is_first_to_run() {
     }
     assert_eq!((led.due(at(100)), other.due(at(100))), (Some(Due::Lead), None));
     assert_eq!(other.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
-    // One that was started meanwhile knows as much: that etcd was away.
+    // A process that was started meanwhile knows just as much: that etcd was away.
     let mut started = Keeper::new(record(3), true, TTL);
     started.closed();
     started.leased(at(100), 7);
@@ -148,7 +148,7 @@ fn a_name_of_the_last_run_is_waited_for_and_that_of_another_process_is_not() {
     assert_eq!(keeper.found(at(0), held(9)), Ok(None));
     assert_eq!(keeper.found(at(23), held(9)), Ok(None));
     assert!(matches!(keeper.found(at(24), held(9)), Err(FatalError::NameTaken { .. })));
-    // Its own, under an earlier lease; then nobody's.
+    // Its own key, under an earlier lease; then nobody's.
     assert_eq!(keeper.found(at(25), held(1)), Ok(Some(3)));
     assert_eq!(keeper.found(at(30), held(9)), Ok(None), "counted anew");
     assert_eq!(keeper.found(at(60), None), Ok(Some(0)));
@@ -160,7 +160,7 @@ fn one_that_led_does_not_lead_again_after_another() {
     let mut keeper = registered();
     keeper.listed(at(0), 6, vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)]);
     assert_eq!(keeper.led_at(), 6);
-    // Its lease ended, and nobody led: then it does, on condition that this stays so.
+    // Its lease ended and nobody led: then it leads, on condition that this is still so.
     keeper.listed(at(1), 7, vec![own(), led(record(1), false, 6)]);
     assert_eq!((keeper.due(at(1)), keeper.led_at()), (Some(Due::Lead), 6));
     assert_eq!(keeper.view().other_than(1), None);
@@ -168,7 +168,7 @@ fn one_that_led_does_not_lead_again_after_another() {
     keeper.listed(at(2), 9, vec![own(), led(record(2), true, 8)]);
     assert_eq!(keeper.due(at(60)), None);
     assert_eq!(keeper.view().other_than(1).map(|it| it.record.incarnation), Some(2));
-    // One that never led does not mind.
+    // A process that never led may run.
     let mut keeper = registered();
     keeper.listed(at(2), 9, vec![own(), led(record(2), false, 8)]);
     assert_eq!((keeper.due(at(2)), keeper.led_at()), (Some(Due::Lead), 8));
@@ -187,7 +187,7 @@ fn one_that_begins_where_somebody_may_still_serve_lets_that_one_run_first() {
     let waits = begun(led(other(), false, 8));
     assert_eq!(waits.due(at(4)), None);
     assert_eq!(waits.due(INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
-    // It said that it ends; it was this program's last run, whose name is free again.
+    // The last leader said that it ends, or was this program's last run, whose name is free again.
     assert_eq!(begun(led(other(), true, 8)).due(at(0)), Some(Due::Lead));
     assert_eq!(begun(led(record(2), false, 8)).due(at(0)), Some(Due::Lead));
 }
@@ -197,7 +197,7 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     let own = || entry("coordinators/n", 1, 5);
     let leads = || vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)];
     let mut keeper = registered();
-    // What it was told before it led counts from then on.
+    // Commands from before it led count once it leads.
     keeper.desire(Desired { generation: 4, ..Desired::default() });
     keeper.listed(at(0), 5, vec![own(), entry(LEADER_KEY, 2, 3)]);
     assert_eq!((keeper.due(at(0)), keeper.to_store()), (None, None));
@@ -208,7 +208,7 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     keeper.listed(at(0), 7, [leads(), vec![desired(1, 4)]].concat());
     assert_eq!(keeper.due(at(0)), None);
     assert!(keeper.view().desired.as_ref().unwrap().has(1, 4));
-    // Another command; and an etcd that has lost its data, under another epoch.
+    // Another command; and an etcd that has lost its data, with another epoch.
     keeper.desire(Desired { generation: 5, ..Desired::default() });
     assert_eq!(keeper.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((6, 5)));
     keeper.closed();
@@ -249,7 +249,7 @@ fn the_lead_goes_over_to_a_new_lease() {
     let mut keeper = registered();
     keeper.listed(at(0), 6, vec![own(7), leader(7)]);
     assert_eq!(keeper.due(at(1)), None);
-    // etcd says that the lease is not there, and still has its keys.
+    // etcd says that the lease is gone, and still has its keys.
     keeper.closed();
     keeper.lease_over();
     keeper.leased(at(2), 8);
@@ -259,7 +259,7 @@ fn the_lead_goes_over_to_a_new_lease() {
     assert_eq!(keeper.due(at(2)), Some(Due::Hold(6)));
     keeper.listed(at(2), 10, vec![own(8), leader(8)]);
     assert_eq!(keeper.due(at(2)), None);
-    // Another's is not touched.
+    // Another leader's key is not touched.
     keeper.listed(at(3), 12, vec![own(8), Entry { lease: 7, ..entry(LEADER_KEY, 2, 11) }]);
     assert_eq!(keeper.due(at(3)), None);
 }

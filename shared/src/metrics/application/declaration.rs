@@ -1,4 +1,4 @@
-//! What an application declares, and which declarations are legal.
+//! Declarations of application metrics, and which of them are legal.
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -6,20 +6,20 @@ use serde::{Deserialize, Serialize};
 use crate::metrics::labels::MAX_LABEL_VALUE_BYTES;
 use crate::metrics::snapshot::{HistogramTotals, Value};
 
-/// Longest name of a metric or tag.
+/// Maximum length of the name of a metric or tag.
 const NAME_MAX: usize = 128;
-/// Longest help.
+/// Maximum length of a help text.
 const HELP_MAX: usize = 200;
-/// Most tags of a metric.
+/// Maximum number of tags of a metric.
 const TAGS_MAX: usize = 8;
-/// Most bounds of a histogram.
+/// Maximum number of bounds of a histogram.
 const BOUNDS_MAX: usize = 64;
-/// Beginnings of names that belong to others.
+/// Name prefixes that are reserved.
 const RESERVED: [&str; 4] = ["tutti_", "process_", "scrape_", "up"];
-/// Labels that Prometheus or its text format gives a meaning to.
+/// Labels with a meaning to Prometheus or its text format.
 const RESERVED_TAGS: [&str; 4] = ["le", "quantile", "job", "instance"];
 
-/// One metric: everything that is fixed about it.
+/// Declaration of one metric: everything that is fixed about it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Declaration {
     /// The published name.
@@ -37,32 +37,32 @@ pub struct Declaration {
 pub enum Kind {
     /// A total that only grows.
     Counter,
-    /// A present value; it vanishes with its process.
+    /// A current value; it vanishes with its process.
     Gauge(GaugeMerge),
     /// Observations in buckets with these upper bounds.
     Histogram(Vec<f64>),
 }
 
-/// How gauges of several processes with equal tags become one.
+/// How gauges of several processes with equal tags are merged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum GaugeMerge {
-    /// Added up.
+    /// Their sum.
     Sum,
-    /// The largest.
+    /// Their maximum.
     Max,
-    /// The smallest.
+    /// Their minimum.
     Min,
 }
 
-/// A declaration or a record is refused.
+/// Why a declaration or a recorded value is refused.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum Error {
     /// The name of a metric or tag is not legal.
-    #[error("`{name}` is no name for {what}: {problem}")]
+    #[error("`{name}` is not a valid name for {what}: {problem}")]
     Name {
         /// The name.
         name: String,
-        /// Of what.
+        /// What the name is for.
         what: &'static str,
         /// What is wrong with it.
         problem: String,
@@ -75,7 +75,7 @@ pub enum Error {
         /// What is wrong with them.
         problem: String,
     },
-    /// It was declared otherwise before.
+    /// The metric was declared differently before.
     #[error("`{name}` was declared as {was}; it cannot become {now}")]
     Changed {
         /// The metric.
@@ -93,7 +93,7 @@ pub enum Error {
         /// What is wrong with them.
         problem: String,
     },
-    /// A value that makes no sense.
+    /// The value makes no sense.
     #[error("`{name}` cannot take {value}")]
     Value {
         /// The metric.
@@ -102,9 +102,11 @@ pub enum Error {
         value: f64,
     },
     /// A bound of the process is reached.
-    #[error("a process may have {max} {what} of application metrics, and has them")]
+    #[error(
+        "a process may have at most {max} {what} of application metrics, and has that many already"
+    )]
     TooMany {
-        /// Of what.
+        /// What there are too many of.
         what: &'static str,
         /// The bound.
         max: usize,
@@ -112,7 +114,7 @@ pub enum Error {
 }
 
 impl Declaration {
-    /// A legal declaration.
+    /// Creates a declaration and checks it.
     ///
     /// # Errors
     /// [`Error`].
@@ -127,7 +129,7 @@ impl Declaration {
         Ok(declaration)
     }
 
-    /// Checks what may have come from another process.
+    /// Checks a declaration, which may have come from another process.
     ///
     /// # Errors
     /// [`Error`].
@@ -141,7 +143,7 @@ impl Declaration {
             return Err(name(&problem));
         }
         if let Some(reserved) = RESERVED.iter().find(|reserved| self.name.starts_with(**reserved)) {
-            return Err(name(&format!("names that begin with `{reserved}` are taken")));
+            return Err(name(&format!("names that begin with `{reserved}` are reserved")));
         }
         let is_counter = self.kind == Kind::Counter;
         if is_counter != self.name.ends_with("_total") {
@@ -149,7 +151,7 @@ impl Declaration {
         }
         for suffix in ["_bucket", "_sum", "_count", "_created"] {
             if self.name.ends_with(suffix) {
-                return Err(name(&format!("`{suffix}` is what the format adds to others")));
+                return Err(name(&format!("`{suffix}` is a suffix that the format itself adds")));
             }
         }
         if self.help.is_empty() || self.help.len() > HELP_MAX {
@@ -168,7 +170,10 @@ impl Declaration {
     fn check_tag_names(&self) -> Result<(), Error> {
         let tags = |problem: String| Error::Tags { name: self.name.clone(), problem };
         if self.tags.len() > TAGS_MAX {
-            return Err(tags(format!("has {} tags, at most {TAGS_MAX} may be", self.tags.len())));
+            return Err(tags(format!(
+                "has {} tags, at most {TAGS_MAX} are allowed",
+                self.tags.len()
+            )));
         }
         for (index, tag) in self.tags.iter().enumerate() {
             let problem = malformed(tag).or_else(|| {
@@ -176,7 +181,7 @@ impl Declaration {
                 let twice = self.tags[..index].contains(tag);
                 match (reserved, twice) {
                     (true, _) => Some("it has a meaning to Prometheus".to_owned()),
-                    (_, true) => Some("it is there twice".to_owned()),
+                    (_, true) => Some("it is given twice".to_owned()),
                     _ => None,
                 }
             });
@@ -190,7 +195,7 @@ impl Declaration {
     fn check_bounds(&self, bounds: &[f64]) -> Result<(), Error> {
         let bad = |problem: String| Err(Error::Bounds { name: self.name.clone(), problem });
         if bounds.is_empty() || bounds.len() > BOUNDS_MAX {
-            return bad(format!("are {}, there must be 1 to {BOUNDS_MAX}", bounds.len()));
+            return bad(format!("number {}, but there must be 1 to {BOUNDS_MAX}", bounds.len()));
         }
         if !bounds.iter().all(|bound| bound.is_finite()) {
             return bad("must be finite; the infinite one is implied".to_owned());
@@ -201,7 +206,7 @@ impl Declaration {
         Ok(())
     }
 
-    /// Checks the values of tags.
+    /// Checks the values of tags against the declaration.
     ///
     /// # Errors
     /// [`Error::Tags`].
@@ -213,14 +218,14 @@ impl Declaration {
         }
         match tags.iter().find(|tag| tag.as_ref().len() > MAX_LABEL_VALUE_BYTES) {
             Some(tag) => bad(format!(
-                "was given a tag of {} bytes, at most {MAX_LABEL_VALUE_BYTES} may be",
+                "was given a tag of {} bytes, at most {MAX_LABEL_VALUE_BYTES} are allowed",
                 tag.as_ref().len()
             )),
             None => Ok(()),
         }
     }
 
-    /// Whether totals of both may be added: everything but the help is equal.
+    /// Whether totals of both may be added: everything but the help text is equal.
     #[must_use]
     pub fn same(&self, other: &Self) -> bool {
         (&self.name, &self.tags, &self.kind) == (&other.name, &other.tags, &other.kind)
@@ -228,7 +233,7 @@ impl Declaration {
 }
 
 impl Kind {
-    /// The value before anything was recorded.
+    /// Returns the value before anything was recorded.
     pub(super) fn empty(&self) -> Value {
         match self {
             Self::Counter => Value::Counter(0),
@@ -251,7 +256,7 @@ impl fmt::Display for Declaration {
     }
 }
 
-/// What is wrong with a name, if anything.
+/// Returns what is wrong with a name, if anything.
 fn malformed(name: &str) -> Option<String> {
     let legal = |(index, c): (usize, char)| {
         c.is_ascii_alphabetic() || c == '_' || (index > 0 && c.is_ascii_digit())

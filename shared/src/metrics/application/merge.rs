@@ -1,39 +1,39 @@
-//! PURE: application metrics of all sources to one total.
+//! PURE: merges application metrics of all sources.
 //!
-//! The same algebra as for our own series, but declarations come with the reports: the first one of
-//! a name holds. A source that declares it otherwise has that metric refused, and nothing else.
+//! The algebra is that of our own series, but declarations come with the reports, and the first one
+//! of a name wins. If a source declares it differently, only that metric of its report is refused.
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Declaration, Family, GaugeMerge, Kind};
 use crate::metrics::snapshot::{LabelValues, Value};
 
-/// Most names over all sources and all time.
+/// Maximum number of names over all sources and all time.
 const NAMES_MAX: usize = 1024;
-/// Most sets of tags per name over all sources and all time.
+/// Maximum number of sets of tags per name over all sources and all time.
 const TAG_SETS_MAX: usize = 4096;
 
 /// One merged metric.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MergedFamily {
-    /// What it is.
+    /// What it is declared as.
     pub declaration: Declaration,
     /// Its values by tags.
     pub series: BTreeMap<LabelValues, Value>,
 }
 
-/// Names known, and the totals of sources that are gone.
+/// All known names, and the totals of retired sources.
 #[derive(Debug, Default)]
 pub(crate) struct Applications {
     known: BTreeMap<String, MergedFamily>,
-    /// Refusals that the log has; each is said once.
+    /// Refusals that were already handed to the log; each is logged once.
     said: BTreeSet<String>,
-    /// Refusals that it has not yet.
+    /// Refusals that were not yet.
     unsaid: Vec<String>,
 }
 
 impl Applications {
-    /// Keeps of a source's report what continues its last one and agrees with what is known; a
-    /// metric that does not stays as it was. Returns how many were refused.
+    /// Keeps of a source's report the metrics that continue its last report and agree with what is
+    /// known; a refused metric keeps its old values. Returns the number of refused metrics.
     pub(crate) fn admit(
         &mut self,
         source: &str,
@@ -61,7 +61,7 @@ impl Applications {
             }
             false
         });
-        // What was there and is not any more stays: no total falls.
+        // Metrics that are missing from this report stay: no total falls.
         for old in before {
             let name = old.declaration.name.as_str();
             if let Err(place) =
@@ -110,7 +110,9 @@ impl Applications {
             Some(known) => {
                 let new = now.series.iter().filter(|(tags, _)| !known.series.contains_key(tags));
                 if known.series.len() + new.count() > TAG_SETS_MAX {
-                    return Some(format!("it has over {TAG_SETS_MAX} sets of tags in the cluster"));
+                    return Some(format!(
+                        "it has more than {TAG_SETS_MAX} sets of tags in the cluster"
+                    ));
                 }
                 None
             }
@@ -126,7 +128,7 @@ impl Applications {
         }
     }
 
-    /// A source is gone for good: its totals are kept here.
+    /// Keeps the totals of a source that is gone for good.
     pub(crate) fn retire(&mut self, families: &[Family]) {
         for family in families {
             if matches!(family.declaration.kind, Kind::Gauge(_)) {
@@ -138,7 +140,7 @@ impl Applications {
         }
     }
 
-    /// Totals of sources that are gone.
+    /// Returns the totals of retired sources.
     pub(crate) fn totals(&self) -> Vec<Family> {
         let with_series = self.known.values().filter(|family| !family.series.is_empty());
         let family = |known: &MergedFamily| Family {
@@ -152,8 +154,8 @@ impl Applications {
         with_series.map(family).collect()
     }
 
-    /// Totals of sources that are gone, from another merger; in any order, and names more than
-    /// once.
+    /// Takes totals of retired sources from another merger, in any order; a name may occur more
+    /// than once.
     pub(crate) fn restore(&mut self, families: Vec<Family>) {
         for family in families {
             let mut one = vec![family];
@@ -163,7 +165,7 @@ impl Applications {
         }
     }
 
-    /// All totals: those kept here and those of `live` sources.
+    /// Returns all totals: those kept here plus those of `live` sources.
     pub(crate) fn merged<'a>(
         &self,
         live: impl Iterator<Item = (&'a [Family], bool)>,
@@ -182,7 +184,7 @@ impl Applications {
         merged.into_values().filter(|family| !family.series.is_empty()).collect()
     }
 
-    /// What was refused since the last call, in words.
+    /// Returns descriptions of what was refused since the last call.
     pub(crate) fn take_unsaid(&mut self) -> Vec<String> {
         std::mem::take(&mut self.unsaid)
     }

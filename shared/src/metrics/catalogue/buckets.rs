@@ -1,5 +1,5 @@
-//! Upper bounds of the histograms' buckets: fixed, fine at both ends, and a superset of those that
-//! other servers use, so that their queries keep their resolution.
+//! Upper bounds of the histograms' buckets: fixed, fine at both ends, and a superset of other
+//! servers' bounds, so that their queries keep their resolution.
 
 /// Arrival to first token.
 pub(super) const TTFT_SECONDS: &[f64] = &[

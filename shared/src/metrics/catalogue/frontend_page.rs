@@ -1,13 +1,13 @@
-//! What a front end of its own process shows at its own `/metrics`, by which names.
+//! The series that a separate front-end process publishes at its own `/metrics`, and their names.
 //!
-//! The coordinator publishes the totals of all front ends; the part of one has another name, so
-//! that a server which scrapes both adds up nothing twice.
+//! The coordinator publishes the totals of all front ends. A single front end's share has other
+//! names, so that a Prometheus server that scrapes both counts nothing twice.
 use super::{
     FILE_RELOADS, HTTP_CONNECTIONS_REFUSED, HTTP_REQUEST_DURATION, HTTP_REQUESTS,
     HTTP_REQUESTS_IN_FLIGHT, REQUESTS_EXPIRED, REQUESTS_REJECTED, SeriesId,
 };
 
-/// Names at a front end, and the series at the coordinator that they are a part of.
+/// Names at a front end, and the coordinator's series that they are part of.
 pub const FRONTEND_PAGE: [(&str, SeriesId); 7] = [
     ("tutti_frontend_http_requests_total", HTTP_REQUESTS.series()),
     ("tutti_frontend_http_request_duration_seconds", HTTP_REQUEST_DURATION.series()),

@@ -1,9 +1,9 @@
 //! PURE: totals that outlive the process that merged them.
 //!
-//! A checkpoint has what a merger has counted: the added-up totals of those that are gone, to which
-//! the writer's own belong (it will be gone when somebody reads them), and apart from them those of
-//! every other process, which goes on under the reader and reports again what is already in here.
-//! Series go by name, not by position, so that another version of the program takes what it knows.
+//! A checkpoint holds what a merger has counted. The totals of retired sources include the writer's
+//! own, since it will be gone when the checkpoint is read. Those of every other process are kept
+//! apart, since it goes on under the reader and reports again what is in here. Series are
+//! identified by name, so that another version of the program can take those it knows.
 mod news;
 
 use std::collections::BTreeMap;
@@ -27,10 +27,10 @@ use crate::metrics::snapshot::{HistogramTotals, LabelValues, SeriesSnapshot, Val
 use crate::protocol::FrontendId;
 use crate::wire::codec::{self, CodecError};
 
-/// Raised when the form changes; checkpoints of another form are refused.
+/// Version of the format; checkpoints of another version are refused.
 const FORM: u16 = 1;
 
-/// Histograms with an observation for each request that has ended, however it did.
+/// Histograms with one observation per ended request, whatever the reason it ended.
 const ONCE_PER_REQUEST: [HistogramId<0>; 7] = [
     REQUEST_PROMPT_TOKENS,
     REQUEST_GENERATION_TOKENS,
@@ -41,10 +41,10 @@ const ONCE_PER_REQUEST: [HistogramId<0>; 7] = [
     REQUEST_PARAMS_MAX_TOKENS,
 ];
 
-/// Largest encoded checkpoint.
+/// Maximum size of an encoded checkpoint, in bytes.
 pub const MAX_CHECKPOINT_BYTES: usize = 16 << 20;
 
-/// See the module's documentation.
+/// Totals of a merger; see the module's documentation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Checkpoint {
     form: u16,
@@ -62,7 +62,7 @@ struct Total {
     value: Value,
 }
 
-/// Those of a process that goes on.
+/// Totals of a process that goes on.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 struct LiveTotals {
     source: Source,
@@ -72,22 +72,22 @@ struct LiveTotals {
     application: Vec<Family>,
 }
 
-/// Bytes that are no checkpoint this program can use.
+/// Why a checkpoint cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CheckpointError {
     /// It is too large.
-    #[error("a checkpoint of {0} bytes exceeds the bound of {MAX_CHECKPOINT_BYTES} bytes")]
+    #[error("a checkpoint of {0} bytes exceeds the limit of {MAX_CHECKPOINT_BYTES} bytes")]
     TooLarge(usize),
     /// Another version of the program wrote it.
     #[error("the checkpoint has form {0}, this program reads form {FORM}")]
     OtherForm(u16),
-    /// It cannot be coded.
+    /// It cannot be encoded or decoded.
     #[error(transparent)]
     Codec(#[from] CodecError),
 }
 
 impl Checkpoint {
-    /// As bytes.
+    /// Encodes the checkpoint.
     ///
     /// # Errors
     /// [`CheckpointError::TooLarge`].
@@ -99,7 +99,7 @@ impl Checkpoint {
         Ok(bytes)
     }
 
-    /// From bytes.
+    /// Decodes a checkpoint.
     ///
     /// # Errors
     /// [`CheckpointError`].
@@ -107,7 +107,7 @@ impl Checkpoint {
         if bytes.len() > MAX_CHECKPOINT_BYTES {
             return Err(CheckpointError::TooLarge(bytes.len()));
         }
-        // The form alone first: what follows it may look otherwise.
+        // Check the version first: what follows may have another layout.
         let found = u16::from(bytes.first().copied().unwrap_or(0));
         if found != FORM {
             return Err(CheckpointError::OtherForm(found));
@@ -117,13 +117,13 @@ impl Checkpoint {
     }
 }
 
-/// Whether a source ends with the process that merges.
+/// Whether a source ends together with the process that merges.
 fn is_own(source: Source) -> bool {
     matches!(source, Source::Coordinator | Source::Frontend(FrontendId(0)))
 }
 
 impl Merger {
-    /// What has been counted, for the process that comes after this one.
+    /// Returns what has been counted, for the process that comes after this one.
     #[must_use]
     pub fn checkpoint(&self) -> Checkpoint {
         let mut retired = self.retired.clone();
@@ -173,8 +173,8 @@ impl Merger {
         }
     }
 
-    /// Goes on from a checkpoint. Requests that were in flight when it was made have ended with the
-    /// process that had them: they count as errors. Returns how many series this program does not
+    /// Continues from a checkpoint. Requests that were in flight when it was made have ended with
+    /// their process: they count as errors. Returns the number of series that this program does not
     /// know.
     pub fn restore(&mut self, checkpoint: Checkpoint) -> usize {
         let mut unknown = 0;
@@ -206,7 +206,7 @@ impl Merger {
             series.dedup_by(|a, b| (a.id, &a.labels) == (b.id, &b.labels));
             let mut application = totals.application;
             self.applications.admit(&source.to_string(), &[], &mut application);
-            // One that has reported here already knows better.
+            // A process that has already reported here has newer totals.
             if self.live.contains_key(&(source, incarnation)) {
                 continue;
             }
@@ -230,7 +230,7 @@ impl Merger {
         unknown
     }
 
-    /// Accepted requests that have not ended are over.
+    /// Counts accepted requests that have not ended as failed.
     fn end_requests(&mut self) {
         let sum = |id: SeriesId| {
             self.retired.get(&id).into_iter().flatten().fold(0u64, |sum, (_, value)| match value {
@@ -243,7 +243,7 @@ impl Merger {
         let labels = LabelValues::from([FinishedReason::Error.as_str().to_owned()]);
         let Some(id) = index_of(REQUEST_SUCCESS.series().definition().name) else { return };
         add(&mut self.retired, &SeriesSnapshot { id, labels, value: Value::Counter(over) });
-        // Nobody knows any more what they were; that they were is counted.
+        // Their sizes and parameters are lost, but they must be counted.
         for histogram in ONCE_PER_REQUEST {
             let definition = histogram.series().definition();
             let Some(id) = index_of(definition.name) else { continue };
@@ -256,7 +256,7 @@ impl Merger {
         }
     }
 
-    /// What was restored counts for the bound of label sets, too.
+    /// Counts restored label sets towards their bound, too.
     fn know_label_sets(&mut self) {
         for (id, family) in &self.retired {
             self.label_sets.entry(*id).or_default().extend(family.keys().cloned());
@@ -268,8 +268,8 @@ impl Merger {
         }
     }
 
-    /// A process run that was restored under another slot and reports under this one goes on with
-    /// its totals; what carries the old slot's name stays behind.
+    /// Lets a front end's run that was restored under another slot and now reports under this one
+    /// continue with its totals; series labelled with the old slot stay behind.
     pub(super) fn follow(&mut self, source: Source, incarnation: Incarnation) {
         match source {
             Source::Coordinator => return,
@@ -297,9 +297,9 @@ impl Merger {
         self.lost.push_back((source, incarnation));
     }
 
-    /// A worker counts its steps by slot, and reports under a slot that it had before the totals
-    /// that it had there. The rest is the process's: it goes on from where it was under another
-    /// slot, or would count twice.
+    /// Does the same for a worker, which counts its steps by slot: under a slot that it had before,
+    /// it reports the totals that it had there. Its other series belong to the process and must
+    /// continue from their values under the other slot; otherwise they would count twice.
     fn follow_worker(&mut self, source: Source, incarnation: Incarnation) {
         if self.live.get(&(source, incarnation)).is_some_and(|live| !live.lost) {
             return;
@@ -331,13 +331,13 @@ impl Merger {
     }
 }
 
-/// Whether a series is of a slot: another slot's series are others.
+/// Whether a series is labelled with a slot, and so belongs to it.
 fn is_of_slot(series: &SeriesSnapshot) -> bool {
     let labels = SeriesId::from_index(series.id).map_or(&[][..], |id| id.definition().labels);
     labels.iter().any(|label| label.name == PROCESS_NAME || label.name == WORKER_NAME)
 }
 
-/// Adds a counter or histogram to totals; gauges have none.
+/// Adds a counter or histogram to totals; gauges are skipped.
 fn add(totals: &mut BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>, series: &SeriesSnapshot) {
     let Some(id) = SeriesId::from_index(series.id) else { return };
     if matches!(series.value, Value::Gauge(_)) {
@@ -361,7 +361,7 @@ fn total(series: &SeriesSnapshot) -> Option<Total> {
     Some(Total { name: id.definition().name.to_owned(), labels, value: series.value.clone() })
 }
 
-/// The series that a total is of, if the catalogue has it alike; of `source`, if that may have it.
+/// Finds the series of a total, if the catalogue has the same one and `source` may report it.
 fn known(source: Option<Source>, total: Total) -> Option<SeriesSnapshot> {
     let id = index_of(&total.name)?;
     let definition = SeriesId::from_index(id)?.definition();

@@ -1,10 +1,9 @@
-//! PURE: which positions of the KV cache's blocks hold what the draft model has computed. Blocks
-//! are those of the model that verifies, with their numbers: what is written there anew, is
-//! rejected, or came from host memory has to be computed by the draft model again, and nobody tells
-//! it when.
+//! PURE: which positions of the KV cache's blocks hold what the draft model has computed. Its
+//! blocks have the numbers of the verifying model's. Positions that are overwritten, rejected, or
+//! swapped in from host memory must be computed by the draft model again, at some later time.
 use std::ops::Range;
 
-/// For each block, how many of its first positions hold what belongs there.
+/// For each block, how many of its first positions hold valid K and V of the draft model.
 #[derive(Debug, Default)]
 pub(super) struct Written {
     block_size: u32,
@@ -12,12 +11,12 @@ pub(super) struct Written {
 }
 
 impl Written {
-    /// Nothing is written of so many blocks.
+    /// Creates the state of `num_blocks` blocks with nothing written.
     pub(super) fn new(block_size: u32, num_blocks: u32) -> Self {
         Self { block_size, blocks: vec![0; num_blocks as usize] }
     }
 
-    /// The parts of the table's blocks that positions are in: (block, its part).
+    /// Splits positions by the table's blocks: (block, positions within it).
     fn parts<'a>(
         &self,
         table: &'a [u32],
@@ -33,8 +32,8 @@ impl Written {
         })
     }
 
-    /// Other tokens come to these positions of a sequence: what is there, and in their blocks
-    /// behind them, is nothing.
+    /// Invalidates these positions of a sequence, which get other tokens, and those after them in
+    /// the same blocks.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
         for (block, part) in self.parts(table, positions) {
             if let Some(written) = self.blocks.get_mut(block) {
@@ -43,14 +42,14 @@ impl Written {
         }
     }
 
-    /// A block holds something else.
+    /// Invalidates a block, which holds something else now.
     pub(super) fn replace(&mut self, block: u32) {
         if let Some(written) = self.blocks.get_mut(block as usize) {
             *written = 0;
         }
     }
 
-    /// The first of a sequence's `len` positions that is not written.
+    /// Returns the first of a sequence's `len` positions that is not written.
     pub(super) fn missing(&self, table: &[u32], len: u32) -> u32 {
         let whole = self.parts(table, 0..len);
         let mut at = 0;
@@ -64,9 +63,9 @@ impl Written {
         at
     }
 
-    /// Which of a sequence's `len` positions are to be written now, `budget` at most, in `runs_max`
-    /// runs at most; they are written from now on. Of sequences that share blocks no two are given
-    /// one place: the second reads what the first writes.
+    /// Selects which of a sequence's `len` positions to write now, at most `budget` positions in at
+    /// most `runs_max` runs, and marks them as written. Of sequences that share blocks, only the
+    /// first is given a shared position: the others read what it writes.
     pub(super) fn take(
         &mut self,
         table: &[u32],
@@ -100,7 +99,7 @@ impl Written {
         runs
     }
 
-    /// These positions of a sequence are written, as were those before.
+    /// Marks these positions of a sequence as written, provided that those before them are.
     pub(super) fn write(&mut self, table: &[u32], positions: Range<u32>) {
         for (block, part) in self.parts(table, positions) {
             if let Some(written) = self.blocks.get_mut(block)
@@ -126,22 +125,22 @@ mod tests {
         written.write(&table, 0..9);
         assert_eq!((written.missing(&table, 12), written.missing(&table, 9)), (9, 9));
         assert_eq!(written.missing(&table, 3), 3);
-        // Of four drafts from 9 on the first was right.
+        // Of four drafts after position 8, the first was right.
         written.write(&table, 9..12);
         written.overwrite(&table, 10..12);
         assert_eq!(written.missing(&table, 12), 10);
-        // Another sequence has the first block, and what was there.
+        // Another sequence shares the first block, and what is written there.
         assert_eq!(written.missing(&[7, 5], 8), 4);
-        // It gets the second, too, with other tokens.
+        // It gets the second block, too, with other tokens.
         written.overwrite(&[7, 2], 4..5);
         assert_eq!(written.missing(&table, 12), 4);
         written.replace(7);
         assert_eq!(written.missing(&table, 12), 0);
-        // Of a cache that is not there nothing is.
+        // An empty cache has nothing written.
         assert_eq!(Written::default().missing(&[3], 5), 0);
     }
 
-    /// Blocks may stand in any sequences' tables at the same place, also behind different ones.
+    /// Blocks may be at the same place in several sequences' tables, also after different blocks.
     #[test]
     fn no_place_is_written_twice_in_a_pass_and_nothing_is_left_out() {
         let (mut gaps, mut cuts) = (0, 0);
@@ -160,7 +159,7 @@ mod tests {
                 let runs = written.take(table, len, budget, runs_max);
                 let place = |at: u32| (table[(at / 4) as usize], at % 4);
                 let is_missing = |at: u32| before[place(at).0 as usize] <= place(at).1;
-                // In order, the first that are missing.
+                // In order, the first positions that are missing.
                 let expected: Vec<u32> = (0..len).filter(|at| is_missing(*at)).collect();
                 let taken: Vec<u32> = runs.iter().cloned().flatten().collect();
                 assert_eq!(taken, expected[..taken.len()], "{seed}");
@@ -181,7 +180,7 @@ mod tests {
         assert!(gaps > 100 && cuts > 100, "{gaps} {cuts}");
     }
 
-    /// Numbers below a bound, one behind the other.
+    /// Returns a generator of numbers below a bound.
     fn numbers(seed: u64) -> impl FnMut(u32) -> u32 {
         let mut state = seed;
         move |below| {
@@ -190,7 +189,7 @@ mod tests {
         }
     }
 
-    /// Against places that remember what each was computed for.
+    /// Compares with a cache that records what each place was computed for.
     #[test]
     fn it_knows_what_a_cache_of_places_would_hold() {
         // The first two sequences share their first two blocks.
@@ -199,7 +198,7 @@ mod tests {
         for seed in 0..2000 {
             let mut number = numbers(seed);
             let mut written = Written::new(4, 16);
-            // What belongs at a place, and for what the draft model computed it.
+            // What each place should hold, and what the draft model computed it for.
             let mut wanted: BTreeMap<(u32, u32), u32> = BTreeMap::new();
             let mut held: BTreeMap<(u32, u32), u32> = BTreeMap::new();
             for step in 1..60 {
@@ -207,12 +206,12 @@ mod tests {
                 let end = (from + 1 + number(11)).min(24);
                 let table = &tables[seq];
                 let place = |at: u32| (table[(at / 4) as usize], at % 4);
-                // Nobody writes to places that two share: they hold what both have.
+                // Nobody writes to shared places: they hold what both sequences have.
                 let is_own = seq == 2 || from >= 8;
                 match number(4) {
                     0 if is_own => {
                         written.overwrite(table, from..end);
-                        // Behind them in the last block stood what is gone.
+                        // What followed in the last block is gone.
                         for at in from..end.next_multiple_of(4) {
                             wanted.insert(place(at), step);
                         }

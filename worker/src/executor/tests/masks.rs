@@ -1,4 +1,4 @@
-//! Masks come beside the queue, for the step under way or the next, and for no other.
+//! Masks bypass the queue, for the current step or the next, and for no other.
 use shared::protocol::TokenMask;
 
 use super::*;
@@ -9,7 +9,7 @@ fn masks(epoch: u64, step: u64, token: u32) -> StepMasks {
     StepMasks { epoch: Epoch(epoch), step: StepId(step), masks }
 }
 
-/// What the rank was given for its step 29 or a later one: the token.
+/// Epoch and step of a result, and the token of the mask that the rank was given.
 fn given(message: FromWorker) -> (u64, u64, u64) {
     let FromWorker::Step(StepResult { epoch, step, timings, .. }) = message else {
         panic!("{message:?} is no result");
@@ -36,7 +36,7 @@ fn they_are_there_when_they_are_asked_for_or_are_waited_for() {
     executor.command(step(1, 29)).unwrap();
     assert_eq!(given(next(&messages)), (1, 29, 7));
     executor.command(step(1, 30)).unwrap();
-    // The next plan is before them.
+    // The next plan is queued before the masks come.
     executor.command(step(1, 31)).unwrap();
     assert!(messages.recv_timeout(Duration::from_millis(50)).is_err(), "it waits");
     executor.tell_masks(masks(1, 30, 8));
@@ -57,7 +57,7 @@ fn those_of_another_step_epoch_or_link_are_not_taken() {
     assert_eq!(given(next(&messages)), (1, 29, 4));
     executor.command(step(1, 30)).unwrap();
     assert_eq!(given(next(&messages)), (1, 30, 3), "it was early");
-    // Another coordinator counts the same epochs and steps.
+    // Another coordinator uses the same epochs and steps.
     executor.tell_masks(masks(1, 31, 5));
     executor.abort_all();
     executor.new_link();
@@ -85,7 +85,7 @@ fn waiting_for_them_ends_with_the_epoch_and_with_the_link() {
     let began = Instant::now();
     executor.abort(Epoch(1));
     assert_eq!(failed(next(&messages)), (1, 29));
-    // Those that come late are for nobody.
+    // Masks that come late are ignored.
     executor.tell_masks(masks(1, 29, 3));
     form_again(&executor, &messages, 2);
     waits(2, 29);

@@ -1,6 +1,6 @@
-//! PURE: the architectures that this worker supports, and what sets them apart: which keys of
-//! `config.json` their code in transformers reads, what holds where a file does not say it, and how
-//! their checkpoints are laid out. All else about them is data.
+//! PURE: the architectures that this worker supports, and how they differ: which keys of
+//! `config.json` their code in transformers reads, the defaults of missing keys, and the layout of
+//! their checkpoints. Everything else about them is data.
 use shared::model_config;
 
 use super::Raw;
@@ -31,13 +31,13 @@ pub(super) struct Biases {
     pub(super) mlp: bool,
 }
 
-/// How a configuration describes mixtures of experts.
+/// How a configuration describes its mixtures of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ExpertKeys {
     /// Every layer has experts, of width `intermediate_size`; their weights are normalised.
     EveryLayer,
-    /// Layers that `decoder_sparse_step` and `mlp_only_layers` leave have experts, of width
-    /// `moe_intermediate_size`.
+    /// Only the layers selected by `decoder_sparse_step` and `mlp_only_layers` have experts, of
+    /// width `moe_intermediate_size`.
     SomeLayers,
 }
 
@@ -57,20 +57,20 @@ impl Architecture {
         Self::SmolLm3,
     ];
 
-    /// The architecture of this name.
+    /// Finds the architecture with this name.
     ///
     /// # Errors
-    /// The names that are supported.
+    /// One sentence that lists the supported names.
     pub(super) fn parse(name: &str) -> Result<Self, String> {
         Self::ALL.into_iter().find(|known| known.name() == name).ok_or_else(|| {
             let known = Self::ALL.into_iter().map(Self::name).chain(model_config::wrappers());
             let known: Vec<&str> = known.collect();
             let known = known.join(", ");
-            format!("architecture {name} is not supported; these are: {known}")
+            format!("architecture {name} is not supported; supported are: {known}")
         })
     }
 
-    /// Its name in `architectures`.
+    /// Returns its name in `architectures`.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Gemma3 => model_config::GEMMA3,
@@ -101,19 +101,19 @@ impl Architecture {
             }
             Self::GptOss => (attention(true), attention(true), false),
             Self::SeedOss => (attention(true), raw.attention_out_bias.unwrap_or(false), mlp),
-            // Their code reads none of the keys.
+            // Their code reads none of these keys.
             Self::Qwen2 => (true, false, false),
             Self::Mistral | Self::Mixtral | Self::Phi3 => (false, false, false),
         };
         Biases { qkv, output, mlp }
     }
 
-    /// The size of a head where the file does not say it; by default heads divide `hidden_size`.
+    /// Head size if the file does not give it; `None` means that heads divide `hidden_size`.
     pub(super) fn usual_head_dim(self) -> Option<usize> {
         (self == Self::SeedOss).then_some(128)
     }
 
-    /// Whether the output head is the embedding where `tie_word_embeddings` says nothing.
+    /// Whether the output head is tied to the embedding if the file does not say.
     pub(super) fn is_tied_by_default(self) -> bool {
         self == Self::SmolLm3
     }
@@ -123,7 +123,7 @@ impl Architecture {
         self == Self::Phi3
     }
 
-    /// Whether q and k are normalised, head by head.
+    /// Whether each head of q and k is normalised.
     pub(super) fn normalises_heads(self) -> bool {
         matches!(self, Self::Gemma3 | Self::Qwen3 | Self::Qwen3Moe)
     }
@@ -137,8 +137,8 @@ impl Architecture {
         }
     }
 
-    /// Whether `sliding_window` counts only beside `use_sliding_window`: files of these have a
-    /// window that is not used.
+    /// Whether `sliding_window` applies only with `use_sliding_window`: files of these
+    /// architectures have a window that is not used.
     pub(super) fn reads_use_sliding_window(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen3 | Self::Qwen3Moe | Self::SmolLm3)
     }
@@ -160,12 +160,12 @@ impl Architecture {
         self == Self::SmolLm3
     }
 
-    /// Whether a part of each head may be rotated.
+    /// Whether only a part of each head may be rotated.
     pub(super) fn rotates_parts(self) -> bool {
         self == Self::Phi3
     }
 
-    /// `rope_theta` where the file does not say it.
+    /// `rope_theta` if the file does not give it.
     pub(super) fn usual_theta(self) -> f64 {
         match self {
             Self::SmolLm3 => 2e6,
@@ -174,8 +174,8 @@ impl Architecture {
         }
     }
 
-    /// Whether the file has to say how the rotary embedding is scaled: the default of transformers
-    /// is that of one particular model.
+    /// Whether the file must say how the rotary embedding is scaled, because the default of
+    /// transformers is that of one particular model.
     pub(super) fn needs_rope_scaling(self) -> bool {
         self == Self::GptOss
     }

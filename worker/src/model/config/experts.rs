@@ -1,11 +1,11 @@
-//! The keys of `config.json` about mixtures of experts.
+//! The keys of `config.json` for mixtures of experts.
 use kernels::backend::{ExpertActivation, Routing};
 
 use super::architecture::{Architecture, ExpertKeys};
 use super::{Raw, SIZE_MAX, gpt_oss, size};
 use crate::model::experts::ExpertsConfig;
 
-/// The mixtures of experts, where the architecture has some.
+/// Reads the mixtures of experts, if the architecture has them.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -20,7 +20,7 @@ pub(super) fn read(
         ExpertKeys::SomeLayers => "num_experts",
     };
     let (experts_most, top_most) = Routing::MOST;
-    // transformers 5 names it num_local_experts for both.
+    // transformers 5 uses num_local_experts for both.
     let num_experts = raw.num_experts.or(raw.num_local_experts);
     let num_experts = bounded(key, num_experts, experts_most)?;
     let top_k = bounded("num_experts_per_tok", raw.num_experts_per_tok, num_experts.min(top_most))?;

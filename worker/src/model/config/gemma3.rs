@@ -1,5 +1,5 @@
-//! Gemma 3's part of `config.json`: the rotary embeddings of sliding and other layers, a scale of
-//! q, and what is not supported.
+//! Gemma 3's keys in `config.json`: the rotary embeddings of sliding and full layers, a scale of q,
+//! and unsupported features.
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -22,8 +22,8 @@ struct Own {
     use_bidirectional_attention: Option<bool>,
 }
 
-/// Reads and checks the keys: the rotary embedding of each layer, and the factor of q besides that
-/// of other architectures.
+/// Reads and checks the keys; returns the rotary embedding of each layer, and the factor of q in
+/// addition to `1 / sqrt(head_dim)`.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -54,7 +54,7 @@ pub(super) fn check(
     if !(scalar.is_finite() && scalar > 0.0) {
         return Err(format!("query_pre_attn_scalar is {scalar}, it must be finite and above 0"));
     }
-    // Those that would slide have a rotary embedding of their own, also without a window.
+    // Sliding layers have a rotary embedding of their own, even without a window.
     let slides = windows::slides(raw, Usual::ButEachPatternth, told)?;
     let [full, sliding] = ropes(config).map(|config| rope(&config, Architecture::Gemma3, head_dim));
     let (full, sliding) = (full?, sliding?);

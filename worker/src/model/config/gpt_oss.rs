@@ -1,4 +1,4 @@
-//! The part of `config.json` that only gpt-oss has.
+//! gpt-oss's own keys in `config.json`.
 use kernels::backend::ExpertActivation;
 
 /// The activation of its experts (clamped SwiGLU), with the defaults of transformers.
@@ -25,7 +25,7 @@ mod tests {
     use super::super::ModelConfig;
     use super::*;
 
-    /// As in openai/gpt-oss-20b, except for its size.
+    /// openai/gpt-oss-20b, but with fewer layers.
     fn published() -> Value {
         json!({
             "architectures": ["GptOssForCausalLM"], "attention_bias": true, "experts_per_token": 4,
@@ -81,7 +81,7 @@ mod tests {
             config,
             check(|raw| raw["layer_types"][2] = json!("sliding_attention")).unwrap()
         );
-        // The newer dialect has rope_theta inside the table.
+        // In the newer dialect, rope_theta is inside the table.
         let newer = check(|raw| {
             let mut table = raw.remove("rope_scaling").unwrap();
             table["rope_theta"] = raw.remove("rope_theta").unwrap();

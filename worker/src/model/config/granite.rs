@@ -1,8 +1,8 @@
-//! Granite's part of `config.json`: factors of embeddings, attention, what layers add, and logits.
+//! Granite's keys in `config.json`: factors of embeddings, attention, layer outputs and logits.
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Bounds of every factor: beyond any model's, within what f32 can do.
+/// Bounds of every factor: wider than any model's, and safe in f32.
 const BOUNDS: std::ops::RangeInclusive<f64> = 1e-3..=1e4;
 
 /// The keys that only this architecture has, with the defaults of transformers.
@@ -18,16 +18,16 @@ struct Own {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Granite {
     embedding: f64,
-    /// Of attention's scores, in the place of `1 / sqrt(head_dim)`; `None` for just that.
+    /// Factor of attention scores, in place of `1 / sqrt(head_dim)`; `None` keeps the latter.
     attention: Option<f64>,
-    /// Of what attention and MLP add to the residual stream.
+    /// Factor of what attention and MLP add to the residual stream.
     residual: f64,
-    /// What logits are divided by.
+    /// Divisor of the logits.
     pub(super) logits_scaling: f64,
 }
 
 impl Granite {
-    /// As in other architectures.
+    /// No scaling, as in other architectures.
     pub(super) const NONE: Self =
         Self { embedding: 1.0, attention: None, residual: 1.0, logits_scaling: 1.0 };
 
@@ -52,19 +52,19 @@ impl Granite {
         })
     }
 
-    /// The factor of attention's scores besides `1 / sqrt(head_dim)`.
+    /// Factor of attention scores in addition to `1 / sqrt(head_dim)`.
     pub(super) fn query_scale(&self, head_dim: usize) -> f64 {
         self.attention.map_or(1.0, |factor| factor * (head_dim as f64).sqrt())
     }
 
-    /// The factor of embeddings in a residual stream that is divided by `residual`: layers then add
-    /// to it what they have, and nobody but the norms, which undo the division, reads it.
+    /// Factor of embeddings in a residual stream that is divided by `residual`. Layers then add
+    /// their outputs unscaled. Only the norms read the stream, and they undo the division.
     pub(super) fn embedding_scale(&self) -> f64 {
         self.embedding / self.residual
     }
 
-    /// The epsilon of norms of that stream: `x / sqrt(mean(x * x) + eps)` is the same for all
-    /// multiples of x with epsilon in proportion.
+    /// Epsilon of the norms of that stream: `x / sqrt(mean(x * x) + eps)` does not change if x is
+    /// scaled by a factor and eps by its square.
     pub(super) fn norm_eps(&self, norm_eps: f64) -> f64 {
         norm_eps / (self.residual * self.residual)
     }
@@ -77,7 +77,7 @@ mod tests {
     use super::super::ModelConfig;
     use super::*;
 
-    /// As ibm-granite/granite-3.1-8b-instruct.
+    /// As published for ibm-granite/granite-3.1-8b-instruct.
     fn published() -> Value {
         json!({
             "architectures": ["GraniteForCausalLM"], "attention_bias": false,

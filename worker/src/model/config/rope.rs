@@ -1,4 +1,4 @@
-//! The keys of `config.json` about rotary embeddings (RoPE).
+//! The keys of `config.json` for rotary embeddings (RoPE).
 use serde::Deserialize;
 use serde_json::Value;
 use shared::model_config;
@@ -6,7 +6,7 @@ use shared::model_config;
 use super::super::rope::{RopeConfig, RopeScaling};
 use super::architecture::Architecture;
 
-/// The RoPE table, and the keys of the same names that older files have beside it.
+/// The RoPE table, or the same keys beside it in older files.
 #[derive(Default, Deserialize)]
 struct Raw {
     rope_theta: Option<f64>,
@@ -24,14 +24,14 @@ struct Raw {
     long_factor: Option<Vec<f64>>,
 }
 
-/// SmolLM3's layers without RoPE: those with a 0 in the list, or one per interval.
+/// SmolLM3's layers without RoPE: those listed with a 0, or one per interval.
 #[derive(Deserialize)]
 struct RawLayers {
     no_rope_layers: Option<Vec<u32>>,
     no_rope_layer_interval: Option<usize>,
 }
 
-/// The rotary embedding of each layer, of those that have one ([`told`]).
+/// Returns the rotary embedding of each layer; [`told`] says which layers have one.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -46,10 +46,10 @@ pub(super) fn ropes(
     Ok(told.iter().map(of).collect())
 }
 
-/// For each layer, whether it has a rotary embedding.
+/// Returns which layers have a rotary embedding.
 ///
 /// # Errors
-/// As [`ropes`].
+/// Same as [`ropes`].
 pub(super) fn told(
     config: &Value,
     architecture: Architecture,
@@ -76,10 +76,10 @@ pub(super) fn told(
     Ok(layers.into_iter().take(num_layers).map(|has| has == 1).collect())
 }
 
-/// The rotary embedding of a model's layers that have one.
+/// Returns the rotary embedding of the layers that have one.
 ///
 /// # Errors
-/// As [`ropes`].
+/// Same as [`ropes`].
 pub(super) fn rope(
     config: &Value,
     architecture: Architecture,
@@ -105,7 +105,7 @@ pub(super) fn rope(
     if part != 1.0 && !architecture.rotates_parts() {
         let name = architecture.name();
         return Err(format!(
-            "partial_rotary_factor is {part}, only 1 is supported of {name}; others are of \
+            "partial_rotary_factor is {part}, only 1 is supported for {name}; other values are for \
              Phi3ForCausalLM"
         ));
     }
@@ -125,7 +125,7 @@ pub(super) fn rope(
         "longrope" => longrope(raw, config, dim)?,
         other => {
             return Err(format!(
-                "rope_type \"{other}\" is not supported; these are: default, linear, dynamic, \
+                "rope_type \"{other}\" is not supported; supported are: default, linear, dynamic, \
                  llama3, yarn, longrope"
             ));
         }
@@ -161,8 +161,8 @@ fn original(positions: Option<f64>) -> Result<f64, String> {
     positive("original_max_position_embeddings", positions)
 }
 
-/// The context length of the original training (by default `max_position_embeddings`), and the
-/// factor by which the context is stretched.
+/// Returns the context length of the original training (by default `max_position_embeddings`), and
+/// the factor by which the context is stretched.
 fn stretched(raw: &Raw, config: &Value) -> Result<(f64, f64), String> {
     let said = config["max_position_embeddings"].as_f64();
     let original = original(model_config::original_positions(config).or(said))?;
@@ -173,7 +173,7 @@ fn stretched(raw: &Raw, config: &Value) -> Result<(f64, f64), String> {
     Ok((original, positive("factor", factor)?))
 }
 
-/// With the defaults of transformers, where 0 counts as absent.
+/// Reads YaRN's keys, with the defaults of transformers, where 0 counts as absent.
 fn yarn(raw: &Raw, config: &Value) -> Result<RopeScaling, String> {
     let (original_positions, factor) = stretched(raw, config)?;
     let or = |key: &str, value: Option<f64>, usual: f64| {
@@ -266,7 +266,7 @@ mod tests {
         let (one, all) = (0.1 * 0.7 * 4f64.ln() + 1.0, 0.1 * 4f64.ln() + 1.0);
         assert_eq!(factor(json!({"mscale": 0.7, "mscale_all_dim": 1.0})), one / all);
         assert_eq!(factor(json!({"factor": 0.5})), 1.0);
-        // The ratio of the two lengths gives the factor.
+        // The factor defaults to the ratio of the two lengths.
         let table = json!({"rope_type": "yarn", "original_max_position_embeddings": 128});
         let RopeScaling::Yarn { factor, .. } = of(Qwen3, table).unwrap().scaling else {
             panic!("no YaRN");
@@ -311,7 +311,7 @@ mod tests {
         let beside = json!({"max_position_embeddings": 512, "partial_rotary_factor": 0.5});
         assert_eq!(rope(&beside, Phi3, 16).unwrap().dim, 8);
         for (part, architecture, expected) in [
-            (0.5, Llama, "partial_rotary_factor is 0.5, only 1 is supported of Llama"),
+            (0.5, Llama, "partial_rotary_factor is 0.5, only 1 is supported for Llama"),
             (0.7, Phi3, "which is 11 of a head's 16 elements"),
             (0.0, Phi3, "which is 0 of"),
             (1.5, Phi3, "which is 24 of"),

@@ -1,4 +1,4 @@
-//! Configurations as published, and those that are refused.
+//! Published configurations, and configurations that are refused.
 use kernels::backend::Routing;
 use serde_json::json;
 
@@ -16,8 +16,8 @@ fn parse(architecture: &str, more: &str) -> Result<ModelConfig, String> {
     ModelConfig::from_value(serde_json::from_str(&text).map_err(|error| error.to_string())?)
 }
 
-/// As published: 1B in full, 4B with only its differences from the defaults, and the latter as
-/// transformers 5 saves it.
+/// As published: 1B in full, 4B with only its differences from the defaults, and 4B as transformers
+/// 5 saves it.
 #[test]
 fn gemma_3_is_what_its_three_dialects_say() {
     let check = |config: Value| ModelConfig::from_value(config);
@@ -171,7 +171,7 @@ fn experts_are_where_the_architecture_has_them() {
     };
     assert_eq!((config.experts, config.intermediate_size), (Some(experts), 0));
 
-    // The names of both dialects; not normalised by default.
+    // The key in both dialects; not normalised by default.
     for count in ["num_experts", "num_local_experts"] {
         let qwen =
             format!(r#", "{count}": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48"#);

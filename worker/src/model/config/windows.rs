@@ -1,4 +1,4 @@
-//! The keys of `config.json` about sliding windows.
+//! The keys of `config.json` for sliding windows.
 use super::Raw;
 use super::architecture::Architecture;
 
@@ -9,25 +9,25 @@ pub(super) enum Windows {
     Nowhere,
     /// All.
     Everywhere,
-    /// Those that `layer_types` names; without that key the usual ones.
+    /// The layers that `layer_types` lists; without that key, the default ones.
     Listed(Usual),
 }
 
-/// Which layers slide where `layer_types` is missing.
+/// Which layers slide if `layer_types` is missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Usual {
-    /// All but each `sliding_window_pattern`th, by default the 6th.
+    /// All but every `sliding_window_pattern`th, by default the 6th.
     ButEachPatternth,
-    /// Every second, starting with the first.
+    /// Every second layer, starting with the first.
     EverySecond,
-    /// Those from `max_window_layers` on.
+    /// Layers from `max_window_layers` on.
     FromMaxWindowLayers,
-    /// Those without a rotary embedding.
+    /// Layers without a rotary embedding.
     WithoutRope,
 }
 
-/// The sliding window of each layer, `None` for full attention; `told` says which layers have a
-/// rotary embedding.
+/// Returns the sliding window of each layer, `None` for full attention; `told` says which layers
+/// have a rotary embedding.
 ///
 /// # Errors
 /// The key, its value's problem and the bound.
@@ -51,10 +51,10 @@ pub(super) fn read(
     }
 }
 
-/// Which layers slide, if the model has a window.
+/// Returns which layers slide, if the model has a window.
 ///
 /// # Errors
-/// As [`read`].
+/// Same as [`read`].
 pub(super) fn slides(raw: &Raw, usual: Usual, told: &[bool]) -> Result<Vec<bool>, String> {
     let num_layers = told.len();
     if let Some(types) = &raw.layer_types {

@@ -1,4 +1,4 @@
-//! One batch on its way through the layers: norms, attention, MLPs, and the sums of their parts.
+//! One batch through the layers: norms, attention, MLPs, and the sums of their parts.
 use kernels::backend::{AttentionAt, AttentionShape, Batch, QkvInput, RopeTable};
 use kernels::{Backend, KernelError};
 
@@ -8,12 +8,12 @@ use crate::model::lora::{Adapters, Part, Place, Site};
 use crate::model::shard::Shard;
 use crate::model::weights::{BackendLayer, BackendMlp, Mlp};
 
-/// What the next norm has to add to the residual stream.
+/// What the next norm must first add to the residual stream.
 pub(super) enum Pending<'a, V> {
     Nothing,
     /// `deltas[0]`.
     Delta,
-    /// Its norm, of this weight.
+    /// `deltas[0]`, normalised with this weight.
     Normed(&'a V),
 }
 
@@ -23,7 +23,7 @@ impl<'a, V> Pending<'a, V> {
     }
 }
 
-/// A batch on its way through the layers.
+/// One batch's pass through the layers.
 pub(super) struct Pass<'a, B: Backend> {
     pub(super) backend: &'a mut B,
     pub(super) cache: &'a mut B::KvCache,
@@ -31,19 +31,19 @@ pub(super) struct Pass<'a, B: Backend> {
     pub(super) config: &'a ModelConfig,
     pub(super) shard: &'a Shard,
     pub(super) buffers: &'a mut Buffers<B>,
-    /// Where some row has an adapter.
+    /// Adapters, if some row has one.
     pub(super) adapters: Option<&'a mut Adapters<B>>,
 }
 
 impl<B: Backend> Pass<'_, B> {
-    /// Adds what is `pending`, of all ranks, to the residual stream; `normed` = its norm.
+    /// Adds what is `pending`, summed over all ranks, to the residual stream; `normed` = its norm.
     pub(super) fn norm(
         &mut self,
         pending: Pending<'_, B::Vector>,
         weight: &B::Vector,
     ) -> Result<(), KernelError> {
         let (backend, eps) = (&mut *self.backend, self.config.norm_eps);
-        // `deltas[0]` is this rank's part of a sum then.
+        // If so, `deltas[0]` is only this rank's part of the sum.
         let is_sharded = self.shard.degree > 1;
         let Buffers { residual, normed, deltas, .. } = &mut *self.buffers;
         let [delta, ..] = &mut deltas[..] else { return Err(missing()) };
@@ -62,7 +62,7 @@ impl<B: Backend> Pass<'_, B> {
         }
     }
 
-    /// `deltas[0]` = attention over what was normed.
+    /// `deltas[0]` = attention over `normed`.
     pub(super) fn attention(
         &mut self,
         index: usize,
@@ -83,7 +83,7 @@ impl<B: Backend> Pass<'_, B> {
         row_parallel(*backend, attended, weight, deltas, adapters, at)
     }
 
-    /// `deltas[0]` = the MLP, or the experts in its place, of what was normed.
+    /// `deltas[0]` = the MLP, or the experts in its place, of `normed`.
     pub(super) fn mlp(&mut self, index: usize, mlp: &BackendMlp<B>) -> Result<(), KernelError> {
         let Self { backend, config, shard, buffers, adapters, .. } = self;
         let Buffers { normed, deltas, inner, experts, .. } = &mut **buffers;
@@ -113,7 +113,7 @@ impl<B: Backend> Pass<'_, B> {
     }
 }
 
-/// What adapters add at a place, where there are some.
+/// What adapters add at a place, if there are any.
 fn addend<'a, B: Backend>(
     backend: &mut B,
     adapters: &'a mut Option<&mut Adapters<B>>,
@@ -126,7 +126,7 @@ fn addend<'a, B: Backend>(
     }
 }
 
-/// What a layer of this kind needs.
+/// The buffers for a layer of this kind.
 fn room<T>(made: &mut Option<T>) -> Result<&mut T, KernelError> {
     made.as_mut().ok_or_else(missing)
 }
@@ -136,14 +136,14 @@ fn missing() -> KernelError {
     KernelError::Shape { op: "forward", message }
 }
 
-/// A row-parallel matrix, one for each part of its sum, and its bias.
+/// A row-parallel module: one matrix per part of its sum, and its bias.
 struct Biased<'a, B: Backend> {
     parts: &'a [B::Matrix],
     bias: Option<&'a B::Vector>,
 }
 
-/// `deltas[0] = x W^T + bias`, where the columns of `W` are this rank's part of the whole, so that
-/// all ranks' are still to be added up; and what adapters add to it there, part by part.
+/// `deltas[0] = x W^T + bias`, plus what adapters add, part by part. The columns of `W` are this
+/// rank's share, so the result must still be summed over the ranks.
 fn row_parallel<B: Backend>(
     backend: &mut B,
     x: &B::Buffer,
@@ -172,8 +172,8 @@ fn row_parallel<B: Backend>(
     })
 }
 
-/// `deltas[0]` = the sum of what `make` makes of all parts, added up as a binary tree, as ranks
-/// are: with the parts of several ranks in one, the sum has the same bits as theirs.
+/// `deltas[0]` = the sum of what `make` computes for the parts. They are added as a binary tree, as
+/// ranks are, so that one rank with several ranks' parts gets the same bits as those ranks.
 fn sum_parts<B: Backend, P>(
     backend: &mut B,
     parts: &[P],
@@ -184,7 +184,7 @@ fn sum_parts<B: Backend, P>(
     for (index, part) in parts.iter().enumerate() {
         make(backend, index, part, &mut deltas[len])?;
         len += 1;
-        // As in counting: a subtree is whole when the bits of the number so far say so.
+        // Like a binary counter: trailing one bits tell which subtrees are complete.
         let mut bits = index;
         while bits & 1 == 1 {
             let (sums, last) = deltas.split_at_mut(len - 1);

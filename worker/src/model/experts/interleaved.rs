@@ -1,6 +1,6 @@
-//! The experts of gpt-oss: a layer has one tensor of all experts' gate and up projections, whose
-//! outputs alternate, and one of their down projections. In bf16 they are stored as `[in, out]`, in
-//! MXFP4 as `[out, in]`. Router and projections have biases.
+//! The experts of gpt-oss. A layer has one tensor for all experts' gate and up projections, whose
+//! outputs alternate, and one for their down projections. They are stored as `[in, out]` in bf16
+//! and as `[out, in]` in MXFP4. Router and projections have biases.
 use std::ops::Range;
 
 use kernels::backend::{DType, HostMatrix, Scales};
@@ -12,7 +12,7 @@ use super::super::safetensors::{TensorView, WeightFiles};
 use super::super::shard::Shard;
 use super::{Biases, ExpertParts, ExpertsConfig, MXFP4_GROUP as GROUP, columns};
 
-/// A projection of all experts, of `size` `[out, in]` each.
+/// A projection of all experts; each has `size` `[out, in]`.
 enum Projection<'a> {
     Plain { tensor: TensorView<'a>, size: [usize; 2] },
     Mxfp4 { blocks: &'a [u8], scales: &'a [u8], count: usize, size: [usize; 2] },
@@ -36,7 +36,7 @@ impl<'a> Projection<'a> {
             return Err(ModelError::Tensor {
                 file: files.folder().to_owned(),
                 tensor: blocks,
-                message: format!("has {inputs} inputs, no multiple of {GROUP}"),
+                message: format!("has {inputs} inputs, which is not a multiple of {GROUP}"),
             });
         }
         let groups = inputs / GROUP;
@@ -45,7 +45,7 @@ impl<'a> Projection<'a> {
         Ok(Self::Mxfp4 { blocks, scales, count, size })
     }
 
-    /// Part of one expert: `rows` outputs from `first` on, `step` apart, and a range of its inputs.
+    /// Cuts out of one expert `rows` outputs from `first` on, `step` apart, and a range of inputs.
     fn cut(
         &self,
         expert: usize,
@@ -88,7 +88,7 @@ impl<'a> Projection<'a> {
     }
 }
 
-/// As [`ExpertParts::find`].
+/// Same as [`ExpertParts::find`].
 pub(super) fn find<'a>(
     tensors: Tensors<'a>,
     config: &ExpertsConfig,

@@ -1,5 +1,5 @@
-//! `adapter_config.json` of PEFT: the ranks and scales of an adapter, and which features are not
-//! supported.
+//! PEFT's `adapter_config.json`: the ranks and scales of an adapter; unsupported features are
+//! refused.
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -14,19 +14,19 @@ pub const RANK_MAX: usize = 512;
 /// The ranks and scales of an adapter's modules.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct LoraConfig {
-    /// Rank of modules that `ranks` does not name.
+    /// Rank of modules that `ranks` does not list.
     rank: usize,
-    /// Alpha, the scale's numerator, of modules that `alphas` does not name.
+    /// Alpha, the scale's numerator, of modules that `alphas` does not list.
     alpha: f64,
-    /// Scale by `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA).
+    /// Whether the scale is `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA).
     rank_stabilised: bool,
     ranks: BTreeMap<String, usize>,
     alphas: BTreeMap<String, f64>,
-    /// Modules that must have matrices in some layer, if the file lists names.
+    /// Modules that must have matrices in some layer, if the file lists them by name.
     pub(super) targets: Vec<String>,
 }
 
-/// The file. Keys that only matter in training are ignored.
+/// The raw file. Keys that only matter in training are ignored.
 #[derive(Deserialize)]
 struct Raw {
     peft_type: Option<String>,
@@ -89,8 +89,7 @@ impl LoraConfig {
                 return Err(format!("{key} is {value}: adapters with it are not supported"));
             }
         }
-        // Other initialisations change the model's own weights, which this model folder does not
-        // reflect.
+        // Other initialisations change the model's own weights, which are not in this model folder.
         let beginning = raw.others.get("init_lora_weights").and_then(Value::as_str);
         let keeps = |it: &&str| ["gaussian", "eva", "orthogonal"].contains(&&*it.to_lowercase());
         if let Some(other) = beginning.filter(|it| !keeps(it)) {
@@ -129,26 +128,26 @@ impl LoraConfig {
             Some(Value::Array(names)) if !excludes => {
                 names.iter().filter_map(Value::as_str).map(str::to_owned).collect()
             }
-            // A regular expression, "all-linear", or a subset: the file of matrices shows what it
-            // covers.
+            // A regular expression, "all-linear", or a subset: the file with the matrices shows
+            // what it covers.
             _ => Vec::new(),
         };
         let rank_stabilised = raw.use_rslora.unwrap_or(false);
         Ok(Self { rank, alpha, rank_stabilised, ranks, alphas, targets })
     }
 
-    /// The rank of a module with a name such as `model.layers.0.self_attn.q_proj`.
+    /// Returns the rank of a module with a name such as `model.layers.0.self_attn.q_proj`.
     ///
     /// # Errors
-    /// One sentence when patterns contradict each other.
+    /// One sentence if patterns contradict each other.
     pub(super) fn rank(&self, module: &str) -> Result<usize, String> {
         Ok(of_pattern("rank_pattern", &self.ranks, module)?.unwrap_or(self.rank))
     }
 
-    /// The factor of a module's product.
+    /// Returns the factor of a module's product.
     ///
     /// # Errors
-    /// As [`LoraConfig::rank`].
+    /// Same as [`LoraConfig::rank`].
     pub(super) fn scale(&self, module: &str) -> Result<f32, String> {
         let rank = self.rank(module)? as f64;
         let alpha = of_pattern("alpha_pattern", &self.alphas, module)?.unwrap_or(self.alpha);
@@ -157,7 +156,7 @@ impl LoraConfig {
     }
 }
 
-/// The value of the pattern that matches a module by the end of its name.
+/// Returns the value of the pattern that matches the end of a module's name.
 fn of_pattern<T: Copy + PartialEq>(
     key: &str,
     patterns: &BTreeMap<String, T>,
@@ -176,7 +175,7 @@ fn of_pattern<T: Copy + PartialEq>(
     }
 }
 
-/// Whether a key is absent in effect.
+/// Whether the value means the same as an absent key.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,

@@ -12,7 +12,7 @@ use crate::model::modules::{Module, Place};
 use crate::model::rope::RopeConfig;
 use crate::model::safetensors::{TensorView, WeightFiles};
 
-/// An adapter whose matrices are checked but not read yet.
+/// An adapter whose matrices are checked, but not read yet.
 #[derive(Debug)]
 pub(super) struct AdapterFiles {
     config: LoraConfig,
@@ -23,11 +23,11 @@ pub(super) struct AdapterFiles {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Factors<'a> {
     a: TensorView<'a>,
-    /// B of all modules that the adapter treats as one.
+    /// B of all modules that the adapter stores as one.
     b: TensorView<'a>,
-    /// The first row of B that belongs to the module.
+    /// First row of B that belongs to the module.
     first: usize,
-    /// The head size and rotary embedding, if the module's outputs are rotated heads.
+    /// Head size and rotary embedding, if the module's outputs are rotated heads.
     heads: Option<(usize, &'a RopeConfig)>,
     pub(super) rank: usize,
     pub(super) scale: f32,
@@ -37,7 +37,7 @@ impl AdapterFiles {
     /// Opens an adapter's folder and checks everything in it.
     ///
     /// # Errors
-    /// [`ModelError`] naming the adapter's file and what is not supported in it.
+    /// [`ModelError`] naming the adapter's file and what is wrong with it.
     pub(super) fn open(
         adapter: &Adapter,
         config: &ModelConfig,
@@ -47,7 +47,7 @@ impl AdapterFiles {
         let own = LoraConfig::load(folder, max_rank)?;
         let path = folder.join("adapter_model.safetensors");
         if !path.is_file() && folder.join("adapter_model.bin").is_file() {
-            let message = "is missing; adapter_model.bin is not read, for it may hold programs: \
+            let message = "is missing; adapter_model.bin is not read, since it can contain code: \
                            save the adapter with safe_serialization";
             return Err(ModelError::file(&path, message));
         }
@@ -79,17 +79,17 @@ impl AdapterFiles {
                 ends(name, target) || ends(target, name)
             };
             if !found.iter().any(is_of) {
-                let message = "is missing, and target_modules of adapter_config.json names it";
+                let message = "is missing, but target_modules in adapter_config.json names it";
                 return Err(self.wrong(target, message.to_owned()));
             }
         }
         Ok(())
     }
 
-    /// The matrices of a module; `None` if the adapter does not change it.
+    /// Returns the matrices of a module; `None` if the adapter does not change it.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when one of the two is missing, or does not match the model or the
+    /// [`ModelError::Tensor`] if one of the two is missing, or does not match the model or the
     /// configuration.
     pub(super) fn factors<'a>(
         &'a self,
@@ -117,12 +117,12 @@ impl AdapterFiles {
     fn matrix(&self, name: &str, shape: [usize; 2]) -> Result<TensorView<'_>, ModelError> {
         let view = self.files.any_tensor(name, None)?;
         if let DType::F8E4M3 | DType::I8 = view.dtype {
-            let message = format!("is of type {:?}; it has to be BF16, F16 or F32", view.dtype);
+            let message = format!("is of type {:?}; it must be BF16, F16 or F32", view.dtype);
             return Err(self.wrong(name, message));
         }
         if view.shape != shape {
             let message = format!(
-                "has shape {:?}; the model and adapter_config.json ask for {shape:?}",
+                "has shape {:?}; the model and adapter_config.json require {shape:?}",
                 view.shape
             );
             return Err(self.wrong(name, message));
@@ -136,7 +136,7 @@ impl AdapterFiles {
     }
 }
 
-/// The layer and the modules that a tensor belongs to; several where the model has them as one.
+/// Returns the layer and modules that a tensor belongs to; several if the model stores them as one.
 fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, String> {
     if ["embed_tokens", "lm_head"].iter().any(|it| tensor.split('.').any(|part| part == *it)) {
         return Err("adapters of embeddings and output heads are not supported".to_owned());
@@ -146,7 +146,7 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
         .or_else(|| tensor.strip_suffix(".lora_B.weight"))
         .ok_or("is neither a lora_A.weight nor a lora_B.weight of a module")?;
     let Some(rest) = module.strip_prefix("base_model.model.model.layers.") else {
-        let what = "is not of one of the model's layers (base_model.model.model.layers.N)";
+        let what = "does not belong to one of the model's layers (base_model.model.model.layers.N)";
         return Err(what.to_owned());
     };
     if rest.contains(".experts.") || rest.contains("block_sparse_moe") {
@@ -159,12 +159,13 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
         let mut names = Module::ALL.map(|module| module.place(config).name).to_vec();
         names.dedup();
         let names = names.join(", ");
-        return Err(format!("is of none of the modules that adapters may change: {names}"));
+        return Err(format!("belongs to none of the modules that adapters can change: {names}"));
     }
     let count = config.num_layers;
     let is_there = |index: &usize| *index < count && index.to_string() == layer;
     let index: Option<usize> = layer.parse().ok().filter(is_there);
-    let index = index.ok_or_else(|| format!("is of layer {layer}, the model has {count}"))?;
+    let index =
+        index.ok_or_else(|| format!("belongs to layer {layer}, but the model has {count}"))?;
     if modules.iter().any(|module| !module.is_in(config, index)) {
         return Err(format!("layer {index} has experts: adapters of them are not supported"));
     }
@@ -172,7 +173,7 @@ fn places(tensor: &str, config: &ModelConfig) -> Result<Vec<(usize, Module)>, St
 }
 
 impl Factors<'_> {
-    /// Writes the `cols` columns of A from `first` on to the rows of `out`, `[rank, cols]`.
+    /// Writes `cols` columns of A, from `first` on, to the rows of `out`, `[rank, cols]`.
     pub(super) fn write_a(&self, first: usize, cols: usize, out: &mut [f32]) {
         for (row, out) in out.chunks_exact_mut(cols.max(1)).take(self.rank).enumerate() {
             widen(&self.a, row, first, out);
@@ -192,7 +193,7 @@ impl Factors<'_> {
     }
 }
 
-/// Converts the columns of a row from `first` on to f32.
+/// Converts a row's columns, from `first` on, to f32.
 fn widen(tensor: &TensorView<'_>, row: usize, first: usize, out: &mut [f32]) {
     let size = tensor.dtype.bytes();
     let start = (row * tensor.shape[1] + first) * size;

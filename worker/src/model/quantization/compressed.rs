@@ -13,7 +13,7 @@ pub(super) fn read(raw: &Value) -> Result<Quantised, String> {
     let groups = match &raw["config_groups"] {
         Value::Null => &empty,
         Value::Object(groups) => groups,
-        _ => return refuse("config_groups that are no table"),
+        _ => return refuse("config_groups that is not a table"),
     };
     check_formats(raw, groups)?;
     check_others(raw)?;
@@ -52,7 +52,7 @@ fn is_packed(format: &Value) -> bool {
     format.as_str() == Some("pack-quantized")
 }
 
-/// Checks the formats, of all groups and of each.
+/// Checks the format of the whole configuration and of each group.
 fn check_formats(raw: &Value, groups: &Map<String, Value>) -> Result<(), String> {
     let is_readable = |format: &Value| {
         let readable = ["float-quantized", "int-quantized", "naive-quantized", "dense"];
@@ -89,7 +89,7 @@ fn check_others(raw: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// A group whose weights are integers in words.
+/// Reads a group whose weights are integers packed into words.
 fn packed_group(name: &str, weights: &Value) -> Result<PackedForm, String> {
     match packed::compressed(weights) {
         Ok(form) => Ok(form),
@@ -97,7 +97,7 @@ fn packed_group(name: &str, weights: &Value) -> Result<PackedForm, String> {
     }
 }
 
-/// A group whose weights are numbers with scales: the block that shares one, where blocks do.
+/// Reads a group whose weights are numbers with scales; returns the block size, if it has blocks.
 fn scaled_group(name: &str, weights: &Value) -> Result<Option<(usize, usize)>, String> {
     let or = |key: &str, otherwise: &str| match &weights[key] {
         Value::Null => otherwise.to_owned(),

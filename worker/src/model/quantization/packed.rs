@@ -1,10 +1,9 @@
-//! Checkpoints whose weights are integers in 32-bit words: the configurations of GPTQ, AWQ and
-//! compressed-tensors, and their tensors.
+//! Checkpoints whose weights are integers packed into 32-bit words: the configurations of GPTQ, AWQ
+//! and compressed-tensors, and their tensors.
 //!
-//! The files show which matrices are packed: those that lists of exceptions name
-//! (`modules_to_not_convert`, `ignore`, `-:` in `dynamic`) have a plain `weight`. Where inputs are
-//! ordered by activation (`desc_act`, `actorder`), a list of group indices (`g_idx`) assigns inputs
-//! to groups.
+//! The files show which matrices are packed: those listed as exceptions (`modules_to_not_convert`,
+//! `ignore`, `-:` in `dynamic`) have a plain `weight`. If inputs are ordered by activation
+//! (`desc_act`, `actorder`), a list of group indices (`g_idx`) assigns them to groups.
 use std::path::Path;
 
 use kernels::backend::{DType, Scales};
@@ -15,32 +14,32 @@ use super::super::ModelError;
 use super::super::experts::MXFP4_GROUP;
 use super::super::safetensors::{IntegersView, TensorView, WeightFiles};
 
-/// The suffix of the tensor of integers, in each packing.
+/// Suffix of the tensor of integers, in each packing.
 pub(crate) const PACKED: [&str; 2] = ["qweight", "weight_packed"];
 
 /// How a checkpoint's integers are packed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PackedForm {
-    /// Their layout in the files.
+    /// Layout of the integers in the files.
     pub packing: Packing,
     /// 4 or 8.
     pub bits: u32,
-    /// Inputs per group, which share a scale; `None` if an output has one scale.
+    /// Number of inputs that share a scale; `None` if each output has a single scale.
     pub group: Option<usize>,
-    /// A list may assign inputs to groups.
+    /// Whether a list may assign inputs to groups.
     pub is_listed: bool,
-    /// Each group has its own zero point. Otherwise the zero is the middle of the integers' range,
-    /// whatever is in the files: some symmetric checkpoints have meaningless zeros.
+    /// Whether each group has its own zero point. Otherwise the zero is the middle of the integers'
+    /// range, even if the files have zeros: those of some symmetric checkpoints are meaningless.
     pub has_zeros: bool,
 }
 
-/// The string under the first of `keys` that is there, in lower case.
+/// Returns the string under the first of `keys` that exists, in lower case.
 fn word(raw: &Value, keys: &[&str]) -> Option<String> {
     let value = keys.iter().map(|key| &raw[*key]).find(|value| !value.is_null())?;
     Some(super::text(value).to_ascii_lowercase())
 }
 
-/// Inputs per group; `None` for -1, which means all.
+/// Reads the number of inputs per group; `None` for -1, which means all.
 fn group_size(value: &Value) -> Result<Option<usize>, String> {
     match (value.as_i64(), value) {
         (Some(-1), _) => Ok(None),
@@ -81,7 +80,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
     let rules = match &raw["dynamic"] {
         Value::Null | Value::Bool(false) => &empty,
         Value::Object(rules) => rules,
-        _ => return Err(named("dynamic that is no table".to_owned())),
+        _ => return Err(named("dynamic that is not a table".to_owned())),
     };
     for (rule, own) in rules.iter().filter(|(rule, _)| !rule.starts_with("-:")) {
         for key in ["bits", "group_size", "sym"] {
@@ -90,7 +89,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
             }
         }
     }
-    // Without `desc_act` the list is ignored: some checkpoints have a meaningless one.
+    // Without `desc_act` the list is ignored: it is meaningless in some checkpoints.
     let is_set = |value: &Value| *value == Value::Bool(true);
     let is_listed =
         is_set(&raw["desc_act"]) || rules.values().any(|rule| is_set(&rule["desc_act"]));
@@ -103,7 +102,7 @@ pub(super) fn gptq(raw: &Value) -> Result<PackedForm, String> {
 /// # Errors
 /// What is not supported.
 pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
-    // The key in transformers, or AutoAWQ's own.
+    // The key in transformers, or AutoAWQ's own key.
     let or = |key: &str, own: &str| match &raw[key] {
         Value::Null => raw[own].clone(),
         value => value.clone(),
@@ -124,7 +123,7 @@ pub(super) fn awq(raw: &Value) -> Result<PackedForm, String> {
     Ok(PackedForm { packing: Packing::Awq, bits, group, is_listed: false, has_zeros: true })
 }
 
-/// Reads the weights' part of a group in a pack-quantized compressed-tensors configuration.
+/// Reads the `weights` of a group in a pack-quantized compressed-tensors configuration.
 ///
 /// # Errors
 /// What is not supported.
@@ -140,7 +139,7 @@ pub(super) fn compressed(weights: &Value) -> Result<PackedForm, String> {
             return Err(named(format!("{kind}, by {}", strategy.unwrap_or("tensor"))));
         }
     };
-    // A list exists where inputs are ordered by activation and the file keeps that order.
+    // A list exists if inputs are ordered by activation and the file keeps that order.
     let has_zeros = weights["symmetric"] == Value::Bool(false);
     Ok(PackedForm { packing: Packing::Compressed, bits, group, is_listed: true, has_zeros })
 }
@@ -160,7 +159,7 @@ impl PackedForm {
         matches!(self.packing, Packing::Mxfp4 { .. })
     }
 
-    /// Whether the configuration allows matrices to stay in 4 bits: see
+    /// Whether the configuration allows matrices to stay in 4 bits; see
     /// [`kernels::weights::int4_groups`].
     pub(crate) fn may_stay(&self) -> bool {
         let is_listed = self.is_listed && matches!(self.packing, Packing::Gptq { .. });
@@ -168,10 +167,10 @@ impl PackedForm {
         self.bits == 4 && is_aligned && (!is_listed || self.group.is_none())
     }
 
-    /// Finds the tensors of a matrix `[out, in]` whose name is `name`, which ends in `weight`.
+    /// Finds the tensors of a matrix `[out, in]`; its `name` ends in `weight`.
     ///
     /// # Errors
-    /// [`ModelError::Tensor`] when one is missing, or has another shape or type.
+    /// [`ModelError::Tensor`] if one is missing, or has another shape or type.
     pub(super) fn find<'a>(
         &self,
         files: &'a WeightFiles,
@@ -213,11 +212,11 @@ impl PackedForm {
     }
 }
 
-/// A packed matrix that is looked for.
+/// A packed matrix to find.
 struct Matrix<'a, 'n> {
     form: PackedForm,
     files: &'a WeightFiles,
-    /// What the names of all its tensors begin with.
+    /// Common prefix of its tensors' names.
     stem: &'n str,
     rows: usize,
     cols: usize,
@@ -240,7 +239,7 @@ impl<'a> Matrix<'a, '_> {
         self.form.group.map_or(1, |size| self.cols.div_ceil(size))
     }
 
-    /// The names of the integers, the zeros, the scales and the list of groups.
+    /// Names of the integers, the zeros, the scales and the list of groups.
     fn names(&self) -> [String; 4] {
         match self.form.packing {
             Packing::Compressed => {
@@ -251,7 +250,7 @@ impl<'a> Matrix<'a, '_> {
         .map(|part| self.at(part))
     }
 
-    /// The shapes of the integers, the zeros and the scales.
+    /// Shapes of the integers, the zeros and the scales.
     fn shapes(&self) -> [[usize; 2]; 3] {
         let (rows, cols, groups) = (self.rows, self.cols, self.num_groups());
         let (words_in, words_out) =
@@ -265,7 +264,7 @@ impl<'a> Matrix<'a, '_> {
         }
     }
 
-    /// Partly filled words are not supported, except of compressed-tensors.
+    /// Checks that all words are full; only compressed-tensors may have partly filled ones.
     fn check_filled(&self) -> Result<(), ModelError> {
         let per_word = self.per_word();
         let (what, size) = match self.form.packing {
@@ -276,11 +275,11 @@ impl<'a> Matrix<'a, '_> {
         if size.is_multiple_of(per_word) {
             return Ok(());
         }
-        let message = format!("has {size} {what}, no multiple of {per_word}");
+        let message = format!("has {size} {what}, which is not a multiple of {per_word}");
         Err(wrong(self.files.folder(), &self.at("qweight"), message))
     }
 
-    /// Checks the shape that compressed-tensors states in a tensor.
+    /// Checks the shape that compressed-tensors stores as a tensor.
     fn check_shape(&self) -> Result<(), ModelError> {
         if !self.is_compressed() {
             return Ok(());
@@ -294,11 +293,11 @@ impl<'a> Matrix<'a, '_> {
         if numbers == shape.map(|size| size as u64) {
             return Ok(());
         }
-        let message = format!("is {numbers:?}, config.json asks for {shape:?}");
+        let message = format!("is {numbers:?}, but config.json requires {shape:?}");
         Err(wrong(found.file, &name, message))
     }
 
-    /// Which inputs are in which group.
+    /// Returns which inputs belong to which group.
     fn groups(&self, list: &str) -> Result<Groups<'a>, ModelError> {
         let groups = self.num_groups();
         let size = self.form.group.unwrap_or(self.cols).max(1);
@@ -310,13 +309,17 @@ impl<'a> Matrix<'a, '_> {
         let all = of_shape(self.files, list, &[self.cols])?;
         let number = |bytes: &[u8; 4]| usize::try_from(i32::from_le_bytes(*bytes));
         let numbers = all.data.as_chunks::<4>().0;
-        // compressed-tensors writes -1 when there is no order.
+        // compressed-tensors writes -1 if there is no order.
         let is_unset = self.is_compressed() && numbers.contains(&[0xff; 4]);
         let is_there = |bytes: &[u8; 4]| number(bytes).is_ok_and(|n| n < groups);
         let unknown = numbers.iter().find(|bytes| !is_unset && !is_there(bytes));
         if let Some(bytes) = unknown {
             let number = i32::from_le_bytes(*bytes);
-            return Err(wrong(all.file, list, format!("has {number}, there are {groups} groups")));
+            return Err(wrong(
+                all.file,
+                list,
+                format!("has {number}, but there are {groups} groups"),
+            ));
         }
         // The usual case: groups in order.
         let is_even =
@@ -329,7 +332,7 @@ fn wrong(file: &Path, tensor: &str, message: String) -> ModelError {
     ModelError::Tensor { file: file.to_owned(), tensor: tensor.to_owned(), message }
 }
 
-/// A tensor of 32-bit words of exactly this shape.
+/// Finds a tensor of 32-bit words of exactly this shape.
 fn of_shape<'a>(
     files: &'a WeightFiles,
     name: &str,
@@ -337,10 +340,10 @@ fn of_shape<'a>(
 ) -> Result<IntegersView<'a>, ModelError> {
     let found = files.integers(name)?;
     if found.size != 4 {
-        return Err(wrong(found.file, name, "is of type I64; it has to be I32".to_owned()));
+        return Err(wrong(found.file, name, "is of type I64; it must be I32".to_owned()));
     }
     if found.shape != shape {
-        let message = format!("has shape {:?}, config.json asks for {shape:?}", found.shape);
+        let message = format!("has shape {:?}, but config.json requires {shape:?}", found.shape);
         return Err(wrong(found.file, name, message));
     }
     Ok(found)
@@ -386,7 +389,7 @@ mod tests {
             (&gptq(r#""dynamic": {"+:.*down.*": {"bits": 8}}"#), "\"+:.*down.*\" with bits 8"),
             (&gptq(r#""dynamic": {".*q.*": {"group_size": 32}}"#), "\".*q.*\" with group_size 32"),
             (&gptq(r#""dynamic": {".*q.*": {"sym": false}}"#), "\".*q.*\" with sym false"),
-            (&gptq(r#""dynamic": [1]"#), "dynamic that is no table"),
+            (&gptq(r#""dynamic": [1]"#), "dynamic that is not a table"),
             (r#"{"quant_method": "awq", "bits": 8, "group_size": 128}"#, "\"awq\", 8 bits"),
             (&awq(r#""version": "gemv""#), "\"awq\", 4 bits, version \"gemv\""),
             (&awq(r#""version": "GEMV_fast""#), "version \"gemv_fast\""),

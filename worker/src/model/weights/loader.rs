@@ -1,4 +1,4 @@
-//! A rank's share of the weights on its way to the backend: packed, counted.
+//! Loads a rank's share of the weights into the backend: packs and counts it.
 use kernels::backend::{Backend, HostMatrix, QkvWeights};
 use kernels::error::KernelError;
 use kernels::weights::{Int4Groups, int4_groups};
@@ -13,7 +13,7 @@ pub(super) struct Loader<'a, 'p, B> {
     pub(super) backend: &'a mut B,
     pub(super) quantization: Quantization,
     pub(super) progress: &'p mut dyn FnMut(u64, u64),
-    /// Bytes of matrices as stored: loaded so far, and all.
+    /// Sizes of matrices as stored: loaded so far, and in total.
     pub(super) done: u64,
     pub(super) total: u64,
     /// Bytes kept so far.
@@ -69,7 +69,7 @@ impl<B: Backend> Loader<'_, '_, B> {
         Ok(stack)
     }
 
-    /// Packs a matrix that is quantised where `quantization` says so.
+    /// Packs a matrix, quantised according to `quantization`.
     pub(super) fn matrix(&mut self, parts: &[HostMatrix<'_>]) -> Result<B::Matrix, KernelError> {
         let matrix = match self.quantization {
             Quantization::None => self.backend.load_matrix(parts),
@@ -107,12 +107,12 @@ impl<B: Backend> Loader<'_, '_, B> {
     }
 }
 
-/// Bytes of a matrix as stored.
+/// Size of a matrix as stored, in bytes.
 pub(super) fn bytes(matrix: &HostMatrix<'_>) -> u64 {
     (matrix.rows * matrix.cols * matrix.dtype.bytes()) as u64
 }
 
-/// Bytes of a matrix as kept; `int4` holds the groups of a matrix that stays in 4 bits.
+/// Size of a matrix as kept, in bytes; `int4` holds the groups of a matrix that stays in 4 bits.
 fn held(matrix: &HostMatrix<'_>, kept: Quantization, int4: Option<&Int4Groups>) -> u64 {
     let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
     match (kept, int4) {

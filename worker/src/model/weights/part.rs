@@ -1,4 +1,4 @@
-//! One rank's share of the tensors: which rectangle of each it takes, checked and not read yet.
+//! One rank's share of the tensors: which rectangle of each it takes; checked, but not read yet.
 use std::ops::Range;
 
 use kernels::backend::{HostMatrix, Scales};
@@ -10,7 +10,7 @@ use crate::model::modules::Module;
 use crate::model::quantization::Tensors;
 use crate::model::safetensors::TensorView;
 
-/// One rank's share of one layer: checked, not read yet.
+/// One rank's share of one layer: checked, but not read yet.
 pub(super) struct LayerPart<'a> {
     pub(super) input_norm: Vec<f32>,
     pub(super) rope: usize,
@@ -57,7 +57,7 @@ impl<'a> LayerPart<'a> {
 /// Some outputs of a module.
 struct Outputs {
     module: Module,
-    /// In the order in which they are taken.
+    /// Ranges of outputs, in the order in which they are taken.
     ranges: Vec<Range<usize>>,
 }
 
@@ -76,7 +76,7 @@ impl<'a> Part<'a> {
         Layer { part: self, index }.read()
     }
 
-    /// This rank's rows of a `[vocab, hidden]` tensor, padded with zero rows to `vocab_width`.
+    /// Returns this rank's rows of a `[vocab, hidden]` tensor, zero-padded to `vocab_width`.
     pub(super) fn vocabulary<'b>(
         &self,
         name: &str,
@@ -105,7 +105,7 @@ impl<'a> Part<'a> {
         self.0.files.numbers(name, &[len])
     }
 
-    /// The weight of an RMSNorm, with `norm_offset` added.
+    /// Reads the weight of an RMSNorm and adds `norm_offset`.
     pub(super) fn norm(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
         let mut values = self.vector(name, len)?;
         values.iter_mut().for_each(|weight| *weight += self.0.config.norm_offset);
@@ -190,19 +190,19 @@ impl<'a> Layer<'a> {
         format!("model.layers.{}.{suffix}", self.index)
     }
 
-    /// The features of these heads.
+    /// Features of these heads.
     fn features(&self, heads: &Range<usize>) -> Range<usize> {
         let head_dim = self.part.0.config.head_dim;
         heads.start * head_dim..heads.end * head_dim
     }
 
-    /// The matrix of the checkpoint that holds a module.
+    /// Finds the matrix of the checkpoint that contains a module.
     fn matrix(&self, module: Module) -> Result<TensorView<'a>, ModelError> {
         let place = module.place(self.part.0.config);
         self.part.weight(&self.name(&format!("{}.weight", place.name)), place.shape)
     }
 
-    /// These outputs of column-parallel modules.
+    /// Cuts these outputs out of column-parallel modules.
     fn rows(&self, wanted: &[Outputs]) -> Result<Vec<HostMatrix<'a>>, ModelError> {
         let mut parts = Vec::new();
         for Outputs { module, ranges } in wanted {
@@ -213,7 +213,7 @@ impl<'a> Layer<'a> {
         Ok(parts)
     }
 
-    /// A matrix of a row-parallel module for each part of its sum, from these inputs.
+    /// Cuts a row-parallel module with these inputs into one matrix per part of its sum.
     fn cols(&self, module: Module, own: &Range<usize>) -> Result<Vec<HostMatrix<'a>>, ModelError> {
         let tensor = self.matrix(module)?;
         let parts = self.part.0.shard.parts;
@@ -222,7 +222,7 @@ impl<'a> Layer<'a> {
         Ok((0..parts).map(|i| cols_of(&tensor, &part(i))).collect())
     }
 
-    /// The biases of these outputs, if the model has them.
+    /// Reads the biases of these outputs, if the model has them.
     fn biases(&self, has: bool, wanted: &[Outputs]) -> Result<Option<Vec<f32>>, ModelError> {
         if !has {
             return Ok(None);
@@ -238,7 +238,7 @@ impl<'a> Layer<'a> {
         Ok(Some(joined))
     }
 
-    /// The bias of a row-parallel module: checked on every rank, kept on rank 0.
+    /// Reads the bias of a row-parallel module: checked on every rank, kept on rank 0.
     fn row_parallel_bias(&self, has: bool, module: Module) -> Result<Option<Vec<f32>>, ModelError> {
         let Source { config, shard, .. } = self.part.0;
         let all = 0..config.hidden_size;
@@ -246,13 +246,13 @@ impl<'a> Layer<'a> {
         Ok(bias.filter(|_| shard.rank == 0))
     }
 
-    /// An RMSNorm of the residual stream, or of what is added to it.
+    /// Reads an RMSNorm of the residual stream, or of what is added to it.
     fn norm(&self, name: &str) -> Result<Vec<f32>, ModelError> {
         let hidden = self.part.0.config.hidden_size;
         self.part.norm(&self.name(&format!("{name}.weight")), hidden)
     }
 
-    /// The RMSNorm of each head of q or k, in the order of its features, if the model has it.
+    /// Reads the RMSNorm of each head of q or k, in the order of its features, if the model has it.
     fn head_norm(&self, name: &str) -> Result<Option<Vec<f32>>, ModelError> {
         let config = self.part.0.config;
         let (rope, head_dim) = (&config.ropes[self.index], config.head_dim);
@@ -263,7 +263,7 @@ impl<'a> Layer<'a> {
         Ok(Some((0..head_dim).map(|i| all[rope.source(head_dim, i)]).collect()))
     }
 
-    /// The sinks of this rank's heads, if the model has some.
+    /// Reads the sinks of this rank's heads, if the model has them.
     fn sinks(&self) -> Result<Option<Vec<f32>>, ModelError> {
         let Source { config, shard, .. } = self.part.0;
         if !config.sinks {

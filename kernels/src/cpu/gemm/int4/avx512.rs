@@ -1,4 +1,4 @@
-//! 4-bit weights to bf16 by AVX-512: a lookup of 16 bits per weight, by five bits.
+//! Conversion of 4-bit weights to bf16 by AVX-512: a lookup of 16 bits per weight, by five bits.
 use std::arch::x86_64::{
     __m512bh, __m512i, _mm_loadu_si128, _mm512_and_si512, _mm512_cvtepi8_epi32, _mm512_loadu_si512,
     _mm512_or_si512, _mm512_permutexvar_epi16, _mm512_set1_epi8, _mm512_slli_epi32,
@@ -93,7 +93,7 @@ pub(super) fn number(words: &[u32; 16], pair: usize, table: __m512i) -> __m512bh
     )
 }
 
-/// The numbers of 16 words less their zero points: of the even pairs, and of the odd ones.
+/// The numbers of 16 words minus their zero points: those of the even pairs and of the odd pairs.
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 pub(super) fn differences(words: &[u32; 16], zeros: __m512i) -> [__m512i; 2] {
@@ -107,7 +107,7 @@ pub(super) fn differences(words: &[u32; 16], zeros: __m512i) -> [__m512i; 2] {
     ]
 }
 
-/// Pair `pair` of four, of [`differences`].
+/// Pair `pair` of four, from [`differences`].
 #[target_feature(enable = "avx512f,avx512bw")]
 #[inline]
 pub(super) fn difference([even, odd]: [__m512i; 2], pair: usize, table: __m512i) -> __m512bh {
@@ -130,7 +130,7 @@ fn look_up(table: __m512i, index: __m512i) -> __m512bh {
     unsafe { std::mem::transmute::<__m512i, __m512bh>(found) }
 }
 
-/// The lookup table of a panel's weights; zero points are to be subtracted before the lookup.
+/// The lookup table of a panel's weights, for lookups after zero points are subtracted.
 pub(super) fn table_of(is_float: bool, is_symmetric: bool) -> &'static [u16; 32] {
     match (is_float, is_symmetric) {
         (true, _) => &FLOATS,

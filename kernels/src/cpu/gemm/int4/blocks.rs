@@ -7,15 +7,15 @@ use super::super::super::pack::{Int4Group, Int4Panel};
 pub(super) struct Block<'a> {
     pub(super) panel: Int4Panel<'a>,
     groups: Range<usize>,
-    /// The rows of words that are taken of each group, as far as it has them.
+    /// Range of rows of words taken from each group, as far as the group has them.
     rows: Range<usize>,
 }
 
-/// What a block takes of a group.
+/// The part of a group that a block takes.
 pub(super) struct Piece<'a> {
-    /// With the rows of words that are taken.
+    /// The group, restricted to the rows of words taken.
     pub(super) group: Int4Group<'a>,
-    /// The index, within the panel, of the first of them.
+    /// Index of its first row within the panel.
     pub(super) first_row: usize,
     /// The group is the panel's first.
     pub(super) is_first: bool,

@@ -1,9 +1,9 @@
 //! Products of activations of one bf16 term, row by row, with 4-bit weights, by AVX-512 with bf16
 //! dot products.
 //!
-//! A tile that is alone converts weights in registers. Of several tiles, one leaves what it
-//! converts in a piece of memory for the others. All of them scale a group's sums from registers
-//! into the outputs.
+//! A tile that is alone converts weights in registers. If there are several tiles, one of them
+//! leaves the converted weights in scratch memory for the others. All of them scale a group's sums
+//! from registers into the outputs.
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
@@ -15,11 +15,12 @@ use super::Sums;
 use super::blocks::{Block, Piece};
 use super::tile::{self, Four, converted, packed};
 
-/// Most rows of words, four pairs each, that are converted for several tiles at a time.
+/// Maximum number of rows of words, four pairs each, that are converted at a time for several
+/// tiles.
 const ROOM: usize = BLOCK_PAIRS / 4;
-/// The same for few tiles, where memory is the bottleneck: what is converted stays in the L1 cache.
+/// The same for few tiles, where memory is the bottleneck: converted weights stay in the L1 cache.
 const SMALL_ROOM: usize = SMALL_BLOCK / 4;
-/// Tiles whose sums of a group that no room holds are kept side by side (12 KiB).
+/// Number of tiles whose sums of a group that is converted in parts are kept side by side (12 KiB).
 const CUT_TILES: usize = 8;
 
 /// Converted weights. Aligned, so that no vector lies in two cache lines; not cleared, which would
@@ -31,18 +32,18 @@ struct Room([Four; ROOM]);
 #[repr(C, align(64))]
 struct CutSums([Sums; CUT_TILES]);
 
-/// Sums of a tile whose outputs are fewer than a panel has.
+/// Sums of a tile with fewer outputs than a panel.
 #[repr(C, align(64))]
 struct TileSums<const M: usize>([Acc; M]);
 
-/// Where a tile's weights come from.
+/// Source of a tile's weights.
 #[derive(Clone, Copy)]
 enum Source {
-    /// They are converted.
+    /// Converted by this tile.
     Packed,
-    /// They are converted, and left in the room.
+    /// Converted by this tile, and left in the room.
     Kept,
-    /// They are in the room.
+    /// Taken from the room.
     Room,
 }
 

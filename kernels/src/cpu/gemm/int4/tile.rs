@@ -18,18 +18,18 @@ use super::blocks::Piece;
 /// Prefetch distance, in rows of words.
 const AHEAD: usize = 32;
 
-/// Four pairs in bf16, where they have been written.
+/// Four pairs in bf16, possibly not written yet.
 pub(super) type Four = [MaybeUninit<PairRow>; 4];
 
-/// Where a tile's sums go: scaled to `out`, added to what is there, or over it if the group is the
-/// panel's first. Those of a group that goes on are left in `cut`, which is there in that case.
+/// Destination of a tile's sums: scaled, they are added to `out`, or overwrite it if the group is
+/// the panel's first. Sums of a group that continues are left in `cut`, which must then be `Some`.
 pub(super) struct Sums<'a, 'o, const M: usize> {
     pub(super) cut: Option<&'a mut [Acc; M]>,
     pub(super) out: &'a mut [&'o mut Acc; M],
 }
 
 /// Multiplies a tile by a piece; leaves the converted weights in `room`, if `KEEP`. `rows` begin
-/// with the piece's first pair; after the last pair of all they contain zeros.
+/// with the piece's first pair; they contain zeros after the last pair of all.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
     rows: &[&[u32]; M],
@@ -85,10 +85,10 @@ pub(super) fn packed<const M: usize, const SYMMETRIC: bool, const KEEP: bool>(
     });
 }
 
-/// As [`packed`], with what that left in the room.
+/// As [`packed`], with the weights that it left in the room.
 ///
 /// # Safety
-/// `room` holds the piece's weights.
+/// `room` must hold the piece's weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn converted<const M: usize>(
     rows: &[&[u32]; M],
@@ -103,7 +103,7 @@ pub(super) unsafe fn converted<const M: usize>(
     });
 }
 
-/// Multiplies a tile by a piece; `weights_of` gives a pair of the four that are at an index.
+/// Multiplies a tile by a piece; `weights_of` returns a pair of the four at an index.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 #[inline]
 fn tile<const M: usize, W>(
@@ -160,7 +160,7 @@ fn tile<const M: usize, W>(
     }
 }
 
-/// Prefetches the row of words that is [`AHEAD`] of this one.
+/// Prefetches the row of words that is [`AHEAD`] rows after this one.
 #[inline(always)]
 fn fetch(words: &Int4Row) {
     let ahead = std::ptr::from_ref(words).wrapping_add(AHEAD).cast::<i8>();
@@ -170,7 +170,7 @@ fn fetch(words: &Int4Row) {
     }
 }
 
-/// Prefetches the scales of the group that [`fetch`] has come to.
+/// Prefetches the scales of the group that [`fetch`] has reached.
 #[inline(always)]
 fn fetch_scales(group: &Int4Group<'_>) {
     let groups = AHEAD.div_ceil(group.rows.len().max(1));

@@ -1,7 +1,7 @@
-//! PURE: whether totals say more than those before them that somebody would miss.
+//! PURE: whether totals differ from earlier ones in a way that matters.
 //!
-//! An idle cluster counts, too: processor time, steps without sequences, probes of load balancers
-//! and scrapes. That alone is no reason to write a checkpoint every few seconds.
+//! Even an idle cluster counts: processor time, steps without sequences, load balancers' probes,
+//! and scrapes. These alone are no reason to write a checkpoint every few seconds.
 use super::{Checkpoint, LiveTotals, Total, index_of};
 use crate::metrics::application::{Family, Kind as ApplicationKind};
 use crate::metrics::catalogue::{
@@ -11,12 +11,11 @@ use crate::metrics::definition::{Owner, SeriesId};
 use crate::metrics::labels::ROUTE;
 use crate::metrics::snapshot::{LabelValues, Value};
 
-/// What load balancers, supervisors and scrapers ask for, whether anything happens or not.
+/// Routes that load balancers, supervisors and scrapers request all the time.
 const PROBES: [&str; 6] = ["/live", "/ready", "/health", "/ping", "/version", "/metrics"];
 
 impl Checkpoint {
-    /// Whether something was counted after `before`, or left, that does not go on by itself in an
-    /// idle cluster.
+    /// Whether anything has changed since `before` other than what changes in an idle cluster.
     #[must_use]
     pub fn has_news_since(&self, before: &Self) -> bool {
         self.gone != before.gone
@@ -39,7 +38,7 @@ fn same(now: &[Total], then: &[Total]) -> bool {
     now.iter().filter(|it| !it.is_routine()).eq(then.iter().filter(|it| !it.is_routine()))
 }
 
-/// Of what applications count, all but gauges.
+/// Returns what applications count, without gauges.
 fn totals(families: &[Family]) -> impl Iterator<Item = (&str, &[(LabelValues, Value)])> {
     let totals =
         families.iter().filter(|it| !matches!(it.declaration.kind, ApplicationKind::Gauge(_)));
@@ -47,7 +46,7 @@ fn totals(families: &[Family]) -> impl Iterator<Item = (&str, &[(LabelValues, Va
 }
 
 impl Total {
-    /// Whether it grows while nothing happens.
+    /// Whether it grows while the cluster is idle.
     fn is_routine(&self) -> bool {
         let Some(id) = index_of(&self.name).and_then(SeriesId::from_index) else { return false };
         let definition = id.definition();
@@ -57,7 +56,7 @@ impl Total {
             return route.is_some_and(|route| PROBES.contains(&route.as_str()));
         }
         let counted = [PROCESS_CPU.series(), SCRAPE_DURATION.series(), RANK_STRAGGLER_GAP.series()];
-        // What ranks count of steps; tokens and failures are the coordinator's.
+        // Ranks count steps; tokens and failures are the coordinator's.
         counted.contains(&id) || matches!(definition.owner, Owner::EveryRank | Owner::RankZero)
     }
 }
