@@ -218,9 +218,9 @@ fn streamed(tokens: u32) -> Value {
 async fn usage(response: reqwest::Response) -> (f64, f64) {
     let all = String::from_utf8(response.bytes().await.unwrap().to_vec()).unwrap();
     assert!(all.ends_with("data: [DONE]\n\n"), "{all}");
-    let events = all.lines().filter_map(|line| line.strip_prefix("data: "));
-    let events = events.filter_map(|event| serde_json::from_str(event).ok());
-    let last: Value = events.last().unwrap();
+    let mut events = all.lines().filter_map(|line| line.strip_prefix("data: "));
+    let last = events.rfind(|event| *event != "[DONE]").unwrap();
+    let last: Value = serde_json::from_str(last).unwrap();
     let tokens = |which: &str| last["usage"][which].as_f64().unwrap();
     (tokens("prompt_tokens"), tokens("completion_tokens"))
 }

@@ -24,6 +24,8 @@ struct Rig {
     load: Arc<ReplicaLoad>,
     now: Duration,
     answered: usize,
+    /// The clients' ends, which nobody reads and nobody drops.
+    unread: Vec<mpsc::Receiver<coordinator::engine::EngineEvent>>,
 }
 
 impl Rig {
@@ -40,7 +42,8 @@ impl Rig {
         let config = SchedulerConfig { max_model_len: 4096, ..config() };
         let operation = operation_with(config, hub.observer(), limits, load.clone());
         let now = Duration::from_millis(1);
-        let mut rig = Self { hub, operation, sent: Sent::default(), load, now, answered: 0 };
+        let sent = Sent::default();
+        let mut rig = Self { hub, operation, sent, load, now, answered: 0, unread: vec![] };
         rig.form(3);
         rig
     }
@@ -94,8 +97,7 @@ impl Rig {
         let mut request = request();
         request.max_tokens = max_tokens;
         let (events, tokens) = mpsc::channel(4096);
-        // Nobody reads, and nobody is gone.
-        std::mem::forget(tokens);
+        self.unread.push(tokens);
         let events = coordinator::engine::EventSender::Local(events);
         self.operation.submit(self.now, request, events, &mut self.sent);
     }
