@@ -1,10 +1,10 @@
 //! PURE: how long a step may take, by how long steps of its size take: a rank that computes no more
 //! while its process lives on is found by that, long before `--step-timeout`.
 //!
-//! An alarm costs a formation, so it takes much: [`FACTOR`] times as long as steps of this size
+//! An alarm costs a formation, so it takes much: `FACTOR` times as long as steps of this size
 //! took at most lately, and seconds at the very least. Sizes of which little is known in this
 //! epoch, as those of its first steps, have the whole time-out. After an alarm the least is
-//! [`RAISE`] times as much, since the next one would be about the same.
+//! `RAISE` times as much, since the next one would be about the same.
 use std::collections::BTreeMap;
 use std::time::Duration;
 

@@ -92,7 +92,7 @@ pub fn check_model_names(names: &[String]) -> Result<(), String> {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Serving {
     /// The model folder, as a path on the coordinator's host, or a model on the hub, as
-    /// [`HubModel`](crate::hub::HubModel) is written.
+    /// [`HubModel`] is written.
     pub model: String,
     /// Name of the model in the API.
     pub served_model_name: String,
