@@ -411,7 +411,7 @@ fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
             // Its commit says what it is.
             return;
         }
-        tracing::warn!(reason, "whether workers have the model that is here cannot be told");
+        tracing::warn!(reason, "cannot tell whether workers have the same model as this host");
     })
     .ok()
 }

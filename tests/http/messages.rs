@@ -525,10 +525,7 @@ async fn what_is_not_understood_is_refused_by_its_name() {
         (tool(json!({"name": "", "input_schema": {}})), "`tools[0].name`"),
         (json!({"tool_choice": {"type": "any"}}), "`tool_choice` needs `tools`"),
         (json!({"tool_choice": "auto"}), "`tool_choice` must be an object"),
-        (
-            json!({"tools": tools(), "tool_choice": {"type": "tool", "name": "g"}}),
-            "none of `tools`",
-        ),
+        (json!({"tools": tools(), "tool_choice": {"type": "tool", "name": "g"}}), "not in `tools`"),
         (
             json!({"tools": tools(), "tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}}),
             "disable_parallel_tool_use",

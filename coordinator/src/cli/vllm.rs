@@ -57,13 +57,13 @@ pub(crate) const OPTIONS: &[(&str, Here)] = &[
     ("rope-theta", Instead("edit the folder's `config.json`")),
     ("generation-config", Instead("edit the folder's `generation_config.json`")),
     ("override-generation-config", Instead("edit the folder's `generation_config.json`")),
-    ("tokenizer", Instead("the folder's `tokenizer.json` is taken")),
-    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is taken")),
-    ("load-format", Instead("safetensors are read, nothing else")),
+    ("tokenizer", Instead("the folder's `tokenizer.json` is always used")),
+    ("tokenizer-mode", Instead("the folder's `tokenizer.json` is always used")),
+    ("load-format", Instead("only safetensors are read")),
     ("hf-token", Instead("`HF_TOKEN` in the environment, or the file `token` in `HF_HOME`")),
-    ("seed", Instead("requests name a `seed`")),
-    ("task", Instead("completions and embeddings are served alike")),
-    ("runner", Instead("completions and embeddings are served alike")),
+    ("seed", Instead("set `seed` in requests")),
+    ("task", Instead("completions and embeddings are both served")),
+    ("runner", Instead("completions and embeddings are both served")),
     ("max-loras", Instead("all of `--lora-modules` may be in one step")),
     ("max-cpu-loras", Instead("all of `--lora-modules` may be in one step")),
     ("cpu-offload-gb", Instead("weights stay in the memory of the device that computes")),
@@ -104,7 +104,9 @@ pub(crate) fn understood(args: &[OsString]) -> Result<Vec<OsString>, clap::Error
     if role == Some("serve") {
         let model = args.get(2).and_then(|it| it.to_str()).filter(|it| !it.starts_with('-'));
         let model = model.unwrap_or("MODEL");
-        return Err(refused(&format!("`serve` is vLLM's: `tutti up --model {model}`")));
+        return Err(refused(&format!(
+            "`serve` is a vLLM command; here: `tutti up --model {model}`"
+        )));
     }
     if !matches!(role, Some("up" | "coordinator" | "doctor")) {
         return Ok(args.to_vec());

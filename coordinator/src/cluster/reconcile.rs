@@ -209,7 +209,7 @@ impl Cluster {
             let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
             let waited = guilty.iter().map(|worker| self.silence.patience(*worker, patience));
             let seconds = waited.min().unwrap_or(patience).as_secs();
-            let reason = format!("nothing was heard of {} for {seconds} s", names.join(", "));
+            let reason = format!("nothing was heard from {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {

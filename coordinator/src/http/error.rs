@@ -95,7 +95,7 @@ impl ApiError {
     /// No API key, or an unknown one: 401.
     #[must_use]
     pub fn unknown_key() -> Self {
-        let message = "This needs a known API key: `Authorization: Bearer KEY`, or \
+        let message = "A valid API key is required: `Authorization: Bearer KEY`, or \
                        `x-api-key: KEY`";
         Self {
             code: Some("invalid_api_key"),

@@ -298,7 +298,7 @@ fn choice(fields: &Fields, tools: Option<&mut Value>) -> Result<ToolChoice, ApiE
                 if tools.iter().any(|tool| name(tool) == Some(wanted)) {
                     return Ok(());
                 }
-                let message = format!("`tool_choice` names {wanted:?}, which is none of `tools`");
+                let message = format!("`tool_choice` names {wanted:?}, which is not in `tools`");
                 Err(ApiError::field(field, message))
             };
             if kind(value) == Some("allowed_tools") {

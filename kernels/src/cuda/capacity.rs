@@ -134,7 +134,7 @@ mod tests {
         let others: Vec<Need> = [2, 4, 8].map(|n| need(n, 140 * GIB / u64::from(n))).into();
         let line = check_fit(&memory, &need(1, 140 * GIB), &others).unwrap_err();
         // 142 needed, 71.625 there; halves need 72, just too much.
-        assert!(line.contains("70.4 GiB missing"), "{line}");
+        assert!(line.contains("70.4 GiB are missing"), "{line}");
         assert!(line.contains("--tensor-parallel 4 would fit"), "{line}");
         assert!(!line.contains('\n'));
         let line = check_fit(&memory, &need(1, 140 * GIB), &[]).unwrap_err();

@@ -88,7 +88,7 @@ const DRIVER: &[Known] = &[
     ),
     (721, "CUDA_ERROR_TENSOR_MEMORY_LEAK", "a kernel ended without freeing its tensor memory"),
     (800, "CUDA_ERROR_NOT_PERMITTED", "the driver does not allow it here"),
-    (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver cannot do it"),
+    (801, "CUDA_ERROR_NOT_SUPPORTED", "this GPU or driver does not support it"),
     (802, "CUDA_ERROR_SYSTEM_NOT_READY", "the driver's services (fabric manager) are not running"),
     (
         803,

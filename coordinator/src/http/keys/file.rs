@@ -163,7 +163,7 @@ mod tests {
         assert_eq!(limits("abc requests=8  requests-per-minute=120"), both);
         assert_eq!(limits("abc\trequests=0"), KeyLimits::default());
         for (wrong, what) in [
-            ("abc hidden", "no limit"),
+            ("abc hidden", "not a limit"),
             ("abc hidden=3", "unknown limit"),
             ("abc requests=-1", "a number from 0"),
             ("abc requests=1000001", "to 1000000"),
