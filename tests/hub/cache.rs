@@ -194,7 +194,9 @@ fn a_wrong_checksum_is_tried_again_once() {
     let error = rig.error(Part::All);
     assert!(error.contains(WEIGHTS) && error.contains("checksum"), "{error}");
     let kept: Vec<String> = files(&rig.blobs()).into_keys().collect();
-    assert!(kept.iter().all(|name| name.len() == 40), "nothing wrong is left: {kept:?}");
+    // The weights' names have 64 digits. Other files may have been interrupted, and continue.
+    let begun = |name: &str| name.split('.').next().map_or(0, str::len);
+    assert!(kept.iter().all(|name| begun(name) == 40), "nothing wrong is left: {kept:?}");
     assert_eq!(rig.hub.asked().iter().filter(|asked| asked.elsewhere).count(), 2);
 }
 
