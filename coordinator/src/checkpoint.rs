@@ -67,7 +67,7 @@ impl Checkpoints {
         let stall = etcd.lease_ttl / 2;
         let publication = Arc::new(Publication::new(hub.clone(), patience, stall));
         let (pages, beats) = (publication.clone(), Arc::downgrade(&publication));
-        // Totals that are never written are missed from now on.
+        // Starts the age of the checkpoint now, so that totals that are never written are noticed.
         noted(&hub);
         hub.membership().with(|stats| {
             let every = stats.gauge(TOTALS_CHECKPOINT_INTERVAL, []);

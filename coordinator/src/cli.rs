@@ -13,11 +13,11 @@
 //! - `doctor`, `devices`, `bench`: what a host has, and whether it will do
 //! - `options`, `config_file`: options, and files of them
 //! - `reference`: the page of all options
-//! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: parts of the options, and vLLM's
-//!   names for them
-//! - `secret`, `core_dumps`: the cluster's secret; no core dumps that would show it
-//! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs taken, signs of life, limits and signals
-//!   of a process
+//! - `api`, `etcd`, `lora`, `resources`, `speculative`, `vllm`: groups of options, and vLLM's names
+//!   for them
+//! - `secret`, `core_dumps`: the cluster secret; no core dumps that would contain it
+//! - `claims`, `heartbeat`, `open_files`, `signals`: GPUs in use, heartbeats, limits and signals of
+//!   a process
 //! - `hub`: models by their names on the hub
 //! - `logging`, `output`: the log, and what is printed
 mod api;

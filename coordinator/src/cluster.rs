@@ -276,7 +276,7 @@ impl Cluster {
         }
     }
 
-    /// A step failed, hung or came back wrong: the epoch is over.
+    /// A step failed, hung or returned wrong results: the epoch is over.
     pub fn epoch_failed(
         &mut self,
         now: Duration,

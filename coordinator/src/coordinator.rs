@@ -402,8 +402,8 @@ fn page(
     })
 }
 
-/// What is in the model folder here. A coordinator needs no weights: without them its workers have
-/// to agree among each other alone.
+/// Identity of the model folder's contents here. A coordinator needs no weights; without them, its
+/// workers only have to agree with each other.
 fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
     let read = ModelIdentity::read(&options.model, &options.lora);
     read.inspect_err(|reason| {

@@ -11,8 +11,8 @@
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - [`messages`]: the endpoints of Anthropic's API
-//! - [`dialogue`]: a conversation's request, from its fields to a running one
-//! - [`message`], [`tools`]: a choice's message; tools, and calls of them
+//! - [`dialogue`]: turns the fields of a conversation's request into a running one
+//! - [`message`], [`tools`]: a choice's message; tools and tool calls
 //! - [`reading`]: a reply's text as reasoning, answer and calls
 //! - [`generation`]: a running request as a sequence of text pieces
 //! - [`envelope`]: fields common to all events of a request; [`sse`]: Server-Sent Events
@@ -30,9 +30,9 @@
 //! - [`room`]: how much memory request bodies may take together
 //! - `connections`: how many connections each address may have
 //! - `kept`: ends connections on which nothing is asked
-//! - `watch`: files that are read again when they change
-//! - `body`: what lives as long as an answer's body
-//! - [`gate`]: closed when the server is told to end: who may come in, and who is inside
+//! - `watch`: rereads files when they change
+//! - `body`: attaches values to the lifetime of an answer's body
+//! - [`gate`]: lets requests in, and is closed when the server is told to end
 //! - [`error`]: every error a client can see, in one mapping
 pub mod access;
 pub mod admin;

@@ -14,7 +14,7 @@
 //! - [`standby`]: a coordinator that waits until it leads
 //! - [`guide`]: structured output: which tokens are allowed next
 //! - [`http`]: the API
-//! - [`private_file`]: whether nobody but its owner may read a file
+//! - [`private_file`]: checks that only a file's owner can read it
 //! - [`secret_file`]: the file of the cluster's secrets, read again when it changes
 //! - [`text`]: tokenizer, templates, incremental decoding, stop strings
 //! - [`metrics`]: what is observed and how it is published

@@ -185,8 +185,8 @@ __device__ __forceinline__ void store_alike(float* at, float value) {
     asm volatile("st.relaxed.cta.global.f32 [%0], %1;" ::"l"(at), "f"(value) : "memory");
 }
 
-// What ranks tell each other, and the host: at system scope. A flag that is seen makes everything
-// visible that its writer, or threads that it met at a barrier before, had written or read.
+// Flags between ranks, and to the host, at system scope. Seeing a flag makes everything visible
+// that its writer, or threads that it met at a barrier before, had written or read.
 __device__ __forceinline__ void store_release(uint64_t* at, uint64_t value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }

@@ -4,7 +4,7 @@
 //! - [`bytes`]: PURE: byte fields, encoded in one piece
 //! - [`auth`]: PURE: proof of the cluster secret, MACs of frames
 //! - [`keyring`]: the cluster's secrets, several while one takes another's place
-//! - [`frame`]: PURE: the byte stream to checked frames and back
+//! - [`frame`]: PURE: frames with checksums on a byte stream
 //!
 //! `docs/protocol.md` is the specification.
 pub mod auth;

@@ -261,7 +261,7 @@ fn an_algorithm_that_fails_is_passed_over() {
     let environment = [("FAKE_CUDA_FAIL", "cublasLtMatmul:1=3")];
     let (code, stdout, stderr) = with_fake(&args, &environment);
     assert_eq!(code, 0, "{stdout} {stderr}");
-    // But not where a GPU has failed.
+    // But not after a GPU has failed.
     let (code, _, stderr) = with_fake(
         &args,
         &[("FAKE_CUDA_ALGORITHMS", "4"), ("FAKE_CUDA_FAIL", "cublasLtMatmul:3=719")],
@@ -285,7 +285,7 @@ fn a_kernel_that_cannot_be_loaded_is_not_looked_for_elsewhere() {
     assert!(stderr.contains("no image for this GPU's architecture"), "{stderr}");
 }
 
-/// Without cuBLASLt prompts are computed by this project's own kernels.
+/// Without cuBLASLt, this project's own kernels compute prompts.
 #[test]
 fn without_cublaslt_it_runs() {
     let folder = tempfile::tempdir().unwrap();

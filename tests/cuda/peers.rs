@@ -75,7 +75,7 @@ async fn a_capture_that_fails_is_remembered_by_both_ranks() {
     let log = pair.cluster.log();
     assert!(log.contains("CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED (900)"), "{log}");
     assert!(log.contains("decode steps are slower than they could be"), "{log}");
-    // Each finds out at most once, and both are in a group again afterwards.
+    // Each rank fails at most once, and both are in a group again afterwards.
     let formed = log.matches(SEEN).count();
     assert!((4..=6).contains(&formed), "{formed}: {log}");
     let before = pair.calls("graph ");

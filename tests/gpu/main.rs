@@ -249,7 +249,7 @@ struct Table {
 
 /// Words of the error for a GPU that does not finish in time.
 const HANGS: &str = "it hangs";
-/// Names of the errors that leave a context unusable: every later call in it fails with the same.
+/// Errors that leave a context unusable: every later call in it fails with the same error.
 const BROKEN: [&str; 15] = [
     HANGS,
     "CUDA_ERROR_ECC_UNCORRECTABLE",
@@ -271,8 +271,7 @@ const BROKEN: [&str; 15] = [
 /// What begins the words of a line that is well because this machine cannot show otherwise.
 const UNCHECKED: &str = "not available here";
 
-/// Marks of a part's messages to its supervisor; anything else that it prints is passed on as it
-/// is.
+/// Marks of a part's messages to its supervisor, which passes on all other output unchanged.
 const STEP: &str = "@step ";
 const ROW: &str = "@row ";
 

@@ -443,7 +443,7 @@ fn neighbours(options: &Options, gpus: [u32; 2], task: &[&OsStr]) -> Result<Stri
     }
 }
 
-/// One rank with NCCL: its calls, and their recording in graphs.
+/// One rank with NCCL: its calls, and their capture in graphs.
 fn alone(options: &Options, ordinal: u32) -> Result<String, String> {
     struct Nobody;
     impl Relay for Nobody {
@@ -538,7 +538,7 @@ fn by_processes(options: &Options, exchange: Exchange, gpus: [u32; 2]) -> Vec<St
         _ => processes(options, exchange, gpus, task),
     };
     let mut steps = vec![Step::new(name.clone(), move |table| table.add(name, run(&[])))];
-    // On one GPU every sum waits for the other process's turn.
+    // On one GPU every sum waits for the other process's time slice.
     let models: &[&str] = match (options.quick, gpus[0] == gpus[1]) {
         (true, _) => &VARIANTS[..1],
         (false, true) => &["llama-gqa-sharded", "qwen2", "qwen3"],

@@ -125,7 +125,7 @@ fn memory_that_is_not_shared_is_no_failure(options: &Options) -> Result<(), Stri
     Ok(())
 }
 
-/// In every part, what there was no time for is reported differently from what failed.
+/// In every part, steps that there was no time for are reported differently from failures.
 fn time_that_is_up_is_no_failure(options: &Options) -> Result<(), String> {
     let words = |error: std::io::Error| error.to_string();
     let output = Command::new(std::env::current_exe().map_err(words)?)

@@ -31,7 +31,7 @@ struct Report {
     faults: usize,
     /// Lines about what this machine cannot do, which are no faults.
     unchecked: usize,
-    /// Parts, or the rest of them, that there was no time for.
+    /// Number of parts that did not run completely for lack of time.
     not_run: usize,
 }
 

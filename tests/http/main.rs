@@ -6,8 +6,8 @@
 //! - [`bounds`]: every bad request gets a 4xx that names the field
 //! - [`embeddings`]: `/v1/embeddings`, its vectors and bounds
 //! - [`fields`]: no field that would change the answer is ignored
-//! - [`conversations`]: the input that templates get from a chat request
-//! - [`harmony`]: gpt-oss' format, in which replies are messages
+//! - [`conversations`]: the input that chat templates get from a request
+//! - [`harmony`]: the format of gpt-oss, in which replies are messages
 //! - [`messages`]: `/v1/messages`, its blocks, events and errors
 //! - [`responses`]: `/v1/responses`, its items and events
 //! - [`options`]: API keys, origins, operators' limits

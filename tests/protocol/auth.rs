@@ -1,5 +1,5 @@
-//! Peers that do not know the cluster secret get nothing decoded, and frames cannot be forged,
-//! changed, repeated or reflected.
+//! Nothing from peers without the cluster secret is decoded, and frames cannot be forged, changed,
+//! repeated or reflected.
 use std::slice::from_ref;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -143,7 +143,7 @@ impl World {
         }
     }
 
-    /// Identities that hold at every moment.
+    /// Checks identities that hold at every moment.
     pub(crate) fn check_totals(&mut self) {
         let merged = self.coordinator.hub.merged();
         let mut wrong = Vec::new();

@@ -13,8 +13,8 @@
 //! - [`client`]: a small HTTP client, independent of this project's code, with SSE
 //! - [`scrape`]: parses a `/metrics` page
 //! - [`stopped`]: a thread that does nothing any more, while its process goes on
-//! - [`relay`]: the path of group ids from rank 0 to the others, for ranks that are threads
-//! - [`promtool`]: Prometheus's linter of pages
+//! - [`relay`]: passes group ids from rank 0 to the others, for ranks that are threads
+//! - [`promtool`]: Prometheus's linter for metrics pages
 //! - [`models`]: the model folders and their golden values
 //! - [`tools`]: finds external programs: etcd, Prometheus, promtool
 //! - [`wait`]: waits for a condition, with a bound

@@ -8,7 +8,7 @@
 //!
 //! - `dialling`: how it finds its coordinator
 //! - `fetching`: how it gets the files of models of the hub before it joins
-//! - `uplink`: the way to the coordinator, as those who send know it
+//! - `uplink`: the sending side of the link to the coordinator
 use std::sync::Arc;
 use std::time::Duration;
 

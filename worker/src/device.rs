@@ -247,7 +247,7 @@ impl CudaDevice {
             warmed = engine.warm(&rows, patience);
         }
         let Warmed { kinds, of } = match warmed {
-            // One rank goes on without graphs: the next step gives them up. Several form anew.
+            // One rank goes on without graphs: the next step gives up on them. Several form anew.
             Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
                 tracing::warn!(reason, "decode steps are not captured");
                 return Ok(());

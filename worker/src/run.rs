@@ -36,7 +36,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(5);
 /// gone when so many of them in a row say so.
 const LOOK: Duration = Duration::from_secs(5);
 const LOOKS: u32 = 3;
-/// How long a name server may take.
+/// Timeout of name resolution.
 const RESOLVE_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Options of `tutti worker`.
@@ -59,7 +59,7 @@ pub struct WorkerOptions {
     pub application: Metrics,
     /// The cluster's secrets, if it has any.
     pub secret: Option<Keyring>,
-    /// NVML's library, when the system's loader does not find it.
+    /// Path of NVML's library, if the system's loader does not find it.
     pub nvml: Option<PathBuf>,
     /// The last lines of the process's log, for the coordinator to keep.
     pub log: SharedLog,
@@ -274,7 +274,7 @@ fn another_address(told: IpAddr, peer: &str) -> Option<IpAddr> {
     is_gone.then(|| address_towards(peer).ok()).flatten().filter(|now| *now != told)
 }
 
-/// The address of this host on the way to `peer`.
+/// Returns this host's address on the route to `peer`.
 ///
 /// # Errors
 /// When `peer` cannot be resolved or there is no route to it.

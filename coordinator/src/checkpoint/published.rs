@@ -5,9 +5,9 @@
 //! far would count twice. So a page shows a moment that etcd has acknowledged, with all of its
 //! totals and gauges, so that relations between series hold within a scrape.
 //!
-//! An etcd that does not answer lets nobody take over, either. After a while without an answer the
-//! page is of the present again, and while a write is under way of the moment that is written: it
-//! may be acknowledged, and must not be less than what was seen before.
+//! While etcd does not answer, nobody can take over, either. After a while without an answer, the
+//! page shows the present again, or, while a write is under way, the moment being written: it may
+//! be acknowledged, and must not be less than what was seen before.
 //!
 //! A process that stood still for long cannot know whether another leads since. Who asked it
 //! meanwhile is answered first of all, before it hears of that. So its page has no totals until
@@ -234,9 +234,9 @@ mod tests {
         assert_eq!(published.shown(seconds(51)), None, "etcd did not answer for long");
     }
 
-    /// A counter that grows at every step, scrapes, writes that etcd answers or not (having taken
-    /// them or not), leaders that die at any point: no scrape shows less than one before it, and
-    /// none of a leader that etcd answers shows what it would take along.
+    /// A counter that grows at every step, with scrapes, writes that etcd answers or not (having
+    /// applied them or not), and leaders that die at any point: no scrape shows less than an
+    /// earlier one.
     #[test]
     fn no_total_falls_when_leaders_die() {
         let mut random = 12_345_u64;

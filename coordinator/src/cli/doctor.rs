@@ -234,7 +234,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<(), CliError> {
     }
 }
 
-/// The secret that the node would have.
+/// Reads the secret that the node would have.
 fn read_secret(args: &DoctorArgs) -> (Option<shared::wire::keyring::Keyring>, Finding) {
     const CHECK: &str = "secret";
     let secret = match secret::read_file(args.cluster_secret_file.as_deref()) {

@@ -155,7 +155,7 @@ async fn other_state(mut view: watch::Receiver<View>, own: Option<Pinned>) -> Cl
     }
 }
 
-/// Resolves when this process leads; says meanwhile who does.
+/// Resolves when this process leads; logs meanwhile who does.
 async fn election(mut view: watch::Receiver<View>) -> Leader {
     let mut said = String::new();
     loop {

@@ -153,8 +153,8 @@ pub(crate) struct WorkerArgs {
     pub(crate) resources: ResourceArgs,
     #[command(flatten)]
     pub(crate) cache: CacheArgs,
-    /// Identifies the host: workers with equal values exchange data through shared memory, others
-    /// over TCP [default: told by boot, /dev/shm and process namespace]
+    /// Identifies the host: workers with the same ID exchange data through shared memory, others
+    /// over TCP [default: derived from the boot id, /dev/shm and the process namespace]
     #[arg(long, value_name = "ID")]
     pub(crate) host_id: Option<String>,
     /// Exit when stdin closes: how `tutti up` makes sure that no worker outlives it
@@ -187,7 +187,7 @@ pub(crate) struct FrontendArgs {
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) cache: CacheArgs,
-    /// Threads that serve HTTP [default: the cores, at most 8]
+    /// Threads that serve HTTP [default: the number of cores, at most 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) http_threads: Option<u32>,
     /// Seconds that running requests get to finish on shutdown (SIGTERM, Ctrl-C)

@@ -1,4 +1,4 @@
-//! The cluster's secret: where it comes from, and when there has to be one.
+//! The cluster secret: where it comes from, and when it is required.
 use std::net::SocketAddr;
 use std::path::Path;
 

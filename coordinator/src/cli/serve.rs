@@ -88,7 +88,7 @@ fn pinned(etcd: Option<&EtcdOptions>, args: &CoordinatorArgs) -> Result<Option<P
     }))
 }
 
-/// Takes nothing new and lets what runs finish.
+/// Takes no new requests and lets running ones finish.
 pub(crate) async fn finish(coordinator: &Coordinator, patience: Duration, signals: &mut Signals) {
     coordinator.close();
     signals.drain(coordinator.requests(), patience, coordinator.finish(patience)).await;

@@ -69,7 +69,7 @@ pub enum Effect {
         /// Who takes its place.
         to: WorkerId,
     },
-    /// A worker's device failed again and again, and it gets no rank for so long.
+    /// A worker's device failed again and again; it gets no rank for a while.
     SetAside {
         /// The worker.
         worker: WorkerId,

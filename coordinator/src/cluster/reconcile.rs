@@ -257,7 +257,7 @@ impl Cluster {
         effects.push(Effect::GivesWay { worker, to: best.worker });
     }
 
-    /// Slow ranks are replaced by spares, where there are some that are not known to be slow.
+    /// Replaces slow ranks with spares that are not known to be slow, if there are any.
     fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
         for worker in slow {

@@ -1,9 +1,8 @@
 //! PURE: which ranks were told to form or to start and have not answered, and for how long nothing
 //! was heard from them.
 //!
-//! An executor that hangs says nothing, while its process and its link live. How long it has said
-//! nothing is counted over formations: its peers give up waiting for it earlier, and would be
-//! formed with it again without end.
+//! A hanging executor says nothing while its process and link live. Its silence is counted across
+//! formations: its peers give up waiting earlier, and would be formed with it again without end.
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -59,7 +58,7 @@ impl Silence {
         if self.hung.contains(&worker) { patience.min(HUNG_PATIENCE) } else { patience }
     }
 
-    /// It is at work, and owes its answer still.
+    /// It is at work but still owes its answer.
     pub(super) fn heard(&mut self, now: Duration, worker: WorkerId) {
         self.hung.remove(&worker);
         if let Some(owed) = self.owed.get_mut(&worker) {
@@ -110,7 +109,7 @@ impl Silence {
         self.owed.get(&worker).is_some_and(|owed| !owed.before.is_zero())
     }
 
-    /// Whether it did not answer, and has not served since.
+    /// Whether it failed to answer and has not served since.
     pub(super) fn struck(&self, worker: WorkerId) -> bool {
         self.strikes.contains_key(&worker)
     }

@@ -27,7 +27,7 @@ pub struct CoordinatorOptions {
     pub model: PathBuf,
     /// What the other processes are told to use.
     pub told: Told,
-    /// How its matrix products are computed.
+    /// Compute data type.
     pub dtype: Dtype,
     /// Quantization of the weights.
     pub quantization: Quantization,
@@ -65,7 +65,7 @@ pub struct CoordinatorOptions {
     pub prefix_caching: bool,
     /// Whether sequences draft tokens, and how.
     pub speculation: Option<Speculation>,
-    /// Whether requests have priorities; else all are alike, in order of arrival.
+    /// Whether requests have priorities; otherwise they run in order of arrival.
     pub priorities: bool,
     /// Maximum number of requests per replica that wait for their first step.
     pub max_queued_requests: u32,

@@ -98,7 +98,7 @@ pub fn told(error: ApiError, request: &HttpRequest) -> ApiError {
     if messages::is_at(request.path()) { error.for_anthropic(&request_id(request)) } else { error }
 }
 
-/// Gives the request its id and the answer a header that says it; logs it.
+/// Assigns the request its id, adds it to the answer's headers, and logs the request.
 ///
 /// # Errors
 /// The handler's own.

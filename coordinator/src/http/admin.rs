@@ -40,7 +40,7 @@ pub struct Admin {
     pub frontends: Arc<Frontends>,
     /// The cluster's secrets, if it has any.
     pub secret: Option<Keyring>,
-    /// Who starts and stops worker processes, where this process does.
+    /// Starts and stops worker processes, if this process does so.
     pub workers: Option<mpsc::Sender<ScaleWorkers>>,
     /// The last lines of this process's log.
     pub log: SharedLog,

@@ -19,7 +19,7 @@ pub(super) const KEPT: Duration = Duration::from_secs(75);
 /// How long a request's head may take.
 pub(super) const HEAD_DEADLINE: Duration = Duration::from_secs(5);
 
-/// The connections of a server. Clones are the same.
+/// The connections of a server. Clones share them.
 #[derive(Clone, Debug)]
 pub struct Connections {
     addresses: Addresses,

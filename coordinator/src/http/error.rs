@@ -270,7 +270,7 @@ impl ApiError {
         json!({"type": "error", "error": error, "request_id": request_id})
     }
 
-    /// What OpenAI's Responses API calls the error of a response that failed: code and message.
+    /// Returns code and message as in the error of a failed response of OpenAI's Responses API.
     #[must_use]
     pub fn of_response(&self) -> Value {
         let code = match self.status {

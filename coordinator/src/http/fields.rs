@@ -95,7 +95,7 @@ impl Fields {
         &self.request_id
     }
 
-    /// With what they take of the room that bodies have.
+    /// Sets its share of the room for bodies.
     #[must_use]
     pub fn in_room(self, share: Share) -> Self {
         Self { share, ..self }

@@ -29,8 +29,8 @@ use crate::metrics::FrontendStats;
 /// Where Anthropic's clients say their key.
 const X_API_KEY: HeaderName = HeaderName::from_static("x-api-key");
 
-/// The keys that are let in; none lets everybody in. Only their hashes are kept, and nothing of
-/// them is ever shown. Clones are the same.
+/// The known keys; without any, everybody is admitted. Only their hashes are kept, and nothing
+/// about them is ever shown. Clones share them.
 #[derive(Clone, Default)]
 pub struct ApiKeys(Arc<Keys>);
 

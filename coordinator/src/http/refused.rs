@@ -100,7 +100,7 @@ const MESSAGES: &[(&str, Neutral)] = &[
     ("speed", Words(&["standard"])),
 ];
 
-/// Of `/v1/embeddings` alone.
+/// Fields of `/v1/embeddings` only.
 const EMBEDDINGS: &[(&str, Neutral)] = &[
     ("activation", True),
     ("additional_data", Null),

@@ -58,9 +58,9 @@ struct Answering {
     head: Head,
     output: Output,
     reading: Reading,
-    /// Log-probabilities of tokens whose text has not come yet.
+    /// Log-probabilities of tokens whose text has not arrived yet.
     pending: Vec<Value>,
-    /// The bound of the output cut it.
+    /// Whether the output limit cut it.
     is_cut: bool,
     status: Status,
     completed_at: Option<u64>,

@@ -35,7 +35,7 @@ use crate::engine::TAKEN_WITHIN;
 
 /// Maximum number of connections of a server without the API.
 const SMALL_CONNECTIONS_MAX: usize = 1024;
-/// How long its body may take.
+/// Time limit for its body.
 pub(super) const BODY_DEADLINE_S: u64 = 10;
 /// Bytes of an answer that wait in a socket. What its client does not take stays with the request,
 /// which is cancelled if that persists ([`TAKEN_WITHIN`]); a socket's own megabytes would hide a
@@ -45,7 +45,7 @@ const UNSENT_MAX: u32 = 128 << 10;
 /// Maximum number of connections, over all threads.
 const CONNECTIONS_MAX: usize = 20_000;
 
-/// Every path, the methods it takes, for `Allow` and for the labels of HTTP metrics.
+/// Every path and its methods, for `Allow` and for the labels of HTTP metrics.
 const ROUTES: [(&str, &str); 18] = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),

@@ -85,7 +85,7 @@ pub trait EventSource {
         PING
     }
 
-    /// Appends what ends a stream in order.
+    /// Appends the regular end of a stream.
     fn end(&self, out: &mut Events) {
         out.bytes.extend_from_slice(b"data: [DONE]\n\n");
     }

@@ -80,7 +80,7 @@ impl Salts {
         // The number of parts distinguishes an empty salt from none.
         let parts = [owner, salt.unwrap_or_default().as_bytes()];
         let parts = if salt.is_some() { &parts[..] } else { &parts[..1] };
-        // Without a secret everybody may join, and see all prompts.
+        // Without a secret anybody may join, and see all prompts.
         let open = || Secret::of_random([0; 32]);
         let key = self.secrets.as_ref().map(|it| it.first().derived("cached prompts"));
         key.unwrap_or_else(open).number_of(parts).max(1)
@@ -126,7 +126,7 @@ mod tests {
         assert_eq!(numbers[0], 0, "without key and salt all share");
         let different: std::collections::BTreeSet<u64> = numbers.iter().copied().collect();
         assert_eq!(different.len(), numbers.len(), "{numbers:?}");
-        // Another cluster's tell nothing of these.
+        // Another cluster's numbers reveal nothing about these.
         let other = all(&Salts::new(Some(&secret(8))));
         assert!(numbers[1..].iter().all(|number| !other.contains(number)));
         // A salt equal to another key's hash does not give that key's number.

@@ -26,7 +26,7 @@ pub(crate) struct Stamp {
 /// See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Watch {
-    /// As they were when last read.
+    /// State at the last reading.
     read: Stamps,
     /// State at the last check, if that was new.
     pending: Option<Stamps>,
@@ -35,7 +35,7 @@ pub(crate) struct Watch {
 }
 
 impl Watch {
-    /// Of files that have been read.
+    /// Starts with files in the state in which they were read.
     pub(crate) fn new(read: Stamps) -> Self {
         Self { read, pending: None, failed: false }
     }
@@ -61,7 +61,7 @@ impl Watch {
     }
 }
 
-/// How these files look now.
+/// Returns the files' state now.
 pub(crate) fn stamps(files: &[PathBuf]) -> Stamps {
     Stamps(files.iter().map(|file| stamp(file)).collect())
 }
@@ -76,8 +76,8 @@ fn stamp(file: &Path) -> Option<Stamp> {
     })
 }
 
-/// Has `read` read the files again when they have changed, until nobody uses what was read of them.
-/// What cannot be used is said once, however often it is tried.
+/// Calls `read` when the files have changed, until its result is no longer used. A failure is
+/// logged once, however often it recurs.
 pub(crate) fn keep_current<T>(
     what: &str,
     files: &[PathBuf],

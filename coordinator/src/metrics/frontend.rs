@@ -15,8 +15,8 @@ use shared::metrics::{Counter, Histogram, LocalStats, PartialSnapshot, catalogue
 
 use super::level::Level;
 
-/// Where requests for the engine come in, and what they are answered as a rule. These series are
-/// there from the start, or an increase would miss the first of each.
+/// Routes of requests for the engine, and their usual statuses. These series exist from the start;
+/// otherwise `increase()` would miss the first event of each.
 const USUAL_ROUTES: [&str; 5] =
     ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"];
 const USUAL_STATUSES: [u16; 7] = [200, 400, 413, 429, 499, 500, 503];

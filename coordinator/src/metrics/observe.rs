@@ -297,7 +297,7 @@ impl Recording<'_> {
         stats.add(cells.overdue, 1);
     }
 
-    /// A replica's KV blocks now.
+    /// Sets a replica's numbers of KV blocks.
     pub fn kv_blocks(&mut self, replica: ReplicaId, used: u32, total: u32) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let (cells, stats) = cells.replica(replica);

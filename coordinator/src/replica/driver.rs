@@ -34,7 +34,7 @@ pub struct DriverLimits {
     /// A step may take so long at least, however short such steps usually are; with the time-out
     /// itself, that alone counts.
     pub step_floor: Duration,
-    /// Requests fail when no epoch has been under way for so long.
+    /// Requests fail when no epoch has been under way for this long.
     pub unavailable_timeout: Duration,
     /// Requests fail when they have waited for their first step for this long, if there is a bound.
     pub max_queue_wait: Option<Duration>,
@@ -311,7 +311,7 @@ impl ReplicaDriver {
         self.in_flight.push_back(Running { since: now, size: self.deadlines.size(plan) });
     }
 
-    /// Fills `masks` with those of a step that waits for them, if they are all known.
+    /// Fills `masks` with those of a step that waits for them, if all are known.
     pub fn next_masks(&mut self, now: Duration, masks: &mut StepMasks) -> bool {
         let known = self.scheduler.masks(masks, &mut self.effects);
         if !self.effects.is_empty() {
@@ -370,7 +370,7 @@ impl ReplicaDriver {
         self.observer.record().step_overdue(self.id);
     }
 
-    /// The slowest rank of a step computed so much longer than the fastest.
+    /// The slowest rank of a step computed this much longer than the fastest.
     pub fn straggler_gap(&mut self, gap: Duration) {
         self.observer.record().straggler_gap(self.id, gap);
     }

@@ -67,8 +67,8 @@ pub trait Outside {
     /// The epoch must end. These ranks have not finished a step that takes too long, if that is
     /// why.
     fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>);
-    /// A rank has computed `times` as long as the others, for long, which is slow; or it keeps
-    /// pace.
+    /// Tells that a rank has computed `times` as long as the others for a while, which is slow, or
+    /// that it keeps pace.
     fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
 }
 

@@ -368,7 +368,7 @@ bool barrier_and(bool vote) {
     if (++block.waiting_at_barrier == block.fibers.size()) {
         block.waiting_at_barrier = 0;
         block.barriers++;
-        // Nobody overwrites it before all have read it: that takes all of them again.
+        // Safe until all have read it: the next write needs all threads at a barrier again.
         block.verdict = std::exchange(block.votes, true);
         for (Fiber& fiber : block.fibers) {
             fiber.state = State::runnable;

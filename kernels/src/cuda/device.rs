@@ -21,7 +21,7 @@ use crate::error::KernelError;
 /// `CUDA_ERROR_NOT_FOUND`
 const NOT_FOUND: u32 = 500;
 
-/// Which GPU, and with what.
+/// Selects a GPU and how to use it.
 #[derive(Clone, Debug)]
 pub struct CudaOptions {
     /// The GPU's number among the visible GPUs.
@@ -138,8 +138,8 @@ impl Device {
     /// Launches a kernel, in stream order.
     ///
     /// # Safety
-    /// Every pointer among the arguments leads to as much memory as `kernels.h` says, alive until
-    /// the stream has come so far.
+    /// Every pointer among the arguments must point to as much memory as `kernels.h` requires,
+    /// alive until the stream has passed the launch.
     pub(super) unsafe fn launch(&self, call: Call) -> Result<(), KernelError> {
         self.deliver()?;
         // SAFETY: this function's contract.
@@ -259,7 +259,7 @@ impl Scratch {
         self.memory.as_ref().map_or(Ok(()), |memory| memory.fill(&device.stream, byte))
     }
 
-    /// Copies `words` to its beginning, which [`Scratch::get`] made large enough.
+    /// Copies `words` to the beginning; [`Scratch::get`] must have made it large enough.
     pub(super) fn upload(&self, device: &Device, words: &[u32]) -> Result<(), KernelError> {
         match &self.memory {
             Some(memory) => memory.upload(&device.stream, 0, words),

@@ -110,7 +110,7 @@ const DRIVER: &[Known] = &[
     (999, "CUDA_ERROR_UNKNOWN", "the driver gives no reason"),
 ];
 
-/// Of a status, whether trying again on the same device can help: it cannot for what is missing.
+/// Statuses for which a retry on the same device cannot help, because something is missing.
 const MISSING: &[u32] = &[34, 36, 46, 100, 101, 200, 209, 218, 221, 222, 500, 802, 803, 804, 805];
 
 /// Statuses of a failed graph capture.

@@ -6,7 +6,7 @@
 //! B with A = W, B = x, D = out.
 //!
 //! - `descriptors`: the library's descriptions of a product
-//! - `measuring`: which algorithm is the quickest
+//! - `measuring`: measures which algorithm is the fastest
 //! - `ahead`: plans made before they are needed
 use std::collections::HashMap;
 use std::ffi::c_void;

@@ -1,4 +1,4 @@
-//! Products with matrices: by this project's kernels for few rows, by cuBLASLt for more.
+//! Matrix products: by this project's kernels for few rows, by cuBLASLt for more.
 use std::time::Duration;
 
 use super::backend::{CudaBackend, Which};
@@ -197,8 +197,8 @@ impl CudaBackend {
         matmul.as_mut().map_or(Ok(0), |matmul| matmul.plan_ahead(stream, above, limit))
     }
 
-    /// Whether this project's own kernels compute a product of so many rows: each row's result is
-    /// the same bits then, whatever the other rows are.
+    /// Whether this project's own kernels compute a product of this many rows, in which case each
+    /// row's bits do not depend on the other rows.
     pub(super) fn is_skinny(&self, rows: usize) -> bool {
         rows <= SKINNY_MAX || self.options.batch_invariant || self.device.matmul.is_err()
     }

@@ -9,7 +9,7 @@ use etcd_client::{
 use super::Pinned;
 use super::view::{Entry, Value, View};
 
-/// How often an idle connection is asked whether it still is one.
+/// Interval between checks that an idle connection still works.
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 
 /// A key of the cluster `cluster`, if it is one of ours.
@@ -20,7 +20,7 @@ pub(super) fn entry(cluster: &str, kv: &KeyValue) -> Option<Entry> {
     Some(Entry { key, value, created: kv.create_revision(), lease: kv.lease() })
 }
 
-/// How etcd is reached.
+/// Options for connecting to etcd.
 #[derive(Clone)]
 pub struct EtcdOptions {
     /// etcd's members, as `http://HOST:PORT` or, with TLS, `https://HOST:PORT`.
@@ -106,8 +106,8 @@ impl EtcdOptions {
         Ok(view.pinned().cloned())
     }
 
-    /// Whether a process with these options could be a member: etcd is reached, knows its
-    /// certificate and user, and lets it read and write where it will. Writes nothing.
+    /// Checks whether a process with these options could be a member: etcd is reachable, accepts
+    /// the certificate and user, and grants read and write access to the keys. Writes nothing.
     ///
     /// # Errors
     /// What prevents it.

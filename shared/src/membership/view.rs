@@ -163,7 +163,7 @@ impl View {
         leader.or_else(last)?.model.as_deref()
     }
 
-    /// This process's leadership, if it leads.
+    /// Returns this process's leadership, if it leads.
     #[must_use]
     pub fn own(&self) -> Option<&Leader> {
         self.leader.as_ref().filter(|_| self.leading)

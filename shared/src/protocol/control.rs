@@ -47,7 +47,7 @@ pub struct Hello {
     /// Of which models it has the files: the [`fingerprint`](crate::hub::name::fingerprint) of the
     /// last [`ToFetch`], if all of that is here; else 0.
     pub fetched: u64,
-    /// What it was before.
+    /// Its place at its previous coordinator.
     pub rejoin: Rejoin,
 }
 

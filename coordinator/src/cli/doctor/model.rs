@@ -137,7 +137,7 @@ fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
     Ok(lora)
 }
 
-/// The draft model of `--speculative-config`, where there is one, on the worker that drafts.
+/// Checks the draft model of `--speculative-config`, if any; it is on the worker that drafts.
 fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
     let looked = hub::cached("--speculative-config", draft, &args.hub, Part::Weights);

@@ -63,7 +63,7 @@ fn port(check: &'static str, option: &str, address: SocketAddr) -> Finding {
     }
 }
 
-/// Would the coordinator let a node with this secret in?
+/// Checks whether the coordinator would admit a node with this secret.
 fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
     const CHECK: &str = "coordinator";
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();

@@ -93,7 +93,7 @@ pub(crate) struct BenchArgs {
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) hub: HubArgs,
-    /// What matrix products take of their activations: auto, float32 or bfloat16, as when serving
+    /// Type of the activations in matrix products: auto, float32 or bfloat16, as when serving
     #[arg(long, value_name = "DTYPE", default_value = "auto", value_parser = parse_dtype)]
     pub(crate) dtype: Dtype,
     /// Quantise weights while loading: int8 or none, as when serving

@@ -142,8 +142,8 @@ pub(crate) struct ServingArgs {
     /// seconds; with what --step-timeout says, or more, only that counts
     #[arg(long, value_name = "SECONDS", default_value_t = 5, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub(crate) min_step_timeout: u64,
-    /// Give up forming a replica when nothing was heard of a rank for so many seconds: more than
-    /// the largest matrix takes to load, and than GPU hosts take to pin --swap-space
+    /// Give up forming a replica when a rank has been silent for this many seconds; must exceed the
+    /// time to load the largest matrix and, on GPU hosts, to pin --swap-space
     #[arg(long, value_name = "SECONDS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(1..=36_000))]
     pub(crate) form_timeout: u64,
     /// Fail requests when no replica has been ready for this many seconds

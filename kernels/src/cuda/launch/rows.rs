@@ -1,4 +1,4 @@
-//! PURE: rows of activations, and blocks of the cache.
+//! PURE: calls of the kernels on rows of activations and on blocks of the cache.
 use std::time::Duration;
 
 use super::entries::*;

@@ -213,7 +213,7 @@ impl Made {
             true => handle_of(&own)?,
             false => [0; HANDLE_BYTES],
         };
-        // Others may write as soon as they know of it.
+        // Others may write as soon as they get the handle.
         stream.synchronize()?;
         Ok(Self { own, handle, table, words })
     }

@@ -100,7 +100,7 @@ impl Connection {
             let proven = read
                 .map_err(CloseReason::from)
                 .and_then(|_| Ok(auth::prove(secrets, &greeting, &challenge)?));
-            // Only now: a nonce may begin like another protocol's answer.
+            // Only now, because a random nonce can begin like another protocol's answer.
             let (proof, keys) = proven.map_err(|reason| match FrameError::of_foreign(begun) {
                 foreign @ FrameError::HttpServer => foreign.into(),
                 _ => reason,
