@@ -24,6 +24,9 @@ const LAST_LINES: Duration = Duration::from_secs(1);
 /// and we count and log the fate of requests ourselves.
 const QUIET: &str = "actix_server=warn,actix_http::h1::dispatcher=off";
 
+/// Whatever level is asked for: at trace the library logs the bytes of requests, tokens included.
+const SECRETIVE: &str = "ureq_proto=off";
+
 static STDERR: OnceLock<LineQueue> = OnceLock::new();
 
 /// Installs the global subscriber; later calls change nothing. Returns the last lines, of level
@@ -31,6 +34,10 @@ static STDERR: OnceLock<LineQueue> = OnceLock::new();
 pub(crate) fn init(level: &str) -> SharedLog {
     let filter = EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| EnvFilter::new(format!("{level},{QUIET}")));
+    let filter = match SECRETIVE.parse() {
+        Ok(directive) => filter.add_directive(directive),
+        Err(_) => filter,
+    };
     let colours = std::io::stderr().is_terminal() || std::env::var_os(COLOURS).is_some();
     if let Some(queue) = queue() {
         let _ = STDERR.set(queue);

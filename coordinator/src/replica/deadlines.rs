@@ -8,8 +8,6 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use shared::ids::SeqId;
-use shared::mix::IdMap;
 use shared::protocol::StepPlan;
 
 /// A step may take so many times as long as such steps do.
@@ -73,8 +71,6 @@ pub struct Deadlines {
     raised: u32,
     raised_at: Duration,
     taken: BTreeMap<StepSize, Taken>,
-    /// By sequence: up to where the draft model has been asked to follow it in this epoch.
-    drafted: IdMap<SeqId, u32>,
 }
 
 impl Deadlines {
@@ -88,35 +84,30 @@ impl Deadlines {
             raised: 1,
             raised_at: Duration::ZERO,
             taken: BTreeMap::new(),
-            drafted: IdMap::default(),
         }
     }
 
     /// Another epoch begins, perhaps with other ranks: nothing is known of it.
     pub fn begin(&mut self) {
         self.taken.clear();
-        self.drafted.clear();
     }
 
-    /// The size of a step that is sent. Call it once for each.
-    pub fn size(&mut self, plan: &StepPlan) -> StepSize {
-        for seq in plan.finished.iter().chain(plan.swap_out.iter().map(|swap| &swap.seq)) {
-            self.drafted.remove(seq);
-        }
+    /// The size of a step, if that says how long it takes: not with a draft model. Only rank 0
+    /// knows how much of each sequence that has yet to compute, so such steps have the whole
+    /// time-out.
+    #[must_use]
+    pub fn size(plan: &StepPlan) -> Option<StepSize> {
         let (mut tokens, mut pairs) = (0_u64, 0_u64);
         for share in &plan.sequences {
-            let end = share.start.saturating_add(share.count);
-            let mut count = u64::from(share.count);
             if share.drafts.asked().is_some() {
-                // The draft model first computes what it does not have of the sequence: all of it
-                // when it is asked for the first time.
-                let has = self.drafted.insert(share.seq, end).unwrap_or_default();
-                count += u64::from(share.start.saturating_sub(has));
+                return None;
             }
+            let end = share.start.saturating_add(share.count);
+            let count = u64::from(share.count);
             tokens = tokens.saturating_add(count);
             pairs = pairs.saturating_add(count.saturating_mul(u64::from(end)));
         }
-        StepSize::of(tokens, pairs)
+        Some(StepSize::of(tokens, pairs))
     }
 
     /// A step is done.
@@ -161,8 +152,8 @@ impl Deadlines {
 
 #[cfg(test)]
 mod tests {
-    use shared::ids::{Epoch, StepId};
-    use shared::protocol::{Drafts, SequenceStep, Swap};
+    use shared::ids::{Epoch, SeqId, StepId};
+    use shared::protocol::{Drafts, SequenceStep};
 
     use super::*;
 
@@ -263,8 +254,7 @@ mod tests {
 
     #[test]
     fn a_steps_size_is_its_tokens_and_what_they_attend_to() {
-        let mut deadlines = Deadlines::new(FLOOR, TIMEOUT);
-        let mut size = |shares| deadlines.size(&plan(shares));
+        let size = |shares| Deadlines::size(&plan(shares)).unwrap();
         assert_eq!(size(vec![]), StepSize::default());
         assert_eq!(size(vec![share(1, 9, 1), share(2, 4, 1)]), StepSize::of(2, 15));
         assert_eq!(size(vec![share(1, 0, 100), share(2, 1000, 1)]), StepSize::of(101, 11_001));
@@ -273,16 +263,9 @@ mod tests {
     }
 
     #[test]
-    fn what_a_draft_model_has_to_catch_up_with_counts() {
-        let mut deadlines = Deadlines::new(FLOOR, TIMEOUT);
-        let asks = |start| SequenceStep { drafts: Drafts::UpTo(4), ..share(1, start, 5) };
-        assert_eq!(deadlines.size(&plan(vec![asks(1000)])), StepSize::of(1005, 1005 * 1005));
-        assert_eq!(deadlines.size(&plan(vec![asks(1003)])), StepSize::of(5, 5 * 1008));
-        // What leaves the KV cache is computed again for the draft model when it comes back.
-        let swap_out = vec![Swap { seq: SeqId(1), blocks: vec![] }];
-        deadlines.size(&StepPlan { swap_out, ..plan(vec![]) });
-        assert_eq!(deadlines.size(&plan(vec![asks(1005)])).tokens, StepSize::of(1010, 0).tokens);
-        deadlines.size(&StepPlan { finished: vec![SeqId(1)], ..plan(vec![]) });
-        assert!(deadlines.drafted.is_empty(), "it is forgotten with its sequence");
+    fn steps_that_ask_a_draft_model_say_nothing_of_others() {
+        let asks = SequenceStep { drafts: Drafts::UpTo(4), ..share(1, 1000, 5) };
+        assert_eq!(Deadlines::size(&plan(vec![share(2, 7, 1), asks])), None);
+        assert!(Deadlines::size(&plan(vec![share(2, 7, 1)])).is_some());
     }
 }

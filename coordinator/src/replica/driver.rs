@@ -62,7 +62,7 @@ struct Live {
 struct Running {
     /// Since when it could run: those behind the oldest wait for it.
     since: Duration,
-    size: StepSize,
+    size: Option<StepSize>,
 }
 
 /// Time between two looks counts as so much at most: when this process is stopped, or its whole
@@ -308,7 +308,7 @@ impl ReplicaDriver {
         if self.in_flight.is_empty() {
             self.waited = Duration::ZERO;
         }
-        self.in_flight.push_back(Running { since: now, size: self.deadlines.size(plan) });
+        self.in_flight.push_back(Running { since: now, size: Deadlines::size(plan) });
     }
 
     /// Fills `masks` with those of a step that waits for them, if all are known.
@@ -340,7 +340,9 @@ impl ReplicaDriver {
             Ok(()) => {
                 if let Some(Running { since, size }) = self.in_flight.pop_front() {
                     let took = now.saturating_sub(since).min(self.waited + LOOK_MAX);
-                    self.deadlines.done(size, took);
+                    if let Some(size) = size {
+                        self.deadlines.done(size, took);
+                    }
                 }
                 self.waited = Duration::ZERO;
                 if let Some(next) = self.in_flight.front_mut() {
@@ -408,7 +410,7 @@ impl ReplicaDriver {
         if heard && self.scheduler.masks_awaited().is_empty() {
             self.waited = (self.waited + passed.min(LOOK_MAX)).min(all);
         }
-        self.deadlines.judge(now, size, self.waited)
+        self.deadlines.judge(now, size?, self.waited)
     }
 
     /// Fails every request: the replica is not coming back, or the server shuts down.

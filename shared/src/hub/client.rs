@@ -144,6 +144,12 @@ impl Client {
                 self.settings.endpoint, info.sha
             )));
         }
+        if is_commit(&wanted.revision) && info.sha != wanted.revision {
+            return Err(Trouble::lasting(format!(
+                "{} answers with the commit {} of {name} when asked for {}",
+                self.settings.endpoint, info.sha, wanted.revision
+            )));
+        }
         let file = |sibling: Sibling| {
             let etag = match &sibling.lfs {
                 Some(large) => Some(large.sha256.clone()),
@@ -234,6 +240,13 @@ impl Client {
                 return Ok((parts.headers, body));
             }
             if !moved {
+                let others = origin(&at) != origin(&parse(url)?);
+                if others && matches!(parts.status.as_u16(), 401 | 403 | 404) {
+                    // Not the hub's word: its link may have expired, and the next one works.
+                    let host = at.host().unwrap_or_default();
+                    let status = parts.status;
+                    return Err(Trouble::passing(format!("{host} answers with status {status}")));
+                }
                 let text = body.with_config().limit(4096).lossy_utf8(true).read_to_string();
                 let text = text.unwrap_or_default();
                 return Err(self.refused(wanted, parts.status, &parts.headers, &text));

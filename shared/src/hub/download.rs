@@ -1,7 +1,7 @@
 //! One file of a model: downloaded into the cache, from where an earlier attempt ended, verified,
 //! and put in its place whole.
 use std::fs::{self, File, TryLockError};
-use std::io::{Read as _, Seek as _, SeekFrom, Write as _};
+use std::io::{Read as _, Seek as _, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 use std::time::Duration;
@@ -79,7 +79,12 @@ pub(super) fn download(
     } else {
         let file = cache.incomplete(&listed.etag);
         transfer(client, model, missing, &file, run)?;
-        fs::rename(&file, &blob).map_err(|error| failed(&blob, &error))?;
+        // Where locks reach no other host, another one may have moved it there already.
+        if let Err(error) = fs::rename(&file, &blob)
+            && !blob.is_file()
+        {
+            return Err(failed(&blob, &error));
+        }
     }
     cache.link(&model.commit, name, &listed.etag).map_err(|error| failed(cache.root(), &error))?;
     drop(lock);
@@ -143,12 +148,8 @@ impl Writing<'_> {
         if there > size {
             return self.begin_anew();
         }
-        let Some(hash) = &mut self.hash else {
-            self.have = there;
-            self.run.watch.add(there);
-            self.file.seek(SeekFrom::End(0)).map_err(|error| self.failed(&error))?;
-            return Ok(());
-        };
+        // Nothing would tell whether the beginning of a file without a checksum is right.
+        let Some(hash) = &mut self.hash else { return self.begin_anew() };
         let mut chunk = vec![0; CHUNK];
         loop {
             let read = self.file.read(&mut chunk);

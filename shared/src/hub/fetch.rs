@@ -283,7 +283,9 @@ impl Hub {
             return Ok(0);
         }
         cache.make().map_err(HubError::Lasting)?;
-        let needed: u64 = missing.iter().map(|it| self.still_needed(cache, &it.listed)).sum();
+        let needed: u64 = missing
+            .iter()
+            .fold(0, |sum: u64, it| sum.saturating_add(self.still_needed(cache, &it.listed)));
         let free = free_space(cache.root()).map_err(|error| failed(cache.root(), &error))?;
         if needed > free {
             return Err(HubError::Lasting(format!(
@@ -295,7 +297,7 @@ impl Hub {
                 size(free)
             )));
         }
-        let bytes: u64 = missing.iter().map(|it| it.listed.size).sum();
+        let bytes: u64 = missing.iter().fold(0, |sum: u64, it| sum.saturating_add(it.listed.size));
         run.watch.total.fetch_add(bytes, Ordering::Relaxed);
         let (name, files) = (model.name.as_str(), missing.len());
         let into = cache.root().display().to_string();

@@ -89,6 +89,8 @@ impl Handler<Fetched> for WorkerActor {
     fn handle(&mut self, Fetched(outcome): Fetched, ctx: &mut Self::Context) {
         self.fetching = None;
         let pause = match outcome {
+            // Not the files that the coordinator serves: asking again at once would not help.
+            Ok(()) if self.fetched() == 0 => TRIED_AGAIN,
             Ok(()) => {
                 self.redial = REDIAL_MIN;
                 Duration::ZERO

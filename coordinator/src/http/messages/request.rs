@@ -48,6 +48,7 @@ pub(super) const NAMES: &[(&str, &str)] = &[
     ("reasoning_effort", "output_config.effort"),
     ("response_format", "output_config.format"),
     ("json_schema.", "output_config.format."),
+    ("continue_final_message", "messages"),
 ];
 
 /// What a template that lets its model reason or not calls that: Qwen3, SmolLM3, Granite.

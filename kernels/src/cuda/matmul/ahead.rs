@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use super::{ALIGNMENT_MOST, Matmul, Product};
+use super::{ALIGNMENT_MOST, Matmul, PLANS_MAX, Product};
 use crate::cuda::bucket::product_bucket;
 use crate::cuda::memory::DeviceMemory;
 use crate::cuda::stream::Stream;
@@ -80,7 +80,8 @@ impl Matmul {
             let shift = alignment as usize % slack;
             let at = |memory: &DeviceMemory| memory.ptr().offset(shift);
             for rows in buckets(above, most) {
-                if began.elapsed() >= limit {
+                // Room for plans is left to what steps need and this did not foresee.
+                if began.elapsed() >= limit || self.plans.len() >= PLANS_MAX / 4 * 3 {
                     break 'all;
                 }
                 let product = Product { rows, ..product };
