@@ -11,6 +11,7 @@
 //! - [`structured`]: constraints on the output
 //! - [`completions`], [`chat`], [`responses`], [`embeddings`], [`models`]: OpenAI's endpoints
 //! - [`messages`]: the endpoints of Anthropic's API
+//! - `turns`: turns of another API as chat's messages
 //! - [`dialogue`]: turns the fields of a conversation's request into a running one
 //! - [`message`], [`tools`]: a choice's message; tools and tool calls
 //! - [`reading`]: a reply's text as reasoning, answer and calls
@@ -73,4 +74,5 @@ pub mod tls;
 pub mod tokenize;
 pub mod tools;
 pub mod trace;
+mod turns;
 pub mod watch;

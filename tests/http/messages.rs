@@ -2,29 +2,14 @@
 use coordinator::engine::EngineError;
 use coordinator::http::keys::{ApiKey, ApiKeys, KeyLimits};
 use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
 
-use crate::rig::{Rig, Script};
+use crate::rig::{Rig, Script, THOUGHT};
 
 const PATH: &str = "/v1/messages";
 const COUNT: &str = "/v1/messages/count_tokens";
 const TEXT: &str = "The owl said: \"Good night!\"";
-const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"name\": \"weather\", \
-    \"arguments\": {\"city\": \"Rome\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \
-    \"arguments\": {}}\n</tool_call><|end|>";
-
-fn thinking(text: &str) -> Rig {
-    let options = ApiOptions {
-        tool_calls: Some(CallFormat::Hermes),
-        reasoning: Some(Reasoning::Marked),
-        ..ApiOptions::default()
-    };
-    let rig = Rig::with_api(&options);
-    rig.script(|script| script.text = text.to_owned());
-    rig
-}
 
 fn tools() -> Value {
     let tool = |name: &str| {
@@ -41,12 +26,6 @@ fn body(more: &Value) -> Value {
         body[name] = value.clone();
     }
     body
-}
-
-async fn ask(rig: &Rig, body: &Value) -> Value {
-    let reply = rig.client.post(PATH, body).await.unwrap();
-    assert_eq!(reply.status, 200, "{}", reply.body);
-    reply.body
 }
 
 /// The names and the data of a stream's events.
@@ -131,7 +110,7 @@ async fn a_message_has_anthropics_shape() {
         "metadata": {"user_id": "x".repeat(400)}, "service_tier": "auto",
         "thinking": {"type": "adaptive"}, "cache_control": {"type": "ephemeral"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}));
-    let mut answer = ask(&rig, &body).await;
+    let mut answer = rig.ask(PATH, &body).await;
     assert!(answer["id"].take().as_str().unwrap().starts_with("msg_"));
     let request = &rig.seen.lock().unwrap().requests[0];
     let (input, output) = (request.prompt.len(), rig.text.encode(TEXT, false).unwrap().len() + 1);
@@ -149,7 +128,7 @@ async fn a_message_has_anthropics_shape() {
 
 #[tokio::test]
 async fn the_prompt_is_the_one_of_the_same_chat() {
-    let rig = thinking("x");
+    let rig = Rig::thinking("x");
     let call = json!({"id": "abcdefghi", "type": "function",
         "function": {"name": "now", "arguments": "{\"city\":\"Rome\"}"}});
     let chat = json!({"max_tokens": 1, "messages": [
@@ -176,7 +155,7 @@ async fn the_prompt_is_the_one_of_the_same_chat() {
             {"role": "system", "content": "e"}],
         "tools": [{"name": "now", "description": "Says it.", "type": "custom",
             "input_schema": {"type": "object"}}]});
-    ask(&rig, &body).await;
+    rig.ask(PATH, &body).await;
     let count = rig.client.post(COUNT, &body).await.unwrap();
     let mut without = body.clone();
     without.as_object_mut().unwrap().remove("max_tokens");
@@ -197,7 +176,7 @@ async fn an_assistants_turn_at_the_end_is_gone_on_with() {
     let chat = json!({"max_tokens": 1, "messages": turns(end.clone()),
         "continue_final_message": true, "add_generation_prompt": false});
     rig.client.post("/v1/chat/completions", &chat).await.unwrap();
-    ask(&rig, &json!({"max_tokens": 1, "messages": turns(end)})).await;
+    rig.ask(PATH, &json!({"max_tokens": 1, "messages": turns(end)})).await;
     {
         let seen = rig.seen.lock().unwrap();
         assert_eq!(seen.requests[0].prompt, seen.requests[1].prompt);
@@ -213,9 +192,9 @@ async fn an_assistants_turn_at_the_end_is_gone_on_with() {
 
 #[tokio::test]
 async fn blocks_come_in_the_order_in_which_they_were_said_whole_and_streamed() {
-    let rig = thinking(THOUGHT);
+    let rig = Rig::thinking(THOUGHT);
     let more = json!({"tools": tools(), "thinking": {"type": "enabled", "budget_tokens": 1024}});
-    let whole = ask(&rig, &body(&more)).await;
+    let whole = rig.ask(PATH, &body(&more)).await;
     let call = |name: &str, input: Value| json!({"type": "tool_use", "id": null, "name": name, "input": input});
     let expected = json!([
         {"type": "thinking", "thinking": "Hm, so.\n", "signature": "unsigned"},
@@ -250,11 +229,11 @@ async fn blocks_come_in_the_order_in_which_they_were_said_whole_and_streamed() {
 
 #[tokio::test]
 async fn reasoning_is_left_out_where_it_is_not_wanted() {
-    let rig = thinking(THOUGHT);
+    let rig = Rig::thinking(THOUGHT);
     let said = json!({"tools": tools()});
-    assert_eq!(ask(&rig, &body(&said)).await["content"][0]["type"], "thinking");
+    assert_eq!(rig.ask(PATH, &body(&said)).await["content"][0]["type"], "thinking");
     for wish in [json!({"type": "disabled"}), json!({"type": "adaptive", "display": "omitted"})] {
-        let answer = ask(&rig, &body(&json!({"tools": tools(), "thinking": wish}))).await;
+        let answer = rig.ask(PATH, &body(&json!({"tools": tools(), "thinking": wish}))).await;
         assert_eq!(answer["content"][0]["type"], "text", "{wish}");
     }
     let plain = Rig::saying("x");
@@ -287,7 +266,7 @@ async fn a_template_that_can_is_told_whether_to_reason() {
 async fn a_message_says_why_it_ends() {
     let rig = Rig::saying("one two three four<|end|>");
     let stop = json!({"stop_sequences": ["zzz", " three"]});
-    let answer = ask(&rig, &body(&stop)).await;
+    let answer = rig.ask(PATH, &body(&stop)).await;
     assert_eq!(answer["content"][0]["text"], "one two");
     assert_eq!(
         (&answer["stop_reason"], &answer["stop_sequence"]),
@@ -296,17 +275,17 @@ async fn a_message_says_why_it_ends() {
     let (name, last) = events(&rig, &stop).await.into_iter().rev().nth(1).unwrap();
     let delta = json!({"stop_reason": "stop_sequence", "stop_sequence": " three"});
     assert_eq!((name.as_str(), &last["delta"]), ("message_delta", &delta));
-    let answer = ask(&rig, &body(&json!({"max_tokens": 2}))).await;
+    let answer = rig.ask(PATH, &body(&json!({"max_tokens": 2}))).await;
     assert_eq!(answer["stop_reason"], "max_tokens");
     // More than the model's length leaves is what it leaves.
     let long = "a ".repeat(2000);
     rig.script(|script| script.text = long);
-    let answer = ask(&rig, &body(&json!({"max_tokens": 32000}))).await;
+    let answer = rig.ask(PATH, &body(&json!({"max_tokens": 32000}))).await;
     assert_eq!(answer["stop_reason"], "model_context_window_exceeded");
     let request = rig.seen.lock().unwrap().requests.pop().unwrap();
     assert_eq!(request.prompt.len() + request.max_tokens as usize, 1024);
     rig.script(|script| script.text = "<|end|>".to_owned());
-    let answer = ask(&rig, &body(&json!({}))).await;
+    let answer = rig.ask(PATH, &body(&json!({}))).await;
     assert_eq!(answer["content"], json!([{"type": "text", "text": "", "citations": null}]));
     let events = events(&rig, &json!({})).await;
     let names: Vec<&str> = events.iter().map(|(name, _)| name.as_str()).collect();
@@ -322,9 +301,9 @@ async fn a_message_says_why_it_ends() {
 
 #[tokio::test]
 async fn what_is_chosen_of_tools_reaches_the_engine() {
-    let rig = thinking(THOUGHT);
+    let rig = Rig::thinking(THOUGHT);
     let guided = async |choice: Value| {
-        ask(&rig, &body(&json!({"tools": tools(), "tool_choice": choice}))).await;
+        rig.ask(PATH, &body(&json!({"tools": tools(), "tool_choice": choice}))).await;
         rig.seen.lock().unwrap().requests.pop().unwrap().guide_spec
     };
     assert!(guided(json!({"type": "auto"})).await.is_none());
@@ -337,14 +316,14 @@ async fn what_is_chosen_of_tools_reaches_the_engine() {
     assert!(grammar.contains("now") && !grammar.contains("weather"), "{grammar}");
     // Calls that are not looked for are text.
     let answer =
-        ask(&rig, &body(&json!({"tools": tools(), "tool_choice": {"type": "none"}}))).await;
+        rig.ask(PATH, &body(&json!({"tools": tools(), "tool_choice": {"type": "none"}}))).await;
     assert_eq!(answer["stop_reason"], "end_turn");
     assert!(answer["content"][1]["text"].as_str().unwrap().contains("<tool_call>"));
     let single = json!({"type": "auto", "disable_parallel_tool_use": true});
-    let answer = ask(&rig, &body(&json!({"tools": tools(), "tool_choice": single}))).await;
+    let answer = rig.ask(PATH, &body(&json!({"tools": tools(), "tool_choice": single}))).await;
     assert_eq!(answer["content"].as_array().unwrap().len(), 3);
     let format = json!({"type": "json_schema", "schema": {"type": "object"}});
-    ask(&rig, &body(&json!({"output_config": {"format": format, "effort": "max"}}))).await;
+    rig.ask(PATH, &body(&json!({"output_config": {"format": format, "effort": "max"}}))).await;
     assert!(rig.seen.lock().unwrap().requests.pop().unwrap().guide_spec.is_some());
 }
 
@@ -470,7 +449,7 @@ async fn limits_of_keys_are_told_as_anthropics_are() {
 
 #[tokio::test]
 async fn what_is_not_understood_is_refused_by_its_name() {
-    let rig = thinking("x");
+    let rig = Rig::thinking("x");
     let user = |content: Value| json!({"messages": [{"role": "user", "content": content}]});
     let assistant = |block: Value| {
         json!({"messages": [{"role": "user", "content": "a"},

@@ -1,29 +1,12 @@
 //! `/v1/responses`: its items, its events, its refusals.
 use coordinator::engine::EngineError;
-use coordinator::http::options::ApiOptions;
-use coordinator::text::reply::{CallFormat, Reasoning};
 use serde_json::{Value, json};
 use shared::protocol::GuideSpec;
 
-use crate::rig::{Rig, Script};
+use crate::rig::{Rig, Script, THOUGHT};
 
 const PATH: &str = "/v1/responses";
 const TEXT: &str = "The owl said: \"Good night!\"";
-const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"name\": \"weather\", \
-    \"arguments\": {\"city\": \"Rome\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \
-    \"arguments\": {}}\n</tool_call><|end|>";
-
-fn thinking(text: &str) -> Rig {
-    let calls = Some(CallFormat::Hermes);
-    let options = ApiOptions {
-        tool_calls: calls,
-        reasoning: Some(Reasoning::Marked),
-        ..ApiOptions::default()
-    };
-    let rig = Rig::with_api(&options);
-    rig.script(|script| script.text = text.to_owned());
-    rig
-}
 
 fn tools() -> Value {
     let tool = |name: &str| {
@@ -39,12 +22,6 @@ fn with(mut body: Value, more: &Value) -> Value {
         body[name] = value.clone();
     }
     body
-}
-
-async fn ask(rig: &Rig, body: &Value) -> Value {
-    let reply = rig.client.post(PATH, body).await.unwrap();
-    assert_eq!(reply.status, 200, "{}", reply.body);
-    reply.body
 }
 
 async fn events(rig: &Rig, body: &Value) -> Vec<Value> {
@@ -77,7 +54,7 @@ async fn a_response_has_openais_shape() {
         "metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s",
         "reasoning": {"effort": "low", "summary": "auto"}, "service_tier": "auto",
         "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"}});
-    let answer = ask(&rig, &body).await;
+    let answer = rig.ask(PATH, &body).await;
     let id = answer["id"].as_str().unwrap().strip_prefix("resp_").unwrap().to_owned();
     let message = json!({"id": format!("msg_{id}_0"), "type": "message", "role": "assistant",
         "status": "completed", "content": [{"type": "output_text", "text": TEXT,
@@ -131,8 +108,8 @@ async fn the_prompt_is_the_one_of_the_same_chat() {
         {"role": "assistant", "content": "b"}, {"role": "user", "content": "c\nd"}]});
     rig.client.post("/v1/chat/completions", &chat).await.unwrap();
     let parts = json!([{"type": "input_text", "text": "c"}, {"type": "input_text", "text": "d"}]);
-    ask(
-        &rig,
+    rig.ask(
+        PATH,
         &json!({"max_output_tokens": 1, "instructions": "Be brief.", "input": [
         {"role": "user", "content": "a"},
         {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed",
@@ -147,7 +124,7 @@ async fn the_prompt_is_the_one_of_the_same_chat() {
 #[tokio::test]
 async fn the_bound_of_the_output_is_a_bound() {
     let rig = Rig::saying(TEXT);
-    let answer = ask(&rig, &json!({"input": "Hello", "max_output_tokens": 3})).await;
+    let answer = rig.ask(PATH, &json!({"input": "Hello", "max_output_tokens": 3})).await;
     assert_eq!((&answer["status"], &answer["completed_at"]), (&json!("incomplete"), &Value::Null));
     assert_eq!(answer["incomplete_details"], json!({"reason": "max_output_tokens"}));
     assert_eq!(answer["output"][0]["status"], "incomplete");
@@ -156,7 +133,7 @@ async fn the_bound_of_the_output_is_a_bound() {
     assert_eq!(told.last().unwrap()["type"], "response.incomplete");
     assert_eq!(comparable(&told.last().unwrap()["response"]), comparable(&answer));
     // Limited to the rest of the model's length.
-    let answer = ask(&rig, &json!({"input": "Hello", "max_output_tokens": 1_000_000})).await;
+    let answer = rig.ask(PATH, &json!({"input": "Hello", "max_output_tokens": 1_000_000})).await;
     assert_eq!(answer["max_output_tokens"], 1_000_000);
     let seen = rig.seen.lock().unwrap();
     let last = seen.requests.last().unwrap();
@@ -165,9 +142,9 @@ async fn the_bound_of_the_output_is_a_bound() {
 
 #[tokio::test]
 async fn items_come_in_the_order_in_which_they_were_said_whole_and_streamed() {
-    let rig = thinking(THOUGHT);
+    let rig = Rig::thinking(THOUGHT);
     let body = json!({"input": "x", "tools": tools(), "max_output_tokens": 300});
-    let whole = ask(&rig, &body).await;
+    let whole = rig.ask(PATH, &body).await;
     let kinds: Vec<&str> =
         whole["output"].as_array().unwrap().iter().map(|it| it["type"].as_str().unwrap()).collect();
     assert_eq!(kinds, ["reasoning", "message", "function_call", "function_call"]);
@@ -279,8 +256,8 @@ async fn events_are_named_as_openais_are() {
 
 #[tokio::test]
 async fn reasoning_may_be_left_out_and_is_counted() {
-    let rig = thinking("<think>a b c d</think>e f<|end|>");
-    let answer = ask(&rig, &json!({"input": "x", "include_reasoning": false})).await;
+    let rig = Rig::thinking("<think>a b c d</think>e f<|end|>");
+    let answer = rig.ask(PATH, &json!({"input": "x", "include_reasoning": false})).await;
     assert_eq!(answer["output"].as_array().unwrap().len(), 1);
     assert_eq!(answer["output"][0]["content"][0]["text"], "e f");
     assert!(answer["usage"]["output_tokens_details"]["reasoning_tokens"].as_u64().unwrap() >= 4);
@@ -289,7 +266,7 @@ async fn reasoning_may_be_left_out_and_is_counted() {
 #[tokio::test]
 async fn a_reply_that_says_nothing_is_an_empty_message() {
     let rig = Rig::saying("<|end|>");
-    let answer = ask(&rig, &json!({"input": "x"})).await;
+    let answer = rig.ask(PATH, &json!({"input": "x"})).await;
     assert_eq!(answer["output"][0]["content"][0]["text"], "");
     let told = events(&rig, &json!({"input": "x"})).await;
     let names: Vec<&str> = told.iter().map(|event| event["type"].as_str().unwrap()).collect();
@@ -309,7 +286,7 @@ async fn logprobs_line_up_with_the_text() {
         let bytes: Vec<u8> = bytes.map(|byte| byte.as_u64().unwrap() as u8).collect();
         String::from_utf8(bytes).unwrap()
     };
-    let whole = ask(&rig, &body).await;
+    let whole = rig.ask(PATH, &body).await;
     let part = &whole["output"][0]["content"][0];
     assert_eq!(
         (part["text"].as_str().unwrap(), whole["top_logprobs"].as_u64()),
@@ -330,20 +307,20 @@ async fn logprobs_line_up_with_the_text() {
 
 #[tokio::test]
 async fn what_the_text_must_be_reaches_the_engine() {
-    let rig = thinking("{}");
+    let rig = Rig::thinking("{}");
     let schema = json!({"type": "object", "properties": {"a": {"type": "integer"}}});
     let format = json!({"type": "json_schema", "name": "thing", "schema": schema, "strict": true});
-    let answer = ask(&rig, &json!({"input": "x", "text": {"format": format}})).await;
+    let answer = rig.ask(PATH, &json!({"input": "x", "text": {"format": format}})).await;
     assert_eq!(answer["text"], json!({"format": format}));
-    ask(&rig, &json!({"input": "x", "text": {"format": {"type": "json_object"}}})).await;
-    ask(&rig, &json!({"input": "x", "structured_outputs": {"choice": ["a", "b"]}})).await;
+    rig.ask(PATH, &json!({"input": "x", "text": {"format": {"type": "json_object"}}})).await;
+    rig.ask(PATH, &json!({"input": "x", "structured_outputs": {"choice": ["a", "b"]}})).await;
     for choice in [
         json!("required"),
         json!({"type": "function", "name": "now"}),
         json!({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}),
     ] {
         let body = json!({"input": "x", "tools": tools(), "tool_choice": choice});
-        assert_eq!(ask(&rig, &body).await["tool_choice"], choice);
+        assert_eq!(rig.ask(PATH, &body).await["tool_choice"], choice);
     }
     let seen = rig.seen.lock().unwrap();
     let specs: Vec<_> = seen.requests.iter().map(|request| request.guide_spec.as_deref()).collect();
@@ -389,7 +366,7 @@ async fn a_client_that_leaves_cancels() {
 
 #[tokio::test]
 async fn what_is_not_understood_is_refused_by_its_name() {
-    let rig = thinking("x");
+    let rig = Rig::thinking("x");
     let format = |format: Value| json!({"text": {"format": format}});
     let tool = |tool: Value| json!({"tools": [tool]});
     for (more, param, says) in [
@@ -477,5 +454,5 @@ async fn what_is_not_understood_is_refused_by_its_name() {
     assert!(rig.seen.lock().unwrap().requests.is_empty());
     let truncated =
         json!({"input": "long ".repeat(4000), "truncation": "auto", "max_output_tokens": 4});
-    assert_eq!(ask(&rig, &truncated).await["truncation"], "auto");
+    assert_eq!(rig.ask(PATH, &truncated).await["truncation"], "auto");
 }

@@ -16,13 +16,20 @@ use coordinator::http::state::{AppState, Readiness};
 use coordinator::metrics::Hub;
 use coordinator::metrics::exposition::PageOptions;
 use coordinator::text::model::TextModel;
+use coordinator::text::reply::{CallFormat, Reasoning};
 use coordinator::text::template::ChatTemplate;
+use serde_json::Value;
 use shared::clock::SystemClock;
 use shared::ids::Incarnation;
 use shared::protocol::{Adapter, Serving, TokenLogprobs};
 use testkit::client::Client;
 use testkit::models::demo;
 use tokio::sync::mpsc;
+
+/// A text of a model that thinks, then calls two tools.
+pub(crate) const THOUGHT: &str = "<think>\nHm, so.\n</think>\n\nI look.\n<tool_call>\n{\"name\": \"weather\", \
+    \"arguments\": {\"city\": \"Rome\"}}\n</tool_call>\n<tool_call>\n{\"name\": \"now\", \
+    \"arguments\": {}}\n</tool_call><|end|>";
 
 /// What the engine does with every request.
 #[derive(Clone, Debug, Default)]
@@ -75,6 +82,18 @@ impl Rig {
     pub(crate) fn with_api(api: &ApiOptions) -> Self {
         let script = Script { text: "a b c d e f g h".to_owned(), ..Script::default() };
         Self::chosen(script, TextModel::load(&demo()).unwrap(), api)
+    }
+
+    /// A rig whose model thinks and calls tools, and generates `text`.
+    pub(crate) fn thinking(text: &str) -> Self {
+        let options = ApiOptions {
+            tool_calls: Some(CallFormat::Hermes),
+            reasoning: Some(Reasoning::Marked),
+            ..ApiOptions::default()
+        };
+        let rig = Self::with_api(&options);
+        rig.script(|script| script.text = text.to_owned());
+        rig
     }
 
     /// A rig with priority scheduling.
@@ -178,6 +197,13 @@ impl Rig {
 
     pub(crate) fn script(&self, change: impl FnOnce(&mut Script)) {
         change(&mut self.script.lock().unwrap());
+    }
+
+    /// The answer to a request that succeeds.
+    pub(crate) async fn ask(&self, path: &str, body: &Value) -> Value {
+        let reply = self.client.post(path, body).await.unwrap();
+        assert_eq!(reply.status, 200, "{}", reply.body);
+        reply.body
     }
 
     /// Waits until the engine has seen a cancellation.

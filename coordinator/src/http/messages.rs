@@ -74,9 +74,9 @@ pub async fn respond(state: &AppState, fields: Fields) -> Result<HttpResponse, A
 ///
 /// # Errors
 /// Everything a client can do wrong.
-pub async fn count_tokens(state: &AppState, fields: &Fields) -> Result<HttpResponse, ApiError> {
-    state.check_model(fields)?;
-    let request = request::read(state, fields)?.fields;
+pub async fn count_tokens(state: &AppState, fields: Fields) -> Result<String, ApiError> {
+    state.check_model(&fields)?;
+    let request = request::read(state, &fields)?.fields;
     let renamed = |error: ApiError| error.renamed(request::NAMES);
     let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
     let tools = Tools::read(&request, &state.limits).map_err(renamed)?;
@@ -87,7 +87,7 @@ pub async fn count_tokens(state: &AppState, fields: &Fields) -> Result<HttpRespo
         conversation::encode(text, &conversation, special, None, Reasoning::Untold, false)
     };
     let rendered = state.with_text(fields.bytes(), encode).await.map_err(renamed)?;
-    Ok(HttpResponse::Ok().json(json!({"input_tokens": rendered.tokens.len()})))
+    Ok(json!({"input_tokens": rendered.tokens.len()}).to_string())
 }
 
 /// A message that is being given.

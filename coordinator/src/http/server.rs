@@ -297,12 +297,7 @@ async fn post_tokenize(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let answer = async {
-        let fields = read(&state, &request, body).await?;
-        tokenize::tokenize(&state, &fields).await
-    };
-    let answer = answer.await.inspect_err(|error| count(&state, error))?;
-    Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
+    answer_text(&state, &request, body, tokenize::tokenize).await
 }
 
 async fn post_count_tokens(
@@ -310,12 +305,7 @@ async fn post_count_tokens(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let answer = async {
-        let fields = read(&state, &request, body).await?;
-        messages::count_tokens(&state, &fields).await
-    };
-    let answer = answer.await.inspect_err(|error| count(&state, error));
-    answer.map_err(|error| access::told(error, &request))
+    answer_text(&state, &request, body, messages::count_tokens).await
 }
 
 async fn post_detokenize(
@@ -323,11 +313,22 @@ async fn post_detokenize(
     request: HttpRequest,
     body: Payload,
 ) -> Result<HttpResponse, ApiError> {
-    let answer = async {
-        let fields = read(&state, &request, body).await?;
-        tokenize::detokenize(&state, fields).await
+    answer_text(&state, &request, body, tokenize::detokenize).await
+}
+
+/// Answers a request that asks nothing of the engine, with JSON.
+async fn answer_text(
+    state: &AppState,
+    request: &HttpRequest,
+    body: Payload,
+    respond: impl AsyncFnOnce(&AppState, Fields) -> Result<String, ApiError>,
+) -> Result<HttpResponse, ApiError> {
+    let answer = match read(state, request, body).await {
+        Ok(fields) => respond(state, fields).await,
+        Err(error) => Err(error),
     };
-    let answer = answer.await.inspect_err(|error| count(&state, error))?;
+    let answer = answer.inspect_err(|error| count(state, error));
+    let answer = answer.map_err(|error| access::told(error, request))?;
     Ok(HttpResponse::Ok().content_type(ContentType::json()).body(answer))
 }
 

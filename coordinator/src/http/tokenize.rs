@@ -16,9 +16,9 @@ use crate::text::reply::Reasoning;
 ///
 /// # Errors
 /// 400 naming the field.
-pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiError> {
+pub async fn tokenize(state: &AppState, fields: Fields) -> Result<String, ApiError> {
     let limits = state.limits.clone();
-    state.check_model(fields)?;
+    state.check_model(&fields)?;
     let strings = fields.boolean("return_token_strs", false)?;
     let tokens = if fields.get("messages").is_some() {
         if fields.get("prompt").is_some() {
@@ -27,8 +27,8 @@ pub async fn tokenize(state: &AppState, fields: &Fields) -> Result<String, ApiEr
         fields.refuse("chat_template")?;
         let special = fields.boolean("add_special_tokens", false)?;
         let template = state.text.template.as_ref().ok_or_else(conversation::no_template)?;
-        let tools = tools::told(fields, &limits)?;
-        let conversation = conversation::read(fields, &limits, template, tools.as_ref())?;
+        let tools = tools::told(&fields, &limits)?;
+        let conversation = conversation::read(&fields, &limits, template, tools.as_ref())?;
         let bytes = fields.bytes();
         let encode = move |text: &_| {
             conversation::encode(text, &conversation, special, None, Reasoning::Untold, false)

@@ -76,14 +76,7 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
         }
     }
     refused::check(fields, Endpoint::Messages)?;
-    let input = input::read(fields, limits)?;
-    let same = |name: &&str| Some(((*name).to_owned(), fields.get(name)?.clone()));
-    let mut chat: Map<String, Value> = SAME.iter().filter_map(same).collect();
-    chat.insert("messages".to_owned(), input.messages.into());
-    if input.goes_on {
-        chat.insert("add_generation_prompt".to_owned(), false.into());
-        chat.insert("continue_final_message".to_owned(), true.into());
-    }
+    let mut chat = input::read(fields, limits)?.asked(fields, SAME);
     let max_tokens = fields.count("max_tokens", 1, u32::MAX)?;
     if let Some(max) = max_tokens {
         chat.insert("max_tokens".to_owned(), max.min(limits.max_model_len).into());

@@ -7,34 +7,26 @@ use serde_json::{Map, Value, json};
 use super::super::error::ApiError;
 use super::super::fields::Fields;
 use super::super::params::Limits;
-
-/// The input of a request.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Input {
-    /// The messages, in chat's format.
-    pub(super) messages: Vec<Value>,
-    /// Whether the model continues the last one, as in vLLM: it is the assistant's and marked as
-    /// incomplete.
-    pub(super) goes_on: bool,
-}
+use super::super::turns::{Turns, string, wrong};
 
 /// Reads `instructions` and `input`.
 ///
 /// # Errors
 /// 400 naming the field, the item and what it must be.
-pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Input, ApiError> {
-    let mut input = Input::default();
+pub(super) fn read(fields: &Fields, limits: &Limits) -> Result<Turns, ApiError> {
+    let mut input = Turns::default();
     if let Some(text) = fields.string("instructions", limits.body_bytes)? {
-        input.push("system", text.into());
+        input.push("system", text);
     }
     let max = limits.messages;
     match fields.get("input") {
         None => return Err(ApiError::field("input", "`input` is required")),
-        Some(Value::String(text)) => input.push("user", text.as_str().into()),
+        Some(Value::String(text)) => input.push("user", text.as_str()),
         Some(Value::Array(items)) if (1..=max).contains(&items.len()) => {
             for (index, item) in items.iter().enumerate() {
-                input.take(&format!("input[{index}]"), item)?;
+                take(&mut input, &format!("input[{index}]"), item)?;
             }
+            // As in vLLM.
             input.goes_on = items.last().is_some_and(is_open);
         }
         Some(other) => {
@@ -53,117 +45,91 @@ fn is_open(item: &Value) -> bool {
     is("role", &["assistant"]) && is("status", &["in_progress", "incomplete"])
 }
 
-impl Input {
-    fn push(&mut self, role: &str, content: Value) {
-        self.messages.push(json!({"role": role, "content": content}));
+fn take(turns: &mut Turns, at: &str, item: &Value) -> Result<(), ApiError> {
+    let fields = item.as_object().ok_or_else(|| wrong(at, "must be an object"))?;
+    match fields.get("type").and_then(Value::as_str) {
+        Some("message") => take_message(turns, at, fields),
+        None if fields.get("type").is_none_or(Value::is_null) => take_message(turns, at, fields),
+        Some("function_call") => take_call(turns, at, fields),
+        Some("function_call_output") => take_output(turns, at, fields),
+        Some("reasoning") => take_reasoning(turns, at, fields),
+        Some("item_reference") => {
+            Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
+        }
+        Some(other) => {
+            let message = format!(
+                "has the type {other:?}, which is not supported; supported are message, \
+                 function_call, function_call_output and reasoning"
+            );
+            Err(wrong(at, &message))
+        }
+        None => Err(wrong(&format!("{at}.type"), "must be a string")),
     }
+}
 
-    fn take(&mut self, at: &str, item: &Value) -> Result<(), ApiError> {
-        let fields = item.as_object().ok_or_else(|| wrong(at, "must be an object"))?;
-        match fields.get("type").and_then(Value::as_str) {
-            Some("message") => self.take_message(at, fields),
-            None if fields.get("type").is_none_or(Value::is_null) => self.take_message(at, fields),
-            Some("function_call") => self.take_call(at, fields),
-            Some("function_call_output") => self.take_output(at, fields),
-            Some("reasoning") => self.take_reasoning(at, fields),
-            Some("item_reference") => {
-                Err(wrong(at, "refers to an item that is not stored here: send the item itself"))
-            }
-            Some(other) => {
-                let message = format!(
-                    "has the type {other:?}, which is not supported; supported are message, \
-                     function_call, function_call_output and reasoning"
-                );
-                Err(wrong(at, &message))
-            }
-            None => Err(wrong(&format!("{at}.type"), "must be a string")),
+fn take_message(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+    let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
+    if !["system", "developer", "user", "assistant"].contains(&role) {
+        let path = format!("{at}.role");
+        return Err(wrong(&path, "must be one of system, developer, user and assistant"));
+    }
+    let content = text(&format!("{at}.content"), fields.get("content"))?;
+    if role == "assistant" {
+        // This is the answer that follows the preceding reasoning.
+        let has = |message: &Map<String, Value>, name: &str| message.contains_key(name);
+        let last = turns.last("assistant");
+        if let Some(last) = last.filter(|it| !has(it, "content") && !has(it, "tool_calls")) {
+            last.insert("content".to_owned(), content.into());
+            return Ok(());
         }
     }
+    turns.push(role, content);
+    Ok(())
+}
 
-    fn take_message(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
-        let role = fields.get("role").and_then(Value::as_str).unwrap_or_default();
-        if !["system", "developer", "user", "assistant"].contains(&role) {
-            let path = format!("{at}.role");
-            return Err(wrong(&path, "must be one of system, developer, user and assistant"));
-        }
-        let content = text(&format!("{at}.content"), fields.get("content"))?;
-        if role == "assistant" {
-            // This is the answer that follows the preceding reasoning.
-            let has = |message: &Map<String, Value>, name: &str| message.contains_key(name);
-            let last = self.last_assistant();
-            if let Some(last) = last.filter(|it| !has(it, "content") && !has(it, "tool_calls")) {
-                last.insert("content".to_owned(), content.into());
-                return Ok(());
-            }
-        }
-        self.push(role, content.into());
-        Ok(())
-    }
+fn take_call(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+    let id = string(at, fields, "call_id")?;
+    let name = string(at, fields, "name")?;
+    let arguments = string(at, fields, "arguments")?;
+    turns.call(id, name, &arguments.into());
+    Ok(())
+}
 
-    fn take_call(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
-        let id = string(at, fields, "call_id")?;
-        let name = string(at, fields, "name")?;
-        let arguments = string(at, fields, "arguments")?;
-        let function = json!({"name": name, "arguments": arguments});
-        let call = json!({"id": id, "type": "function", "function": function});
-        match self.last_assistant() {
-            Some(message) => {
-                let calls = message.entry("tool_calls").or_insert_with(|| json!([]));
-                calls.as_array_mut().into_iter().for_each(|calls| calls.push(call.clone()));
-            }
-            None => self.messages.push(json!({"role": "assistant", "tool_calls": [call]})),
-        }
-        Ok(())
-    }
+fn take_output(turns: &mut Turns, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
+    let id = string(at, fields, "call_id")?;
+    turns.result(id, &text(&format!("{at}.output"), fields.get("output"))?);
+    Ok(())
+}
 
-    fn take_output(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
-        let id = string(at, fields, "call_id")?;
-        let output = text(&format!("{at}.output"), fields.get("output"))?;
-        self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": output}));
-        Ok(())
-    }
-
-    /// Takes reasoning, which starts a turn of the assistant; the answer and calls follow.
-    fn take_reasoning(&mut self, at: &str, fields: &Map<String, Value>) -> Result<(), ApiError> {
-        let part = |name: &str| -> Result<String, ApiError> {
-            let path = format!("{at}.{name}");
-            let list = match fields.get(name) {
-                None | Some(Value::Null) => return Ok(String::new()),
-                Some(Value::Array(list)) => list,
-                Some(_) => return Err(wrong(&path, "must be a list of texts")),
-            };
-            let texts = list.iter().map(|part| part.get("text").and_then(Value::as_str));
-            let texts: Option<Vec<&str>> = texts.collect();
-            Ok(texts.ok_or_else(|| wrong(&path, "must be a list of texts"))?.join("\n"))
+/// Takes reasoning, which starts a turn of the assistant; the answer and calls follow.
+fn take_reasoning(
+    turns: &mut Turns,
+    at: &str,
+    fields: &Map<String, Value>,
+) -> Result<(), ApiError> {
+    let part = |name: &str| -> Result<String, ApiError> {
+        let path = format!("{at}.{name}");
+        let list = match fields.get(name) {
+            None | Some(Value::Null) => return Ok(String::new()),
+            Some(Value::Array(list)) => list,
+            Some(_) => return Err(wrong(&path, "must be a list of texts")),
         };
-        let (content, summary) = (part("content")?, part("summary")?);
-        let said = if content.is_empty() { summary } else { content };
-        let is_secret = fields.get("encrypted_content").is_some_and(|it| !it.is_null());
-        if said.is_empty() && is_secret {
-            let message = "has only `encrypted_content`, which only the server that wrote it can \
-                           read: leave the item out";
-            return Err(wrong(at, message));
-        }
-        if !said.is_empty() {
-            self.messages.push(json!({"role": "assistant", "reasoning_content": said}));
-        }
-        Ok(())
+        let texts = list.iter().map(|part| part.get("text").and_then(Value::as_str));
+        let texts: Option<Vec<&str>> = texts.collect();
+        Ok(texts.ok_or_else(|| wrong(&path, "must be a list of texts"))?.join("\n"))
+    };
+    let (content, summary) = (part("content")?, part("summary")?);
+    let said = if content.is_empty() { summary } else { content };
+    let is_secret = fields.get("encrypted_content").is_some_and(|it| !it.is_null());
+    if said.is_empty() && is_secret {
+        let message = "has only `encrypted_content`, which only the server that wrote it can \
+                       read: leave the item out";
+        return Err(wrong(at, message));
     }
-
-    fn last_assistant(&mut self) -> Option<&mut Map<String, Value>> {
-        let last = self.messages.last_mut().and_then(Value::as_object_mut)?;
-        last.get("role").is_some_and(|role| role == "assistant").then_some(last)
+    if !said.is_empty() {
+        turns.messages.push(json!({"role": "assistant", "reasoning_content": said}));
     }
-}
-
-/// Makes an error of the input whose sentence continues after the location.
-fn wrong(at: &str, message: &str) -> ApiError {
-    ApiError::field("input", format!("`{at}` {message}"))
-}
-
-fn string<'a>(at: &str, fields: &'a Map<String, Value>, name: &str) -> Result<&'a str, ApiError> {
-    let value = fields.get(name).and_then(Value::as_str);
-    value.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
+    Ok(())
 }
 
 /// Reads content: a string, or parts that are text.
@@ -196,7 +162,7 @@ fn text(at: &str, content: Option<&Value>) -> Result<String, ApiError> {
 mod tests {
     use super::*;
 
-    fn input(body: Value) -> Result<Input, String> {
+    fn input(body: Value) -> Result<Turns, String> {
         let limits = Limits::new(1024);
         let fields = Fields::parse(body.to_string().as_bytes(), &limits).unwrap();
         read(&fields, &limits).map_err(|error| error.to_string())

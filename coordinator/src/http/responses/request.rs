@@ -107,17 +107,8 @@ pub(super) fn read(state: &AppState, fields: &Fields) -> Result<Request, ApiErro
         }
     }
     refused::check(fields, Endpoint::Responses)?;
-    let input = input::read(fields, limits)?;
-    let mut chat: Map<String, Value> = SAME
-        .iter()
-        .filter_map(|name| Some(((*name).to_owned(), fields.get(name)?.clone())))
-        .collect();
+    let mut chat = input::read(fields, limits)?.asked(fields, SAME);
     let mut echo = Map::new();
-    chat.insert("messages".to_owned(), input.messages.into());
-    if input.goes_on {
-        chat.insert("add_generation_prompt".to_owned(), false.into());
-        chat.insert("continue_final_message".to_owned(), true.into());
-    }
     let max = fields.count("max_output_tokens", 1, u32::MAX)?;
     if let Some(max) = max {
         chat.insert("max_completion_tokens".to_owned(), max.min(limits.max_model_len).into());

@@ -1,0 +1,78 @@
+//! The turns of a conversation in another API's format, being read as chat's messages.
+use serde_json::{Map, Value, json};
+
+use super::error::ApiError;
+use super::fields::Fields;
+
+/// The messages that a request's turns make.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Turns {
+    /// The messages, in chat's format.
+    pub(super) messages: Vec<Value>,
+    /// Whether the model continues the last one, which is the assistant's.
+    pub(super) goes_on: bool,
+}
+
+impl Turns {
+    /// Adds a message.
+    pub(super) fn push(&mut self, role: &str, content: impl Into<Value>) {
+        self.messages.push(json!({"role": role, "content": content.into()}));
+    }
+
+    /// The last message, if it is of this role.
+    pub(super) fn last(&mut self, role: &str) -> Option<&mut Map<String, Value>> {
+        let last = self.messages.last_mut().and_then(Value::as_object_mut)?;
+        last.get("role").is_some_and(|it| it == role).then_some(last)
+    }
+
+    /// Adds a call of a tool: to the assistant's turn, if that is the last one.
+    pub(super) fn call(&mut self, id: &str, name: &str, arguments: &Value) {
+        let function = json!({"name": name, "arguments": arguments});
+        let call = json!({"id": id, "type": "function", "function": function});
+        match self.last("assistant") {
+            Some(message) => {
+                let calls = message.entry("tool_calls").or_insert_with(|| json!([]));
+                calls.as_array_mut().into_iter().for_each(|calls| calls.push(call.clone()));
+            }
+            None => self.messages.push(json!({"role": "assistant", "tool_calls": [call]})),
+        }
+    }
+
+    /// Adds a call's result.
+    pub(super) fn result(&mut self, id: &str, content: &str) {
+        self.messages.push(json!({"role": "tool", "tool_call_id": id, "content": content}));
+    }
+
+    /// The fields of the chat request that asks for the same: the messages, and the fields that
+    /// both APIs call by these names.
+    pub(super) fn asked(self, fields: &Fields, same: &[&str]) -> Map<String, Value> {
+        let same = same.iter().filter_map(|name| Some((*name, fields.get(name)?.clone())));
+        let mut chat: Map<String, Value> =
+            same.map(|(name, value)| (name.to_owned(), value)).collect();
+        chat.insert("messages".to_owned(), self.messages.into());
+        if self.goes_on {
+            chat.insert("add_generation_prompt".to_owned(), false.into());
+            chat.insert("continue_final_message".to_owned(), true.into());
+        }
+        chat
+    }
+}
+
+/// An error whose sentence begins with the location, a path that begins with the field's name.
+pub(super) fn wrong(at: &str, message: &str) -> ApiError {
+    let field = at.split(['.', '[']).next().unwrap_or(at);
+    ApiError::field(field, format!("`{at}` {message}"))
+}
+
+/// Reads a string of the object at `at`.
+///
+/// # Errors
+/// 400 naming the location, if there is none.
+pub(super) fn string<'a>(
+    at: &str,
+    fields: &'a Map<String, Value>,
+    name: &str,
+) -> Result<&'a str, ApiError> {
+    let value = fields.get(name).and_then(Value::as_str);
+    value.ok_or_else(|| wrong(&format!("{at}.{name}"), "must be a string"))
+}
