@@ -31,6 +31,12 @@ impl Host {
             .unwrap()
     }
 
+    /// Starts a coordinator of the model, for workers that dial `address`.
+    fn coordinator(&self, address: &str, more: &[&str]) -> LocalCluster {
+        let args = ["coordinator", "--listen", "127.0.0.1:0", "--cluster-listen", address];
+        self.spawn(&[&args[..], &["--model", NAME], more].concat())
+    }
+
     fn cache(&self) -> std::path::PathBuf {
         self.home.path().join("hub")
     }
@@ -109,17 +115,7 @@ async fn each_host_downloads_what_it_needs() {
     let commit = hub.put(NAME, "main", &demo());
     let [first, second, third] = [(); 3].map(|()| Host::new(&hub));
     let address = format!("127.0.0.1:{}", free_port());
-    let mut coordinator = first.spawn(&[
-        "coordinator",
-        "--listen",
-        "127.0.0.1:0",
-        "--cluster-listen",
-        &address,
-        "--model",
-        NAME,
-        "--tensor-parallel",
-        "2",
-    ]);
+    let mut coordinator = first.coordinator(&address, &["--tensor-parallel", "2"]);
     coordinator.wait_url().await.unwrap();
     let args = ["worker", "--coordinator", &address, "--threads", "1", "--node"];
     // Two on one host, one of them waits for the other's download.
@@ -146,19 +142,8 @@ async fn a_download_takes_its_time_and_a_worker_without_access_says_so() {
     let [first, second] = [(); 2].map(|()| Host::new(&hub));
     let address = format!("127.0.0.1:{}", free_port());
     // Far less than the download takes.
-    let mut coordinator = first.spawn(&[
-        "coordinator",
-        "--listen",
-        "127.0.0.1:0",
-        "--cluster-listen",
-        &address,
-        "--model",
-        NAME,
-        "--tensor-parallel",
-        "1",
-        "--form-timeout",
-        "5",
-    ]);
+    let more = ["--tensor-parallel", "1", "--form-timeout", "5"];
+    let mut coordinator = first.coordinator(&address, &more);
     coordinator.wait_url().await.unwrap();
     hub.restrict(NAME, "hf_other");
     let args = ["worker", "--coordinator", &address, "--threads", "1", "--node"];
@@ -228,7 +213,8 @@ fn what_is_no_model_is_said_in_one_line() {
     assert!(said.contains("exit status: 0") && said.contains("decode_b1"), "{said}");
 }
 
-/// The text of a server's model, which differs between states.
+/// Puts a folder that differs from `from` in one file as the branch's next commit. Returns the
+/// commit.
 fn put_changed(hub: &FakeHub, from: &Path) -> String {
     let folder = tempfile::tempdir().unwrap();
     for entry in std::fs::read_dir(from).unwrap().flatten() {
@@ -248,28 +234,14 @@ async fn the_next_leader_serves_the_state_that_the_cluster_has() {
     let commit = hub.put(NAME, "main", &demo());
     let [first, second, third] = [(); 3].map(|()| Host::new(&hub));
     let endpoint = etcd.endpoint();
-    let args = [
-        "coordinator",
-        "--listen",
-        "127.0.0.1:0",
-        "--cluster-listen",
-        "127.0.0.1:0",
-        "--tensor-parallel",
-        "1",
-        "--model",
-        NAME,
-        "--etcd",
-        &endpoint,
-        "--leader-lease",
-        "2",
-    ];
-    let mut leader = first.spawn(&args);
+    let args = ["--tensor-parallel", "1", "--etcd", &endpoint, "--leader-lease", "2"];
+    let mut leader = first.coordinator("127.0.0.1:0", &args);
     let worker = third.spawn(&["worker", "--etcd", &endpoint, "--threads", "1"]);
     leader.wait_ready().await.unwrap();
     // The branch moves on.
     let moved = put_changed(&hub, &demo());
     assert_ne!(moved, commit);
-    let mut next = second.spawn(&args);
+    let mut next = second.coordinator("127.0.0.1:0", &args);
     next.wait_url().await.unwrap();
     assert!(second.has("tokenizer.json", &commit) && !second.has("tokenizer.json", &moved));
     LocalCluster::signal(leader.pid(), "KILL").unwrap();
@@ -280,7 +252,7 @@ async fn the_next_leader_serves_the_state_that_the_cluster_has() {
     // One that is started when nobody leads goes by what the worker has.
     LocalCluster::signal(next.pid(), "KILL").unwrap();
     drop(next);
-    let mut last = second.spawn(&args);
+    let mut last = second.coordinator("127.0.0.1:0", &args);
     last.wait_ready().await.unwrap();
     let root = last.client().unwrap().get("/v1/models").await.unwrap().body;
     assert_eq!(root["data"][0]["root"], format!("hf://{NAME}@{commit}"));

@@ -199,66 +199,70 @@ impl FakeHub {
             return self.weights(stream, asked, path.trim_start_matches('/'));
         }
         let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
-        match parts.as_slice() {
+        let (org, name, of, revision, file) = match parts.as_slice() {
             ["api", "models", org, name, "revision", revision @ ..] => {
-                self.info(stream, asked, &format!("{org}/{name}"), &revision.join("/"))
+                (org, name, Of::Info, revision.join("/"), &[][..])
             }
             ["api", "models", org, name, "tree", revision @ ..] => {
-                self.tree(stream, asked, &format!("{org}/{name}"), &revision.join("/"))
+                (org, name, Of::Tree, revision.join("/"), &[][..])
             }
             ["api", "resolve-cache", "models", org, name, commit, file @ ..] => {
-                let (name, file) = (format!("{org}/{name}"), file.join("/"));
-                self.small(stream, asked, &name, commit, &file)
+                (org, name, Of::Small, (*commit).to_owned(), file)
             }
             [org, name, "resolve", revision, file @ ..] => {
-                let (name, file) = (format!("{org}/{name}"), file.join("/"));
-                self.resolve(stream, asked, &name, revision, &file)
+                (org, name, Of::Place, (*revision).to_owned(), file)
             }
-            _ => say(stream, 404, "", b"no such thing"),
+            _ => return say(stream, 404, "", b"no such thing"),
+        };
+        let (name, file) = (format!("{org}/{name}"), file.join("/"));
+        let (commit, files) = match self.files(asked, &name, &revision) {
+            Ok(found) => found,
+            Err((status, code)) => {
+                return say(stream, status, &format!("X-Error-Code: {code}\r\n"), b"");
+            }
+        };
+        match of {
+            Of::Info => self.info(stream, &name, &commit, &files),
+            Of::Tree => tree(stream, &files),
+            Of::Small | Of::Place => {
+                let Some(content) = files.get(&file) else {
+                    return say(stream, 404, "X-Error-Code: EntryNotFound\r\n", b"");
+                };
+                if of == Of::Small {
+                    let etag = short(content);
+                    let headers = format!("X-Repo-Commit: {commit}\r\nETag: \"{etag}\"\r\n");
+                    return self.content(stream, asked, &file, content, &headers);
+                }
+                self.place(stream, &name, &commit, &file, content)
+            }
         }
     }
 
-    /// The files that are asked for; or has said why there are none.
+    /// A commit and its files, or the status and the code that say why there are none.
     fn files(
         &self,
-        stream: &TcpStream,
         asked: &Asked,
         name: &str,
         revision: &str,
-    ) -> std::io::Result<Option<(String, Files)>> {
+    ) -> Result<(String, Files), (u16, &'static str)> {
         let state = self.state();
-        let wanted = state.tokens.get(name).cloned();
-        let model = state.models.get(name).cloned();
-        drop(state);
-        let given = asked.authorization.clone();
-        let Some(model) = model else {
-            say(stream, 404, "X-Error-Code: RepoNotFound\r\n", b"")?;
-            return Ok(None);
-        };
-        if let Some(wanted) = wanted
-            && given != Some(format!("Bearer {wanted}"))
+        let model = state.models.get(name).ok_or((404, "RepoNotFound"))?;
+        let given = asked.authorization.as_deref();
+        if let Some(wanted) = state.tokens.get(name)
+            && given != Some(&format!("Bearer {wanted}"))
         {
-            let code = if given.is_some() { 403 } else { 401 };
-            say(stream, code, "X-Error-Code: GatedRepo\r\n", b"")?;
-            return Ok(None);
+            return Err((if given.is_some() { 403 } else { 401 }, "GatedRepo"));
         }
-        let Some(found) = model.get(revision) else {
-            say(stream, 404, "X-Error-Code: RevisionNotFound\r\n", b"")?;
-            return Ok(None);
-        };
-        Ok(Some(found.clone()))
+        model.get(revision).cloned().ok_or((404, "RevisionNotFound"))
     }
 
     fn info(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
         name: &str,
-        revision: &str,
+        commit: &str,
+        files: &Files,
     ) -> std::io::Result<bool> {
-        let Some((commit, files)) = self.files(stream, asked, name, revision)? else {
-            return Ok(true);
-        };
         let faults = self.state().faults.clone();
         let sibling = |(file, content): (&String, &Arc<Vec<u8>>)| {
             let size = faults.sizes.get(file).copied().unwrap_or(content.len() as u64);
@@ -280,41 +284,15 @@ impl FakeHub {
         say(stream, 200, "Content-Type: application/json\r\n", body.to_string().as_bytes())
     }
 
-    fn tree(
+    /// Where a file is.
+    fn place(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
         name: &str,
-        revision: &str,
-    ) -> std::io::Result<bool> {
-        let Some((_, files)) = self.files(stream, asked, name, revision)? else { return Ok(true) };
-        let entry = |(file, content): (&String, &Arc<Vec<u8>>)| {
-            let mut entry =
-                json!({"type": "file", "path": file, "size": content.len(), "oid": short(content)});
-            if is_large(file) {
-                entry["lfs"] =
-                    json!({"oid": long(content), "size": content.len(), "pointerSize": 134});
-            }
-            entry
-        };
-        let body = Value::Array(files.iter().map(entry).collect());
-        say(stream, 200, "Content-Type: application/json\r\n", body.to_string().as_bytes())
-    }
-
-    fn resolve(
-        &self,
-        stream: &TcpStream,
-        asked: &Asked,
-        name: &str,
-        revision: &str,
+        commit: &str,
         file: &str,
+        content: &[u8],
     ) -> std::io::Result<bool> {
-        let Some((commit, files)) = self.files(stream, asked, name, revision)? else {
-            return Ok(true);
-        };
-        let Some(content) = files.get(file) else {
-            return say(stream, 404, "X-Error-Code: EntryNotFound\r\n", b"");
-        };
         if !is_large(file) {
             // Within the same host, which still wants to know who asks.
             let to = format!("/api/resolve-cache/models/{name}/{commit}/{file}");
@@ -330,22 +308,6 @@ impl FakeHub {
              Location: {to}\r\n"
         );
         say(stream, 302, &headers, b"")
-    }
-
-    fn small(
-        &self,
-        stream: &TcpStream,
-        asked: &Asked,
-        name: &str,
-        commit: &str,
-        file: &str,
-    ) -> std::io::Result<bool> {
-        let Some((_, files)) = self.files(stream, asked, name, commit)? else { return Ok(true) };
-        let Some(content) = files.get(file) else {
-            return say(stream, 404, "X-Error-Code: EntryNotFound\r\n", b"");
-        };
-        let headers = format!("X-Repo-Commit: {commit}\r\nETag: \"{}\"\r\n", short(content));
-        self.content(stream, asked, file, content, &headers)
     }
 
     fn weights(&self, stream: &TcpStream, asked: &Asked, path: &str) -> std::io::Result<bool> {
@@ -411,6 +373,32 @@ impl FakeHub {
         }
         Ok(end == body.len())
     }
+}
+
+/// What a path asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Of {
+    /// What a commit has.
+    Info,
+    /// Its files, with their sizes.
+    Tree,
+    /// A small file's content.
+    Small,
+    /// Where a file is.
+    Place,
+}
+
+fn tree(stream: &TcpStream, files: &Files) -> std::io::Result<bool> {
+    let entry = |(file, content): (&String, &Arc<Vec<u8>>)| {
+        let mut entry =
+            json!({"type": "file", "path": file, "size": content.len(), "oid": short(content)});
+        if is_large(file) {
+            entry["lfs"] = json!({"oid": long(content), "size": content.len(), "pointerSize": 134});
+        }
+        entry
+    };
+    let body = Value::Array(files.iter().map(entry).collect());
+    say(stream, 200, "Content-Type: application/json\r\n", body.to_string().as_bytes())
 }
 
 /// Whether the hub keeps a file with the weights.
