@@ -269,8 +269,12 @@ impl Cluster {
         self.silence.heard(now, worker);
     }
 
-    /// A step takes too long that these ranks have not finished.
-    pub fn ranks_hang(&mut self, workers: &[WorkerId]) {
+    /// A step of this epoch takes too long that these ranks have not finished.
+    pub fn ranks_hang(&mut self, id: ReplicaId, epoch: Epoch, workers: &[WorkerId]) {
+        // Of an epoch that is over, they have been told something else since.
+        if self.replicas.get(id).is_none_or(|replica| replica.epoch() != epoch) {
+            return;
+        }
         for worker in workers.iter().filter(|worker| self.members.contains_key(worker)) {
             self.silence.hangs(*worker);
         }

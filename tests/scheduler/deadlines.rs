@@ -125,6 +125,21 @@ fn a_step_that_hangs_is_given_up_once_it_is_known_how_long_steps_take() {
 }
 
 #[test]
+fn a_rank_that_waits_for_another_is_not_among_those_that_hang() {
+    let mut rig = Rig::new(60, 5);
+    rig.submit(2000);
+    rig.run(100, STEP);
+    // One rank answers two steps, the second of which waits until the ranks agree on the first.
+    for step in rig.answered..rig.answered + 2 {
+        let done = result(&rig.sent.plans[step], 5);
+        rig.operation.step_done(rig.now, WORKERS[0], done, &mut rig.sent);
+    }
+    assert_eq!(rig.sent.plans.len(), rig.answered + 3, "another step is in flight");
+    assert!(rig.hang(TICK, MINUTE).is_some());
+    assert_eq!(rig.sent.hung, WORKERS[1..]);
+}
+
+#[test]
 fn a_slow_replica_is_given_ten_times_its_time() {
     let mut rig = Rig::new(60, 5);
     rig.submit(2000);

@@ -263,7 +263,7 @@ impl World {
         let Some(mail) = self.coordinator.mail.pop_front() else { return };
         match mail {
             ClusterMail::EpochFailed { replica, epoch, reason, hung } => {
-                self.coordinator.core.ranks_hang(&hung);
+                self.coordinator.core.ranks_hang(replica, epoch, &hung);
                 let mut effects = Vec::new();
                 let now = self.time();
                 self.coordinator.core.epoch_failed(now, replica, epoch, &reason, &mut effects);

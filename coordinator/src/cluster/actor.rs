@@ -490,7 +490,7 @@ impl Handler<EpochFailed> for ClusterActor {
     fn handle(&mut self, failed: EpochFailed, ctx: &mut Self::Context) {
         let mut effects = Vec::new();
         let EpochFailed { replica, epoch, reason, hung } = failed;
-        self.core.ranks_hang(&hung);
+        self.core.ranks_hang(replica, epoch, &hung);
         self.core.epoch_failed(self.clock.now(), replica, epoch, &reason, &mut effects);
         self.carry_out(ctx, effects);
     }

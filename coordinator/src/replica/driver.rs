@@ -158,6 +158,13 @@ impl ReplicaDriver {
         self.scheduler.last_step()
     }
 
+    /// The oldest step in flight, or else the last one.
+    #[must_use]
+    pub fn oldest_step(&self) -> StepId {
+        let newer = self.in_flight.len().saturating_sub(1) as u64;
+        StepId(self.last_step().0.saturating_sub(newer))
+    }
+
     /// Takes a request, or reports at once why not.
     pub fn submit(&mut self, now: Duration, mut request: GenerateRequest, events: EventSender) {
         let id = request.id;

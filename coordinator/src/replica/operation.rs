@@ -274,8 +274,8 @@ impl Operation {
             && !self.over
         {
             self.over = true;
-            let last = self.driver.last_step();
-            let slow = self.ranks.iter().filter(|rank| rank.done < last).map(|rank| rank.worker);
+            let step = self.driver.oldest_step();
+            let slow = self.ranks.iter().filter(|rank| rank.done < step).map(|rank| rank.worker);
             let slow: Vec<WorkerId> = slow.collect();
             let names: Vec<String> = slow.iter().map(ToString::to_string).collect();
             let names = names.join(", ");

@@ -107,7 +107,7 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
     let hung = [WorkerId(0), WorkerId(1)];
     let mut effects = Vec::new();
-    cluster.ranks_hang(&hung);
+    cluster.ranks_hang(ReplicaId(0), Epoch(1), &hung);
     cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a step took over 5 s", &mut effects);
     effects.extend(wait(&mut cluster, 10, 11));
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
@@ -124,6 +124,21 @@ fn a_rank_whose_step_hung_makes_room_for_a_spare_sooner() {
     assert_eq!(silent.collect::<Vec<_>>(), [(1, secs(45))]);
     let ranks: Vec<u32> = forms(&effects).iter().map(|form| form.0).collect();
     assert_eq!(ranks, [0, 2], "the spare takes its place");
+}
+
+#[test]
+fn a_step_of_an_epoch_that_is_over_says_nothing_of_the_ranks_of_the_next() {
+    let (mut cluster, effects) = cluster_of(config(2), 3);
+    bring_up(&mut cluster, secs(1), forms(&effects)[0].2, &[0, 1]);
+    let mut effects = Vec::new();
+    cluster.epoch_failed(secs(10), ReplicaId(0), Epoch(1), "a link is gone", &mut effects);
+    effects.extend(wait(&mut cluster, 10, 11));
+    assert_eq!(forms(&effects).len(), 2, "the next epoch");
+    cluster.ranks_hang(ReplicaId(0), Epoch(1), &[WorkerId(0), WorkerId(1)]);
+    effects.extend(wait(&mut cluster, 11, 65));
+    assert!(silent(&effects).is_empty(), "they have the time that any rank has: {effects:?}");
+    effects.extend(wait(&mut cluster, 65, 72));
+    assert_eq!(silent(&effects), [0, 1]);
 }
 
 #[test]
