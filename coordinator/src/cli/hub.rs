@@ -204,15 +204,17 @@ fn at_work<T: Send + 'static>(
         // Not one of the runtime's threads, for whose ends it waits.
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         thread.spawn(move || drop(done.send(work(&watched)))).map_err(failed)?;
-        tokio::select! {
-            outcome = ended => match outcome {
-                Ok(outcome) => outcome.map_err(|error| CliError::Failed(error.to_string())),
-                Err(_) => Err(CliError::Failed("the thread that downloads has ended".to_owned())),
-            },
+        let outcome = tokio::select! {
+            outcome = ended => outcome,
             () = signals.next() => {
                 watch.call_off();
-                Err(CliError::Ended)
+                return Err(CliError::Ended);
             }
+        };
+        signals.keep();
+        match outcome {
+            Ok(outcome) => outcome.map_err(|error| CliError::Failed(error.to_string())),
+            Err(_) => Err(CliError::Failed("the thread that downloads has ended".to_owned())),
         }
     })
 }

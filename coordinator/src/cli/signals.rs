@@ -1,10 +1,14 @@
 //! SIGTERM and Ctrl-C: the first lets a process finish its work, the second ends it at once.
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::CliError;
 use super::output::print_line;
+
+/// Kept by one part of a start for the next, so that no signal between them is lost.
+static KEPT: Mutex<Option<Signals>> = Mutex::new(None);
 
 /// Listens for both signals from its creation on.
 #[derive(Debug)]
@@ -14,8 +18,12 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Starts to listen: from now on the signals no longer end the process by themselves.
+    /// Starts to listen, or continues from what was kept: from now on the signals no longer end
+    /// the process by themselves.
     pub(crate) fn listen() -> Result<Self, CliError> {
+        if let Some(kept) = KEPT.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            return Ok(kept);
+        }
         let listen = |kind| {
             let failed = |error| CliError::Failed(format!("cannot listen for signals: {error}"));
             signal(kind).map_err(failed)
@@ -23,6 +31,12 @@ impl Signals {
         let (terminate, interrupt) =
             (listen(SignalKind::terminate())?, listen(SignalKind::interrupt())?);
         Ok(Self { terminate, interrupt })
+    }
+
+    /// Keeps these, with any signal that arrives meanwhile, for who listens next, which may be in
+    /// another runtime.
+    pub(crate) fn keep(self) {
+        *KEPT.lock().unwrap_or_else(PoisonError::into_inner) = Some(self);
     }
 
     /// Resolves on the next SIGINT (Ctrl-C) or SIGTERM.
@@ -55,5 +69,35 @@ impl Signals {
             }
             () = self.next() => tracing::warn!("told to stop at once: running requests fail"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    fn in_a_runtime<T>(work: impl Future<Output = T>) -> T {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(work)
+    }
+
+    #[test]
+    fn a_signal_between_two_runtimes_is_not_lost() {
+        in_a_runtime(async { Signals::listen().unwrap().keep() });
+        let id = std::process::id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
+        in_a_runtime(async {
+            let mut signals = Signals::listen().unwrap();
+            let next = tokio::time::timeout(Duration::from_secs(10), signals.next());
+            next.await.expect("the signal");
+            signals.keep();
+        });
+        // It counts once.
+        in_a_runtime(async {
+            let mut signals = Signals::listen().unwrap();
+            let next = tokio::time::timeout(Duration::from_millis(50), signals.next());
+            assert!(next.await.is_err());
+        });
     }
 }
