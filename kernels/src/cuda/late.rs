@@ -50,6 +50,9 @@ impl Device {
         let from = DeviceMemory::new(&self.context, bytes.next_multiple_of(4), what)?;
         from.upload(&self.stream, 0, values)?;
         memory.fill(&self.stream, POISON)?;
+        // The kernel copies words: what is left of an odd number of bf16 values is there at once.
+        let rest = bytes % 4 / size_of::<T>();
+        memory.upload(&self.stream, bytes - bytes % 4, &values[values.len() - rest..])?;
         let pending = Pending { from, to: memory.ptr(), words: bytes / 4 };
         self.late.pending.borrow_mut().push(pending);
         Ok(())

@@ -85,10 +85,16 @@ impl Matmul {
                     break 'all;
                 }
                 let product = Product { rows, ..product };
-                if !self.plans.contains_key(&product.key([at(x), at(w), at(out)])) {
-                    // SAFETY: each operand has room for the largest of all products and the shift.
-                    unsafe { self.run(stream, &product, at(x), at(w), at(out)) }?;
-                    stream.synchronize()?;
+                let key = product.key([at(x), at(w), at(out)]);
+                if self.plans.contains_key(&key) {
+                    continue;
+                }
+                // SAFETY: each operand has room for the largest of all products and the shift.
+                let planned = unsafe { self.run(stream, &product, at(x), at(w), at(out)) }?;
+                stream.synchronize()?;
+                if !planned {
+                    // Perhaps for lack of the memory that these operands take.
+                    self.plans.remove(&key);
                 }
             }
         }
