@@ -50,7 +50,7 @@ use crate::replica::actor::{ReplicaActor, ReplicaLoad};
 use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
-pub use self::options::{CoordinatorOptions, LogStats, StartError, Told};
+pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
 pub(crate) use self::prepared::Bound;
 pub use self::prepared::Prepared;
 
@@ -352,12 +352,12 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
         reshard_after: RESHARD_AFTER,
         max_replicas: options.max_replicas,
         placement: options.placement.clone(),
-        model: options.told.model.clone(),
+        model: options.sources.model.clone(),
         identity: identity(options),
         dtype: options.dtype,
         quantization: options.quantization,
-        lora: options.told.lora.clone(),
-        draft_model: options.told.draft_model.clone(),
+        lora: options.sources.lora.clone(),
+        draft_model: options.sources.draft_model.clone(),
         engine,
         collective_timeout: COLLECTIVE_TIMEOUT,
         form_timeout: options.form_timeout,
@@ -369,10 +369,10 @@ fn cluster_config(options: &CoordinatorOptions, engine: EngineConfig) -> Cluster
 
 fn serving(options: &CoordinatorOptions, max_model_len: u32, text_fingerprint: u64) -> Serving {
     Serving {
-        model: options.told.model.clone(),
+        model: options.sources.model.clone(),
         served_model_name: options.served_model_name.clone(),
         model_aliases: options.model_aliases.clone(),
-        adapters: options.told.lora.adapters.clone(),
+        adapters: options.sources.lora.adapters.clone(),
         max_model_len,
         text_fingerprint,
         priorities: options.priorities,
@@ -407,7 +407,7 @@ fn page(
 fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
     let read = ModelIdentity::read(&options.model, &options.lora);
     read.inspect_err(|reason| {
-        if HubModel::parse(&options.told.model).is_some() {
+        if HubModel::parse(&options.sources.model).is_some() {
             // Its commit says what it is.
             return;
         }

@@ -24,7 +24,7 @@ pub(crate) async fn run(
 ) -> Result<(), CliError> {
     let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
-    let pinned = options.told.pinned.clone();
+    let pinned = options.sources.pinned.clone();
     let prepared = Prepared::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =

@@ -3,7 +3,7 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, Told};
+use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, ModelSources};
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
@@ -118,7 +118,7 @@ pub(crate) fn coordinator_options(
     };
     let draft = args.speculative_config.as_ref().and_then(|config| config.draft_model.as_deref());
     let draft_model = draft.map(|draft| hub::find_draft(draft, &args.hub, here)).transpose()?;
-    let (lora, told_lora) = hub::find_adapters(&adapters(&args.lora), &args.hub)?;
+    let (lora, lora_sources) = hub::find_adapters(&adapters(&args.lora), &args.hub)?;
     let mut names = args.served_model_name.iter().cloned();
     let own = || match &found.pinned {
         Some(pinned) => Some(pinned.name.clone()),
@@ -126,7 +126,12 @@ pub(crate) fn coordinator_options(
     };
     let name = names.next().or_else(own).unwrap_or_else(|| "model".to_owned());
     Ok(CoordinatorOptions {
-        told: Told { model: found.told, lora: told_lora, draft_model, pinned: found.pinned },
+        sources: ModelSources {
+            model: found.told,
+            lora: lora_sources,
+            draft_model,
+            pinned: found.pinned,
+        },
         served_model_name: name,
         model_aliases: names.collect(),
         model: found.folder,
@@ -233,7 +238,7 @@ pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Res
         if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
     };
     let elsewhere = weights == Weights::MayBeElsewhere;
-    let checked = if elsewhere && options.told.pinned.is_some() {
+    let checked = if elsewhere && options.sources.pinned.is_some() {
         // Workers fetch them; what is here may be on its way.
         worker::check::degree(model, *degree).and_then(|()| checks_adapters())
     } else if elsewhere && !worker::check::has_weights(model) {

@@ -61,7 +61,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
-    let model = options.told.model.clone();
+    let model = options.sources.model.clone();
     actix::System::new().block_on(async move {
         let mut signals = Signals::listen()?;
         let coordinator =
