@@ -44,21 +44,21 @@ fn parse_revision(text: &str) -> Result<String, String> {
     check_revision(text).map(|()| text.to_owned())
 }
 
-/// A model that was given, found.
+/// A model that an option named, and where it was found.
 #[derive(Clone, Debug)]
-pub(crate) struct Found {
+pub(crate) struct LocatedModel {
     /// Its folder on this host.
     pub(crate) folder: PathBuf,
-    /// What other processes are told to use.
-    pub(crate) told: String,
+    /// Where other processes find it: its folder, or its name on the hub.
+    pub(crate) source: String,
     /// Which state of a model of the hub it is, if it is one.
     pub(crate) pinned: Option<Pinned>,
 }
 
-impl Found {
+impl LocatedModel {
     pub(crate) fn folder(folder: &Path) -> Self {
         let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
-        Self { told: folder.to_string_lossy().into_owned(), folder, pinned: None }
+        Self { source: folder.to_string_lossy().into_owned(), folder, pinned: None }
     }
 }
 
@@ -69,7 +69,7 @@ pub(crate) fn read(option: &str, given: &Path) -> Result<ModelArgument, CliError
 }
 
 /// What is asked of the hub for `--model`: a name and a revision; or the folder that it is.
-fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError> {
+fn requested(given: &Path, args: &HubArgs) -> Result<Result<Wanted, LocatedModel>, CliError> {
     let name = match read("--model", given)? {
         ModelArgument::Hub(name) => name,
         ModelArgument::Folder(folder) => {
@@ -78,7 +78,7 @@ fn asked(given: &Path, args: &HubArgs) -> Result<Result<Wanted, Found>, CliError
                     "--revision {revision} is for models of the hub, and --model {} is a folder",
                     folder.display()
                 ))),
-                None => Ok(Err(Found::folder(&folder))),
+                None => Ok(Err(LocatedModel::folder(&folder))),
             };
         }
     };
@@ -93,33 +93,33 @@ pub(crate) fn find(
     args: &HubArgs,
     part: Part,
     pinned: Option<Pinned>,
-) -> Result<Found, CliError> {
-    let Wanted { name, revision } = match asked(given, args)? {
+) -> Result<LocatedModel, CliError> {
+    let Wanted { name, revision } = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found),
     };
     let pinned = pinned.filter(|it| it.name == name && it.revision == revision);
-    let asked = match pinned {
+    let requested = match pinned {
         Some(Pinned { commit, .. }) => {
             tracing::info!(model = name, revision, commit, "the state that the cluster serves");
             commit
         }
         None => revision.clone(),
     };
-    let wanted = Wanted { name, revision: asked };
+    let wanted = Wanted { name, revision: requested };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
     let fetched = at_work(move |watch| hub.fetch(&wanted, part, watch))?;
     let HubModel { name, commit } = fetched.model.clone();
-    Ok(Found {
+    Ok(LocatedModel {
         folder: fetched.folder,
-        told: fetched.model.to_string(),
+        source: fetched.model.to_string(),
         pinned: Some(Pinned { name, revision, commit }),
     })
 }
 
 /// The same for a command that leaves signals alone: only the folder.
 pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf, CliError> {
-    let wanted = match asked(given, args)? {
+    let wanted = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found.folder),
     };
@@ -132,7 +132,7 @@ pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf
 /// `here`.
 pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<String, CliError> {
     let name = match read("--speculative-config", given)? {
-        ModelArgument::Folder(folder) => return Ok(Found::folder(&folder).told),
+        ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).source),
         ModelArgument::Hub(name) => name,
     };
     let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
@@ -146,22 +146,26 @@ pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<Str
 
 /// The adapters with their folders on this host, and as workers are told of them.
 pub(crate) fn find_adapters(lora: &Lora, args: &HubArgs) -> Result<(Lora, Lora), CliError> {
-    let (mut here, mut told) = (lora.clone(), lora.clone());
-    for (here, told) in here.adapters.iter_mut().zip(&mut told.adapters) {
+    let (mut here, mut sources) = (lora.clone(), lora.clone());
+    for (here, sources) in here.adapters.iter_mut().zip(&mut sources.adapters) {
         let Adapter { path, .. } = here.clone();
         let found = match read("--lora-modules", Path::new(&path))? {
-            ModelArgument::Folder(folder) => Found::folder(&folder),
+            ModelArgument::Folder(folder) => LocatedModel::folder(&folder),
             ModelArgument::Hub(name) => {
                 let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
                 let hub = args.cache.hub().map_err(CliError::Usage)?;
                 let fetched = at_work(move |watch| hub.fetch(&wanted, Part::Adapter, watch))?;
-                Found { folder: fetched.folder, told: fetched.model.to_string(), pinned: None }
+                LocatedModel {
+                    folder: fetched.folder,
+                    source: fetched.model.to_string(),
+                    pinned: None,
+                }
             }
         };
         here.path = found.folder.to_string_lossy().into_owned();
-        told.path = found.told;
+        sources.path = found.source;
     }
-    Ok((here, told))
+    Ok((here, sources))
 }
 
 /// The folder of what `option` gives, without asking the hub: a folder, or what the cache has.
@@ -175,7 +179,7 @@ pub(crate) fn cached(
     part: Part,
 ) -> Result<PathBuf, String> {
     let name = match read(option, given).map_err(|error| error.to_string())? {
-        ModelArgument::Folder(folder) => return Ok(Found::folder(&folder).folder),
+        ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).folder),
         ModelArgument::Hub(name) => name,
     };
     let revision = args.revision.as_deref().filter(|_| option == "--model");

@@ -114,7 +114,7 @@ pub(crate) fn coordinator_options(
     let part = if here { Part::All } else { Part::Text };
     let found = match &args.model {
         Some(model) => hub::find(model, &args.hub, part, asked.pinned)?,
-        None => hub::Found::folder(&demo_model()?),
+        None => hub::LocatedModel::folder(&demo_model()?),
     };
     let draft = args.speculative_config.as_ref().and_then(|config| config.draft_model.as_deref());
     let draft_model = draft.map(|draft| hub::find_draft(draft, &args.hub, here)).transpose()?;
@@ -127,7 +127,7 @@ pub(crate) fn coordinator_options(
     let name = names.next().or_else(own).unwrap_or_else(|| "model".to_owned());
     Ok(CoordinatorOptions {
         sources: ModelSources {
-            model: found.told,
+            model: found.source,
             lora: lora_sources,
             draft_model,
             pinned: found.pinned,
