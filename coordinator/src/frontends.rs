@@ -38,7 +38,7 @@ use tokio::sync::mpsc;
 pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, Open};
 use self::link::Receiver;
-use self::slots::{Admitted, Before, Slots};
+use self::slots::{Admitted, Replaced, Slots};
 use crate::cluster::actor::Refusal;
 use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, soon};
 use crate::http::gate::Gate;
@@ -189,7 +189,7 @@ impl Frontends {
         let joined = slots.joined(&hello.node, id, incarnation, linked);
         drop(slots);
         match joined {
-            Ok(Before { run, link: old }) => {
+            Ok(Replaced { run, link: old }) => {
                 if let Some(run) = run {
                     self.hub.retire(Source::Frontend(id), run);
                 }

@@ -44,7 +44,7 @@ pub(super) struct Admitted {
 
 /// What a joining front end replaces.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Before<L> {
+pub(super) struct Replaced<L> {
     /// The previous process, if it was another one.
     pub(super) run: Option<Incarnation>,
     /// The previous link of the same process, if still open.
@@ -146,7 +146,7 @@ impl<L> Slots<L> {
         id: FrontendId,
         run: Incarnation,
         link: L,
-    ) -> Result<Before<L>, L> {
+    ) -> Result<Replaced<L>, L> {
         let is_its = self.by_node.get(node) == Some(&id);
         let Some(slot) = self.slots.get_mut(&id).filter(|_| is_its) else { return Err(link) };
         let is_same = slot.run == Some(run);
@@ -155,7 +155,7 @@ impl<L> Slots<L> {
         }
         let old = slot.link.replace(link);
         let run = slot.run.replace(run).filter(|_| !is_same);
-        Ok(Before { run, link: old })
+        Ok(Replaced { run, link: old })
     }
 
     /// A link has ended. Returns whether it was the slot's current one, as `is_it` tells.
@@ -207,13 +207,13 @@ mod tests {
     fn another_process_waits_until_the_present_one_is_gone() {
         let mut slots = Slots::<u32>::default();
         assert_eq!(slot(slots.admit(secs(0), "a", A, None)), 1);
-        let nobody = Before { run: None, link: None };
+        let nobody = Replaced { run: None, link: None };
         assert_eq!(slots.joined("a", FrontendId(1), A, 7), Ok(nobody));
         let waits = slots.admit(secs(1), "a", B, None).unwrap_err();
         assert!(matches!(waits, Refusal::NotYet(why) if why.contains("linked as front end a")));
         // The process's own next link replaces the old one, which ends later.
         assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
-        let own = Before { run: None, link: Some(7) };
+        let own = Replaced { run: None, link: Some(7) };
         assert_eq!(slots.joined("a", FrontendId(1), A, 8), Ok(own));
         assert!(!slots.left(secs(2), FrontendId(1), |link| *link == 7));
         assert!(slots.admit(secs(2), "a", B, None).is_err(), "it is linked still");
@@ -221,7 +221,7 @@ mod tests {
         // Two processes are admitted at the same time; only one of them joins.
         let both = [A, B].map(|run| slot(slots.admit(secs(3), "a", run, None)));
         assert_eq!(both, [1, 1]);
-        let other = Before { run: Some(A), link: None };
+        let other = Replaced { run: Some(A), link: None };
         assert_eq!(slots.joined("a", FrontendId(1), B, 9), Ok(other));
         assert_eq!(slots.joined("a", FrontendId(1), A, 10), Err(10));
         assert_eq!(slots.linked().collect::<Vec<_>>(), [("a", FrontendId(1), &9)]);
