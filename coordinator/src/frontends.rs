@@ -7,13 +7,13 @@
 //!
 //! - `events`: events on their way to a front end
 //! - `link`: the receiving side of a front end's link
-//! - `making`: requests that wait for a grammar, or for accepted tokens to be replayed
+//! - `preparation`: requests that wait for a grammar, or for accepted tokens to be replayed
 //! - `request`: converts a front end's request to the engine's
 //! - `resume`: PURE: replays what was accepted of a request to its stop checks and guides
 //! - `slots`: PURE: which front end has which slot
 mod events;
 mod link;
-mod making;
+mod preparation;
 mod request;
 mod resume;
 mod slots;

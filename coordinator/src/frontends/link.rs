@@ -12,7 +12,7 @@ use shared::wire::frame::FrameKind;
 
 use super::Frontends;
 use super::events::LinkRequests;
-use super::making::Making;
+use super::preparation::PendingRequests;
 use crate::engine::{EngineCommand, EngineError};
 use crate::links::link_end;
 
@@ -31,7 +31,7 @@ pub(super) struct Receiver {
     peer: PeerId,
     node: String,
     /// Its requests that wait for what must be made first.
-    pub(super) making: Making,
+    pub(super) pending: PendingRequests,
 }
 
 impl Receiver {
@@ -52,7 +52,7 @@ impl Receiver {
             requests,
             peer,
             node: hello.node.clone(),
-            making: Making::default(),
+            pending: PendingRequests::default(),
         }
     }
 
@@ -78,7 +78,7 @@ impl Receiver {
             LinkEvent::Closed { reason } => {
                 self.frontends.hub.observer().record().link_ended(link_end(&reason));
                 self.requests.close();
-                self.making.clear();
+                self.pending.clear();
                 let (frontends, number) = (&self.frontends, self.link_number);
                 let reason = reason.to_string();
                 frontends.actors.peer_lost(self.peer, &reason);
@@ -96,7 +96,7 @@ impl Receiver {
             FromFrontend::Cancel(id) => {
                 self.requests.cancel(id);
                 let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
-                if self.making.cancel(id) {
+                if self.pending.cancel(id) {
                     return true;
                 }
                 // A full channel loses nothing: the engine sees that the events are closed.
@@ -147,8 +147,8 @@ impl Receiver {
             Ok(request) => Box::new(request),
             Err(reason) => return self.impossible(&reason),
         };
-        if Making::is_for(&request) {
-            self.making.make(self.frontends.clone(), request, events);
+        if PendingRequests::is_needed_for(&request) {
+            self.pending.prepare(self.frontends.clone(), request, events);
         } else {
             frontends.enter(request, events);
         }

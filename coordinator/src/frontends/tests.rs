@@ -177,7 +177,7 @@ async fn what_was_accepted_is_told_to_stop_checks_and_guides() {
             vec![AcceptedChoice::Over { tokens: 2 }, goes_on(vec![a]), goes_on(vec![a, b])];
         change(&mut submit);
         let request = receiver.frontends.request(submit.id, submit).unwrap();
-        let made = receiver.frontends.made(Box::new(request), &Semaphore::new(1), || true).await;
+        let made = receiver.frontends.prepare(Box::new(request), &Semaphore::new(1), || true).await;
         let request = made.unwrap();
         let choices: Vec<u32> = request.sampling.iter().map(|it| it.choice).collect();
         assert_eq!((choices, request.n()), (vec![1, 2], 3));
@@ -266,7 +266,7 @@ async fn what_goes_on_from_its_prompt_does_so_here_too() {
     assert!(request.guides[0].allowed().unwrap().allows(spaced));
     // No text can begin with this.
     ask(&receiver, 3, false, &guide);
-    while !receiver.making.is_empty() {
+    while !receiver.pending.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(taken.try_recv().is_err());
@@ -302,7 +302,7 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
     let EngineCommand::Submit { request, .. } = command else { panic!("{command:?}") };
     assert_eq!(request.id, RequestId(3 << LINK_SHIFT | 9));
     assert_eq!((request.guides.len(), request.sampling.len()), (2, 2));
-    while !receiver.making.is_empty() {
+    while !receiver.pending.is_empty() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert!(taken.try_recv().is_err(), "neither of the others, and no cancellation of nothing");
