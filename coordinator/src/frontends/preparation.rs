@@ -120,7 +120,7 @@ impl Frontends {
         let guides = match request.guide_spec.clone() {
             Some(spec) => {
                 let grammar = loop {
-                    let made = self.text.grammars.make(&self.text, &spec).await;
+                    let made = self.text.grammars.compile(&self.text, &spec).await;
                     if !goes_on || !matches!(made, Err(GrammarError::Busy)) || !is_wanted() {
                         break made;
                     }

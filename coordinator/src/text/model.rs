@@ -22,7 +22,7 @@ use super::dialect::Dialect;
 use super::reply::harmony;
 use super::stream::{StopRules, TextStream};
 use super::template::ChatTemplate;
-use crate::guide::{Guides, Making};
+use crate::guide::{GrammarCompiler, Guides};
 
 /// Why a model folder cannot be served: one sentence naming the file and the reason.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,7 @@ pub struct TextModel {
     special_by_id: Arc<HashMap<u32, String>>,
     guides: OnceLock<Result<Guides, String>>,
     /// Compiles grammars for requests.
-    pub grammars: Making,
+    pub grammars: GrammarCompiler,
 }
 
 impl TextModel {
@@ -183,7 +183,7 @@ impl TextModel {
             special,
             special_by_id: Arc::new(special_by_id),
             guides: OnceLock::new(),
-            grammars: Making::default(),
+            grammars: GrammarCompiler::default(),
             bytes_per_token,
             fingerprint: fingerprint(folder, chat_template),
         })
@@ -198,7 +198,7 @@ impl TextModel {
     }
 
     /// Like [`guides`](Self::guides), if already created.
-    pub(crate) fn guides_made(&self) -> Option<&Guides> {
+    pub(crate) fn loaded_guides(&self) -> Option<&Guides> {
         self.guides.get()?.as_ref().ok()
     }
 
