@@ -10,8 +10,8 @@
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
 //!   workers go together
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
-//!   whose rank; `silence`: who was told something and has not answered; `vain`: whose formations
-//!   come to nothing
+//!   whose rank; `silence`: who was told something and has not answered; `failed_formations`: whose
+//!   formations come to nothing
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
@@ -22,6 +22,7 @@ pub mod actor;
 pub mod affinity;
 pub mod config;
 pub mod effect;
+mod failed_formations;
 mod formation;
 pub mod orphanage;
 pub mod placement;
@@ -34,7 +35,6 @@ pub mod roster;
 mod silence;
 mod slots;
 pub mod status;
-mod vain;
 pub mod view;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -48,10 +48,10 @@ use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
 use shared::membership::Desired;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
+use self::failed_formations::FailedFormations;
 use self::quarantine::Quarantine;
 use self::replicas::Replicas;
 use self::silence::Silence;
-use self::vain::Vain;
 use crate::scheduler::EpochEnd;
 
 /// The cluster as the coordinator sees it.
@@ -70,7 +70,7 @@ pub struct Cluster {
     slow: BTreeSet<WorkerId>,
     /// Ranks told to form that have not answered.
     silence: Silence,
-    vain: Vain,
+    failed_formations: FailedFormations,
     /// Devices that fail again and again.
     quarantine: Quarantine,
     /// Weights that workers brought from another coordinator.
@@ -97,7 +97,7 @@ impl Cluster {
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
             silence: Silence::default(),
-            vain: Vain::default(),
+            failed_formations: FailedFormations::default(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
             desired: Desired::default(),
@@ -209,7 +209,7 @@ impl Cluster {
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
         self.silence.left(worker);
-        self.vain.forget(worker);
+        self.failed_formations.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
             effects.push(Effect::Pace { worker, slow: false });

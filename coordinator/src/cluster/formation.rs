@@ -115,7 +115,7 @@ impl Cluster {
             self.replicas.change(id, |replica| replica.hold(now));
             effects.push(Effect::Unservable { replica: id, reason });
         } else if all_answer {
-            self.vain.failed(&ranks);
+            self.failed_formations.failed(&ranks);
             self.give_way(now, id, effects);
         }
     }
@@ -138,7 +138,7 @@ impl Cluster {
         if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
             for rank in &ranks {
                 self.silence.serves(*rank);
-                self.vain.forget(*rank);
+                self.failed_formations.forget(*rank);
             }
             let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
             effects.push(ready);

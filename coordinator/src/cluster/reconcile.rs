@@ -23,7 +23,7 @@ impl Cluster {
         self.desired.scale(replicas);
         self.release_held();
         self.quarantine.forgive();
-        self.vain.forget_all();
+        self.failed_formations.forget_all();
         effects.push(Effect::Desire(self.desired.clone()));
         self.reconcile(now, effects);
     }
@@ -170,7 +170,9 @@ impl Cluster {
     /// Whether others are taken before this worker: it is slow, did not answer when it was formed,
     /// or its formations come to nothing.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
-        self.slow.contains(&worker) || self.silence.struck(worker) || self.vain.is_often(worker)
+        self.slow.contains(&worker)
+            || self.silence.struck(worker)
+            || self.failed_formations.failed_often(worker)
     }
 
     /// Whether a free worker that is not doubtful may join a replica.
@@ -240,8 +242,8 @@ impl Cluster {
     /// least often, if there is one that failed less often than it and answers.
     pub(super) fn give_way(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
-        let Some(worker) = self.vain.gives_way(&ranks) else { return };
-        let failures = |worker| self.vain.failures(worker);
+        let Some(worker) = self.failed_formations.to_replace(&ranks) else { return };
+        let failures = |worker| self.failed_formations.failures(worker);
         let mut group = self.members_of(id);
         group.retain(|member| member.worker != worker);
         let answers = |it: &Member| !self.silence.struck(it.worker);
