@@ -5,7 +5,7 @@ use std::time::Duration;
 use coordinator::cluster::orphanage::{Home, Orphanage};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
-use coordinator::replica::driver::Moved;
+use coordinator::replica::driver::MovedRequest;
 use coordinator::replica::operation::Operation;
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
@@ -20,7 +20,7 @@ type Stays = (mpsc::Receiver<EngineEvent>, Operation);
 
 /// A replica with a request that needs all its blocks and one that needs one block comes back with
 /// half of its blocks. Returns the requests that it gives up.
-fn outgrown(hub: &Hub) -> (Vec<Moved>, mpsc::Receiver<EngineEvent>, Stays) {
+fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays) {
     let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
     let at = Duration::from_millis(1);
     let ready = |operation: &mut Operation, epoch, blocks| {
@@ -51,7 +51,7 @@ fn home(id: u32, serving: bool, room: u32) -> Home {
 fn what_has_no_room_any_more_goes_on_where_there_is_some() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let (moved, mut large, (mut small, _replica)) = outgrown(&hub);
-    assert_eq!(moved.iter().map(Moved::id).collect::<Vec<_>>(), [RequestId(2)]);
+    assert_eq!(moved.iter().map(MovedRequest::id).collect::<Vec<_>>(), [RequestId(2)]);
     assert!(large.try_recv().is_err() && !large.is_closed(), "it is told nothing");
     assert!(small.try_recv().is_err() && !small.is_closed(), "the other one stays");
     let mut orphanage = Orphanage::default();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use coordinator::cluster::orphanage::{Home, Surplus, surplus};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
-use coordinator::replica::driver::Moved;
+use coordinator::replica::driver::MovedRequest;
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
@@ -33,7 +33,7 @@ pub(crate) enum ReplicaMail {
     GiveUp,
     Share(Surplus),
     Retire,
-    Adopt(Vec<Moved>),
+    Adopt(Vec<MovedRequest>),
 }
 
 pub(crate) struct RunningReplica {
@@ -94,7 +94,7 @@ impl Outside for Outgoing<'_> {
 pub(crate) enum ClusterMail {
     EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String, hung: Vec<WorkerId> },
     Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
-    Orphans { from: ReplicaId, requests: Vec<Moved> },
+    Orphans { from: ReplicaId, requests: Vec<MovedRequest> },
 }
 
 impl Coordinator {
@@ -238,7 +238,7 @@ impl World {
         self.mail_orphans(id, requests);
     }
 
-    fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<Moved>) {
+    fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<MovedRequest>) {
         // Some clients cancel at the moment when no replica has their request.
         let ids = requests.iter().map(|request| request.id().0 as usize);
         let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
@@ -282,7 +282,7 @@ impl World {
     }
 
     /// Does what `ClusterActor::place_orphans` does.
-    fn place_orphans(&mut self, from: ReplicaId, requests: Vec<Moved>) {
+    fn place_orphans(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
         let homes = coordinator.core.replicas().map(|replica| {

@@ -3,7 +3,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use shared::ids::{ReplicaId, RequestId};
 
-use crate::replica::driver::Moved;
+use crate::replica::driver::MovedRequest;
 
 /// A replica that may take requests.
 #[derive(Clone, Copy, Debug)]
@@ -77,13 +77,13 @@ pub fn surplus(homes: &[Home]) -> Option<(ReplicaId, Surplus)> {
 #[derive(Debug, Default)]
 pub struct Placed {
     /// By new replica, in their order.
-    pub homes: Vec<(ReplicaId, Vec<Moved>)>,
+    pub homes: Vec<(ReplicaId, Vec<MovedRequest>)>,
     /// Cancelled while they were on their way.
-    pub cancelled: Vec<Moved>,
+    pub cancelled: Vec<MovedRequest>,
     /// There is no replica at all.
-    pub homeless: Vec<Moved>,
+    pub homeless: Vec<MovedRequest>,
     /// No replica has room now or soon; with the room of the largest one.
-    pub outgrown: Vec<(Moved, u32)>,
+    pub outgrown: Vec<(MovedRequest, u32)>,
 }
 
 /// Requests on their way.
@@ -126,7 +126,7 @@ impl Orphanage {
     pub fn place(
         &mut self,
         from: ReplicaId,
-        requests: Vec<Moved>,
+        requests: Vec<MovedRequest>,
         homes: impl Iterator<Item = Home>,
     ) -> Placed {
         if let Some(due) = self.due.get_mut(&from) {
@@ -136,13 +136,13 @@ impl Orphanage {
             }
         }
         let homes: Vec<Home> = homes.collect();
-        let mut serving: BTreeMap<ReplicaId, (Home, Vec<Moved>)> = homes
+        let mut serving: BTreeMap<ReplicaId, (Home, Vec<MovedRequest>)> = homes
             .iter()
             .filter(|home| home.serving)
             .map(|home| (home.replica, (*home, Vec::new())))
             .collect();
         let mut placed = Placed::default();
-        let mut waiting: BTreeMap<ReplicaId, Vec<Moved>> = BTreeMap::new();
+        let mut waiting: BTreeMap<ReplicaId, Vec<MovedRequest>> = BTreeMap::new();
         let largest = homes.iter().map(|home| home.room).max().unwrap_or(0);
         for request in requests {
             if self.cancelled.contains(&request.id()) {

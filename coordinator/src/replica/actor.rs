@@ -10,7 +10,7 @@ use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
-use super::driver::{Moved, ReplicaDriver};
+use super::driver::{MovedRequest, ReplicaDriver};
 pub use super::operation::ReplicaLoad;
 use super::operation::{Operation, Outside, TICK};
 use crate::cluster::orphanage::Surplus;
@@ -120,13 +120,13 @@ pub struct Orphans {
     /// The replica they come from.
     pub from: ReplicaId,
     /// The requests, oldest first.
-    pub requests: Vec<Moved>,
+    pub requests: Vec<MovedRequest>,
 }
 
 /// Continue another replica's requests.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Adopt(pub Vec<Moved>);
+pub struct Adopt(pub Vec<MovedRequest>);
 
 /// A rank finished a step.
 #[derive(Debug, Message)]

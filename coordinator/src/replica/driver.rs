@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::task::Waker;
 use std::time::Duration;
 
-pub use moving::Moved;
+pub use moving::MovedRequest;
 use shared::ids::{Epoch, ReplicaId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
 use shared::protocol::{StepMasks, StepPlan, StepResult};
@@ -247,7 +247,7 @@ impl ReplicaDriver {
         epoch: Epoch,
         num_blocks: u32,
         host_blocks: u32,
-    ) -> Vec<Moved> {
+    ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
         self.in_flight.clear();
         self.deadlines.begin();

@@ -12,7 +12,7 @@ use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
 use super::agreement::{Agreement, Settled, Word};
 use super::deadlines::Overdue;
-use super::driver::{Moved, ReplicaDriver};
+use super::driver::{MovedRequest, ReplicaDriver};
 use super::stragglers::{Pace, Stragglers};
 use crate::cluster::orphanage::Surplus;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
@@ -165,7 +165,7 @@ impl Operation {
         host_blocks: u32,
         workers: Vec<WorkerId>,
         outside: &mut impl Outside,
-    ) -> Vec<Moved> {
+    ) -> Vec<MovedRequest> {
         self.epoch = Some(epoch);
         self.ranks = workers.into_iter().map(|worker| Rank { worker, done: StepId(0) }).collect();
         let too_large = self.driver.ready(now, epoch, num_blocks, host_blocks);
@@ -203,7 +203,7 @@ impl Operation {
     }
 
     /// Gives up all requests if no epoch is under way, otherwise none.
-    pub fn give_up(&mut self, now: Duration, outside: &mut impl Outside) -> Vec<Moved> {
+    pub fn give_up(&mut self, now: Duration, outside: &mut impl Outside) -> Vec<MovedRequest> {
         let requests = if self.epoch.is_none() { self.driver.hand_over() } else { Vec::new() };
         self.drive(now, outside);
         requests
@@ -215,14 +215,19 @@ impl Operation {
         now: Duration,
         surplus: Surplus,
         outside: &mut impl Outside,
-    ) -> Vec<Moved> {
+    ) -> Vec<MovedRequest> {
         let requests = self.driver.share(surplus);
         self.drive(now, outside);
         requests
     }
 
     /// Continues another replica's requests, before its own waiting ones unless they were shared.
-    pub fn adopt(&mut self, now: Duration, requests: Vec<Moved>, outside: &mut impl Outside) {
+    pub fn adopt(
+        &mut self,
+        now: Duration,
+        requests: Vec<MovedRequest>,
+        outside: &mut impl Outside,
+    ) {
         self.driver.adopt(now, requests);
         self.drive(now, outside);
     }

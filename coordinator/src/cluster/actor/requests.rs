@@ -7,7 +7,7 @@ use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
 use crate::replica::actor::{Adopt, Cancel, Orphans, Share, Submit};
-use crate::replica::driver::Moved;
+use crate::replica::driver::MovedRequest;
 
 /// The error of a request that was accepted when there was room for it.
 fn no_room(needed: u32, room: u32) -> EngineError {
@@ -68,7 +68,7 @@ impl ClusterActor {
         }
     }
 
-    fn refuse_all(&self, requests: Vec<Moved>) {
+    fn refuse_all(&self, requests: Vec<MovedRequest>) {
         for request in requests {
             let error = match self.stopping {
                 true => EngineError::ShuttingDown,
