@@ -15,7 +15,7 @@
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
-//! - [`affinity`]: which replica a request goes to; [`orphanage`]: requests between replicas
+//! - [`affinity`]: which replica a request goes to; [`migration`]: requests between replicas
 //! - [`view`], [`status`]: what others and operators see
 pub mod absence;
 pub mod actor;
@@ -24,7 +24,7 @@ pub mod config;
 pub mod effect;
 mod failed_formations;
 mod formation;
-pub mod orphanage;
+pub mod migration;
 pub mod placement;
 mod quarantine;
 mod reconcile;

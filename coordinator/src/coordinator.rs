@@ -482,9 +482,9 @@ fn replica_factory(
         let scheduler = Scheduler::new(scheduling)?;
         let observer = hub.observer().clone();
         let driver = ReplicaDriver::new(clock.now(), id, scheduler, observer, limits);
-        let (orphanage, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
+        let (migrations, paces) = (cluster.clone().recipient(), cluster.clone().recipient());
         let cluster = cluster.recipient();
-        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, orphanage, paces))
+        Ok(ReplicaActor::new(id, driver, clock.clone(), load, cluster, migrations, paces))
     })
 }
 

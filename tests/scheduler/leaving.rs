@@ -2,7 +2,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use coordinator::cluster::orphanage::Surplus;
+use coordinator::cluster::migration::QueueShare;
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, TAKEN_WITHIN};
 use coordinator::metrics::Hub;
 use coordinator::replica::driver::DriverLimits;
@@ -124,7 +124,7 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     (0..WAITING).for_each(|id| operation.cancel(secs(2), RequestId(id), &mut sent));
     assert!(aborted() >= 4, "what runs is cancelled at once");
     // Another replica does not continue those that are about to be dropped.
-    let moved = operation.share(secs(2), Surplus { most: 100, room: 1000 }, &mut sent);
+    let moved = operation.share(secs(2), QueueShare { most: 100, room: 1000 }, &mut sent);
     assert!(moved.is_empty(), "{}", moved.len());
     for at in 1..=20 {
         operation.tick(secs(2) + at * TICK, &mut sent);

@@ -59,7 +59,7 @@ impl World {
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
                             self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
-                            self.coordinator.orphanage.expect(replica);
+                            self.coordinator.migrations.expect(replica);
                         }
                     }
                 }
@@ -69,7 +69,7 @@ impl World {
                     if let Some(running) = self.coordinator.replicas.remove(&replica) {
                         self.coordinator.retiring.insert(replica, running);
                         self.mail_replica(replica, ReplicaMail::Retire);
-                        self.coordinator.orphanage.expect(replica);
+                        self.coordinator.migrations.expect(replica);
                     }
                 }
                 Effect::Desire(desired) => {
@@ -108,7 +108,7 @@ impl World {
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
         self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
-        self.coordinator.orphanage.expect(id);
+        self.coordinator.migrations.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
             running.room = Some(num_blocks * self.scenario.engine.block_size);
@@ -117,7 +117,7 @@ impl World {
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
         for id in waiting.collect::<Vec<_>>() {
             self.mail_replica(id, ReplicaMail::GiveUp);
-            self.coordinator.orphanage.expect(id);
+            self.coordinator.migrations.expect(id);
         }
     }
 
@@ -174,7 +174,7 @@ impl World {
 
     pub(crate) fn cancel(&mut self, id: RequestId) {
         if !self.switches.cancelled_is_forgotten {
-            self.coordinator.orphanage.cancelled(id);
+            self.coordinator.migrations.cancelled(id);
         }
         let replicas: Vec<ReplicaId> = self.coordinator.replicas.keys().copied().collect();
         for replica in replicas {

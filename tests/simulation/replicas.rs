@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use coordinator::cluster::orphanage::{Home, Surplus, surplus};
+use coordinator::cluster::migration::{Candidate, QueueShare, queue_share};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
 use coordinator::replica::driver::MovedRequest;
 use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
@@ -31,7 +31,7 @@ pub(crate) enum ReplicaMail {
     Lost(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
     GiveUp,
-    Share(Surplus),
+    Share(QueueShare),
     Retire,
     Adopt(Vec<MovedRequest>),
 }
@@ -51,12 +51,12 @@ pub(crate) struct RunningReplica {
 
 impl RunningReplica {
     /// Same as in `ClusterActor`.
-    pub(crate) fn home(&self, replica: ReplicaId) -> Home {
-        Home {
+    pub(crate) fn candidate(&self, replica: ReplicaId) -> Candidate {
+        Candidate {
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
             room: self.room.unwrap_or(u32::MAX),
-            ..Home::unknown(replica)
+            ..Candidate::unknown(replica)
         }
     }
 }
@@ -94,7 +94,7 @@ impl Outside for Outgoing<'_> {
 pub(crate) enum ClusterMail {
     EpochFailed { replica: ReplicaId, epoch: Epoch, reason: String, hung: Vec<WorkerId> },
     Pace { replica: ReplicaId, epoch: Epoch, worker: WorkerId, slow: bool },
-    Orphans { from: ReplicaId, requests: Vec<MovedRequest> },
+    MigrateRequests { from: ReplicaId, requests: Vec<MovedRequest> },
 }
 
 impl Coordinator {
@@ -143,7 +143,7 @@ impl World {
                 self.operate(id, |operation, now, out| {
                     requests = operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
                 });
-                self.mail_cluster(ClusterMail::Orphans { from: id, requests });
+                self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
             ReplicaMail::Lost(epoch, end) => {
@@ -156,13 +156,13 @@ impl World {
                 self.give_up(id);
             }
             ReplicaMail::GiveUp => self.give_up(id),
-            ReplicaMail::Share(surplus) => {
+            ReplicaMail::Share(queue_share) => {
                 let mut requests = Vec::new();
                 self.operate(id, |operation, now, out| {
-                    requests = operation.share(now, surplus, out)
+                    requests = operation.share(now, queue_share, out)
                 });
                 self.report.shared += requests.len() as u64;
-                self.mail_orphans(id, requests);
+                self.mail_migrating(id, requests);
             }
             ReplicaMail::Retire => {
                 if running.operation.epoch().is_some() {
@@ -235,14 +235,14 @@ impl World {
     fn give_up(&mut self, id: ReplicaId) {
         let mut requests = Vec::new();
         self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
-        self.mail_orphans(id, requests);
+        self.mail_migrating(id, requests);
     }
 
-    fn mail_orphans(&mut self, id: ReplicaId, requests: Vec<MovedRequest>) {
+    fn mail_migrating(&mut self, id: ReplicaId, requests: Vec<MovedRequest>) {
         // Some clients cancel at the moment when no replica has their request.
         let ids = requests.iter().map(|request| request.id().0 as usize);
         let cancels = ids.filter(|index| self.clients.would_cancel(*index)).collect::<Vec<_>>();
-        self.mail_cluster(ClusterMail::Orphans { from: id, requests });
+        self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
         for index in cancels {
             if self.random.chance(10) {
                 self.leave(index);
@@ -277,23 +277,23 @@ impl World {
                 core.rank_pace(now, replica, epoch, worker, slow, &mut effects);
                 self.carry_out(effects);
             }
-            ClusterMail::Orphans { from, requests } => self.place_orphans(from, requests),
+            ClusterMail::MigrateRequests { from, requests } => self.place_requests(from, requests),
         }
     }
 
-    /// Does what `ClusterActor::place_orphans` does.
-    fn place_orphans(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
+    /// Does what `ClusterActor::place_requests` does.
+    fn place_requests(&mut self, from: ReplicaId, requests: Vec<MovedRequest>) {
         let coordinator = &mut *self.coordinator;
         let life = coordinator.life;
-        let homes = coordinator.core.replicas().map(|replica| {
-            let unknown = Home::unknown(replica.id);
-            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.home(replica.id))
+        let candidates = coordinator.core.replicas().map(|replica| {
+            let unknown = Candidate::unknown(replica.id);
+            coordinator.replicas.get(&replica.id).map_or(unknown, |it| it.candidate(replica.id))
         });
-        let placed = coordinator.orphanage.place(from, requests, homes);
+        let placed = coordinator.migrations.place(from, requests, candidates);
         for request in placed.cancelled {
             request.end(coordinator.hub.observer(), None);
         }
-        for request in placed.homeless {
+        for request in placed.unplaced {
             let error = EngineError::Unavailable { message: "nothing serves".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
@@ -301,7 +301,7 @@ impl World {
             let error = EngineError::Unavailable { message: "no room".to_owned() };
             request.end(coordinator.hub.observer(), Some(error));
         }
-        for (id, requests) in placed.homes {
+        for (id, requests) in placed.by_replica {
             let indices = requests.iter().map(|request| request.id().0 as usize);
             self.clients.moved(life, from, id, indices.collect());
             self.report.moved += requests.len() as u64 * u64::from(from != id);
@@ -314,11 +314,11 @@ impl World {
     /// Does what `ClusterActor::share_queues` does.
     fn share_queues(&mut self) {
         let coordinator = &mut *self.coordinator;
-        let homes = coordinator.replicas.iter().map(|(id, running)| running.home(*id));
-        let homes: Vec<Home> = homes.collect();
-        if let Some((from, surplus)) = surplus(&homes) {
-            coordinator.orphanage.expect(from);
-            self.mail_replica(from, ReplicaMail::Share(surplus));
+        let candidates = coordinator.replicas.iter().map(|(id, running)| running.candidate(*id));
+        let candidates: Vec<Candidate> = candidates.collect();
+        if let Some((from, queue_share)) = queue_share(&candidates) {
+            coordinator.migrations.expect(from);
+            self.mail_replica(from, ReplicaMail::Share(queue_share));
         }
     }
 

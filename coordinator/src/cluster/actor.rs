@@ -32,7 +32,7 @@ pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, NotJoined, Refusal};
 use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
-use super::orphanage::{Home, Orphanage};
+use super::migration::{Candidate, Migrations};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
 use super::view::{ClusterView, Frozen};
@@ -76,8 +76,8 @@ struct RunningReplica {
 }
 
 impl RunningReplica {
-    fn home(&self, replica: ReplicaId, doubtful: bool) -> Home {
-        Home {
+    fn candidate(&self, replica: ReplicaId, doubtful: bool) -> Candidate {
+        Candidate {
             replica,
             serving: self.serving.is_some(),
             load: self.load.in_flight.load(Ordering::Relaxed),
@@ -118,7 +118,7 @@ pub struct ClusterActor {
     /// What workers must have before they join.
     to_fetch: ToFetch,
     stopping: bool,
-    orphanage: Orphanage,
+    migrations: Migrations,
     /// Log lines and ends of worker processes.
     records: Records,
     /// Workers that are gone and may be back.
@@ -176,7 +176,7 @@ impl ClusterActor {
             worker_stats,
             to_fetch,
             stopping: false,
-            orphanage: Orphanage::default(),
+            migrations: Migrations::default(),
             records: Records::default(),
             absences: Absences::default(),
             actors,
@@ -238,7 +238,7 @@ impl ClusterActor {
                         self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
                         running.addr.do_send(Lost { epoch, end });
-                        self.orphanage.expect(replica);
+                        self.migrations.expect(replica);
                     }
                 }
                 Effect::ReplicaRemoved { replica } => {
@@ -247,9 +247,9 @@ impl ClusterActor {
                     self.replica_died(replica);
                     self.broken.remove(&replica);
                     if let Some(running) = self.replicas.remove(&replica) {
-                        // Its requests arrive as orphans; the actor ends with its last address.
+                        // Its requests arrive by themselves; the actor ends with its last address.
                         running.addr.do_send(Retire);
-                        self.orphanage.expect(replica);
+                        self.migrations.expect(replica);
                     }
                 }
                 Effect::Pace { worker, slow } => {
@@ -353,7 +353,7 @@ impl ClusterActor {
             ranks: links,
             workers: ranks.clone(),
         });
-        self.orphanage.expect(id);
+        self.migrations.expect(id);
         running.serving = Some((epoch, ranks));
         running.load.doubtful.store(running.is_doubtful(&self.suspects), Ordering::Relaxed);
         running.room = Some(u32::try_from(tokens).unwrap_or(u32::MAX));
@@ -361,7 +361,7 @@ impl ClusterActor {
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
                 running.addr.do_send(GiveUp);
-                self.orphanage.expect(*id);
+                self.migrations.expect(*id);
             }
         }
     }
@@ -394,7 +394,7 @@ impl ClusterActor {
         for id in gone {
             tracing::error!(replica = %id, "the replica's actor ended; restarting it");
             self.affinity.forget(id);
-            self.orphanage.gone(id);
+            self.migrations.gone(id);
             let serving = self.replicas.remove(&id).and_then(|running| running.serving);
             if let Some((epoch, _)) = serving {
                 self.core.epoch_failed(now, id, epoch, "its actor has ended", effects);

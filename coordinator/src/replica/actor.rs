@@ -13,7 +13,7 @@ use shared::protocol::{StepResult, ToWorker};
 use super::driver::{MovedRequest, ReplicaDriver};
 pub use super::operation::ReplicaLoad;
 use super::operation::{Operation, Outside, TICK};
-use crate::cluster::orphanage::Surplus;
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
 use crate::scheduler::EpochEnd;
@@ -34,7 +34,7 @@ struct Links {
     /// Notified when the epoch must end.
     cluster: Recipient<EpochFailed>,
     /// Takes requests that this replica cannot continue.
-    orphanage: Recipient<Orphans>,
+    migrations: Recipient<MigrateRequests>,
     /// Notified of ranks that hold the others up.
     paces: Recipient<RankPace>,
 }
@@ -72,7 +72,8 @@ pub struct Submit {
 #[rtype(result = "()")]
 pub struct Cancel(pub RequestId);
 
-/// The replica's ranks are formed; answered with [`Orphans`] that its KV cache has no room for.
+/// The replica's ranks are formed; answered with [`MigrateRequests`] that its KV cache has no room
+/// for.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
 pub struct Ready {
@@ -98,15 +99,15 @@ pub struct Lost {
     pub end: EpochEnd,
 }
 
-/// Give up all requests if the replica cannot continue them now; answered with [`Orphans`].
+/// Give up all requests if the replica cannot continue them now; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct GiveUp;
 
-/// Give requests that have not run yet to replicas with fewer; answered with [`Orphans`].
+/// Give requests that have not run yet to replicas with fewer; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct Share(pub Surplus);
+pub struct Share(pub QueueShare);
 
 /// The replica is given up for good: like [`GiveUp`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
@@ -116,7 +117,7 @@ pub struct Retire;
 /// Requests that a replica gave up, to be continued elsewhere; possibly none.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Orphans {
+pub struct MigrateRequests {
     /// The replica they come from.
     pub from: ReplicaId,
     /// The requests, oldest first.
@@ -199,17 +200,17 @@ impl ReplicaActor {
         clock: Arc<dyn Clock>,
         load: Arc<ReplicaLoad>,
         cluster: Recipient<EpochFailed>,
-        orphanage: Recipient<Orphans>,
+        migrations: Recipient<MigrateRequests>,
         paces: Recipient<RankPace>,
     ) -> Self {
-        let outside = Links { id, ranks: Vec::new(), cluster, orphanage, paces };
+        let outside = Links { id, ranks: Vec::new(), cluster, migrations, paces };
         Self { operation: Operation::new(driver, load), outside, clock }
     }
 
     /// Answers with all requests if no epoch is under way, otherwise with none.
     fn give_up(&mut self) {
         let requests = self.operation.give_up(self.clock.now(), &mut self.outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
     }
 }
 
@@ -250,7 +251,7 @@ impl Handler<Ready> for ReplicaActor {
         let now = self.clock.now();
         let outside = &mut self.outside;
         let requests = self.operation.ready(now, epoch, num_blocks, host_blocks, workers, outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
     }
 }
 
@@ -276,9 +277,9 @@ impl Handler<GiveUp> for ReplicaActor {
 impl Handler<Share> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Share(surplus): Share, _ctx: &mut Self::Context) {
-        let requests = self.operation.share(self.clock.now(), surplus, &mut self.outside);
-        self.outside.orphanage.do_send(Orphans { from: self.outside.id, requests });
+    fn handle(&mut self, Share(queue_share): Share, _ctx: &mut Self::Context) {
+        let requests = self.operation.share(self.clock.now(), queue_share, &mut self.outside);
+        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
     }
 }
 

@@ -14,7 +14,7 @@ use super::agreement::{Agreement, Settled, Word};
 use super::deadlines::Overdue;
 use super::driver::{MovedRequest, ReplicaDriver};
 use super::stragglers::{Pace, Stragglers};
-use crate::cluster::orphanage::Surplus;
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
 
@@ -213,10 +213,10 @@ impl Operation {
     pub fn share(
         &mut self,
         now: Duration,
-        surplus: Surplus,
+        queue_share: QueueShare,
         outside: &mut impl Outside,
     ) -> Vec<MovedRequest> {
-        let requests = self.driver.share(surplus);
+        let requests = self.driver.share(queue_share);
         self.drive(now, outside);
         requests
     }

@@ -6,7 +6,7 @@ use shared::mix::IdSet;
 
 use super::deliver::dropped;
 use super::{Live, ReplicaDriver};
-use crate::cluster::orphanage::Surplus;
+use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, StopCheck};
 use crate::metrics::Observer;
 use crate::scheduler::HandedOver;
@@ -47,7 +47,7 @@ impl ReplicaDriver {
     }
 
     /// Gives up requests that have not run, for a replica with fewer to continue.
-    pub fn share(&mut self, Surplus { most, room }: Surplus) -> Vec<MovedRequest> {
+    pub fn share(&mut self, QueueShare { most, room }: QueueShare) -> Vec<MovedRequest> {
         let handed = self.scheduler.share(most, room);
         self.take_out(handed)
     }
