@@ -58,7 +58,7 @@ impl World {
                         coordinator.affinity.forget(replica);
                         running.load.last_step_ms.store(0, std::sync::atomic::Ordering::Relaxed);
                         if !self.switches.lost_is_not_told {
-                            self.mail_replica(replica, ReplicaMail::Lost(epoch, end));
+                            self.mail_replica(replica, ReplicaMail::EpochEnded(epoch, end));
                             self.coordinator.migrations.expect(replica);
                         }
                     }
@@ -107,7 +107,7 @@ impl World {
         };
         self.coordinator.hub.observer().record().replica_ready(id, &config);
         self.start_replica(id);
-        self.mail_replica(id, ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks });
+        self.mail_replica(id, ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks });
         self.coordinator.migrations.expect(id);
         if let Some(running) = self.coordinator.replicas.get_mut(&id) {
             running.serving = Some((epoch, workers));
@@ -116,7 +116,7 @@ impl World {
         let waits = |(_, running): &(&ReplicaId, &RunningReplica)| running.serving.is_none();
         let waiting = self.coordinator.replicas.iter().filter(waits).map(|(id, _)| *id);
         for id in waiting.collect::<Vec<_>>() {
-            self.mail_replica(id, ReplicaMail::GiveUp);
+            self.mail_replica(id, ReplicaMail::GiveUpRequests);
             self.coordinator.migrations.expect(id);
         }
     }

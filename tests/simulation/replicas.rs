@@ -27,13 +27,13 @@ const SHARE: Duration = Duration::from_millis(500);
 pub(crate) enum ReplicaMail {
     Submit { index: usize, request: Box<GenerateRequest>, events: EventSender },
     Cancel(RequestId),
-    Ready { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
-    Lost(Epoch, EpochEnd),
+    EpochFormed { epoch: Epoch, num_blocks: u32, host_blocks: u32, ranks: Vec<(WorkerId, LinkId)> },
+    EpochEnded(Epoch, EpochEnd),
     StepDone { worker: WorkerId, result: Box<StepResult> },
-    GiveUp,
-    Share(QueueShare),
+    GiveUpRequests,
+    ShareQueue(QueueShare),
     Retire,
-    Adopt(Vec<MovedRequest>),
+    AdoptRequests(Vec<MovedRequest>),
 }
 
 pub(crate) struct RunningReplica {
@@ -133,7 +133,7 @@ impl World {
             ReplicaMail::Cancel(request) => {
                 self.operate(id, |operation, now, out| operation.cancel(now, request, out));
             }
-            ReplicaMail::Ready { epoch, num_blocks, host_blocks, ranks } => {
+            ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks } => {
                 running.down_since = None;
                 self.clients.served(life, id);
                 let Some(running) = self.coordinator.running(id) else { return };
@@ -146,7 +146,7 @@ impl World {
                 self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
-            ReplicaMail::Lost(epoch, end) => {
+            ReplicaMail::EpochEnded(epoch, end) => {
                 if running.operation.lost(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
@@ -155,8 +155,8 @@ impl World {
                 }
                 self.give_up(id);
             }
-            ReplicaMail::GiveUp => self.give_up(id),
-            ReplicaMail::Share(queue_share) => {
+            ReplicaMail::GiveUpRequests => self.give_up(id),
+            ReplicaMail::ShareQueue(queue_share) => {
                 let mut requests = Vec::new();
                 self.operate(id, |operation, now, out| {
                     requests = operation.share(now, queue_share, out)
@@ -176,7 +176,7 @@ impl World {
                 self.coordinator.retiring.remove(&id);
                 return;
             }
-            ReplicaMail::Adopt(requests) => {
+            ReplicaMail::AdoptRequests(requests) => {
                 self.operate(id, |operation, now, out| operation.adopt(now, requests, out));
             }
             ReplicaMail::StepDone { worker, result } => {
@@ -306,7 +306,7 @@ impl World {
             self.clients.moved(life, from, id, indices.collect());
             self.report.moved += requests.len() as u64 * u64::from(from != id);
             self.start_replica(id);
-            self.mail_replica(id, ReplicaMail::Adopt(requests));
+            self.mail_replica(id, ReplicaMail::AdoptRequests(requests));
         }
         self.hear_clients(from, None);
     }
@@ -318,7 +318,7 @@ impl World {
         let candidates: Vec<Candidate> = candidates.collect();
         if let Some((from, queue_share)) = queue_share(&candidates) {
             coordinator.migrations.expect(from);
-            self.mail_replica(from, ReplicaMail::Share(queue_share));
+            self.mail_replica(from, ReplicaMail::ShareQueue(queue_share));
         }
     }
 

@@ -42,7 +42,8 @@ use crate::links::WorkerLink;
 use crate::metrics::Hub;
 use crate::metrics::observe::ReplicaConfig;
 use crate::replica::actor::{
-    EpochFailed, FailAll, GiveUp, Lost, RankPace, Ready, ReplicaActor, ReplicaLoad, Retire,
+    EpochEnded, EpochFailed, EpochFormed, FailAll, GiveUpRequests, RankPace, ReplicaActor,
+    ReplicaLoad, Retire,
 };
 use crate::scheduler::{ConfigError, EpochEnd};
 
@@ -237,7 +238,7 @@ impl ClusterActor {
                         running.serving = None;
                         self.affinity.forget(replica);
                         running.load.last_step_ms.store(0, Ordering::Relaxed);
-                        running.addr.do_send(Lost { epoch, end });
+                        running.addr.do_send(EpochEnded { epoch, end });
                         self.migrations.expect(replica);
                     }
                 }
@@ -346,7 +347,7 @@ impl ClusterActor {
         self.hub.observer().record().replica_ready(id, &config);
         self.start_replica(ctx, id);
         let Some(running) = self.replicas.get_mut(&id) else { return };
-        running.addr.do_send(Ready {
+        running.addr.do_send(EpochFormed {
             epoch,
             num_blocks,
             host_blocks,
@@ -360,7 +361,7 @@ impl ClusterActor {
         // Requests waiting at replicas that cannot continue can continue here.
         for (id, running) in &self.replicas {
             if running.serving.is_none() {
-                running.addr.do_send(GiveUp);
+                running.addr.do_send(GiveUpRequests);
                 self.migrations.expect(*id);
             }
         }

@@ -76,7 +76,7 @@ pub struct Cancel(pub RequestId);
 /// for.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Ready {
+pub struct EpochFormed {
     /// The epoch.
     pub epoch: Epoch,
     /// KV blocks on every rank.
@@ -92,7 +92,7 @@ pub struct Ready {
 /// The epoch is over.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Lost {
+pub struct EpochEnded {
     /// The epoch.
     pub epoch: Epoch,
     /// Whether it was planned.
@@ -102,14 +102,14 @@ pub struct Lost {
 /// Give up all requests if the replica cannot continue them now; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct GiveUp;
+pub struct GiveUpRequests;
 
 /// Give requests that have not run yet to replicas with fewer; answered with [`MigrateRequests`].
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-pub struct Share(pub QueueShare);
+pub struct ShareQueue(pub QueueShare);
 
-/// The replica is given up for good: like [`GiveUp`], and the actor ends.
+/// The replica is given up for good: like [`GiveUpRequests`], and the actor ends.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
 pub struct Retire;
@@ -127,7 +127,7 @@ pub struct MigrateRequests {
 /// Continue another replica's requests.
 #[derive(Debug, Message)]
 #[rtype(result = "()")]
-pub struct Adopt(pub Vec<MovedRequest>);
+pub struct AdoptRequests(pub Vec<MovedRequest>);
 
 /// A rank finished a step.
 #[derive(Debug, Message)]
@@ -142,15 +142,15 @@ pub struct StepDone {
 /// A mask that a step waits for is ready.
 #[derive(Clone, Copy, Debug, Message)]
 #[rtype(result = "()")]
-struct GoOn;
+struct MaskReady;
 
-/// Sends [`GoOn`]. Does not keep the actor alive.
-struct Wakes(WeakAddr<ReplicaActor>);
+/// Sends [`MaskReady`]. Does not keep the actor alive.
+struct MaskWaker(WeakAddr<ReplicaActor>);
 
-impl Wake for Wakes {
+impl Wake for MaskWaker {
     fn wake(self: Arc<Self>) {
         if let Some(replica) = self.0.upgrade() {
-            replica.do_send(GoOn);
+            replica.do_send(MaskReady);
         }
     }
 }
@@ -219,7 +219,7 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
-        self.operation.wake_with(Arc::new(Wakes(ctx.address().downgrade())).into());
+        self.operation.wake_with(Arc::new(MaskWaker(ctx.address().downgrade())).into());
         ctx.run_interval(TICK, |actor, _| {
             actor.operation.tick(actor.clock.now(), &mut actor.outside);
         });
@@ -242,11 +242,11 @@ impl Handler<Cancel> for ReplicaActor {
     }
 }
 
-impl Handler<Ready> for ReplicaActor {
+impl Handler<EpochFormed> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, ready: Ready, _ctx: &mut Self::Context) {
-        let Ready { epoch, num_blocks, host_blocks, ranks, workers } = ready;
+    fn handle(&mut self, ready: EpochFormed, _ctx: &mut Self::Context) {
+        let EpochFormed { epoch, num_blocks, host_blocks, ranks, workers } = ready;
         self.outside.ranks = workers.iter().copied().zip(ranks).collect();
         let now = self.clock.now();
         let outside = &mut self.outside;
@@ -255,10 +255,10 @@ impl Handler<Ready> for ReplicaActor {
     }
 }
 
-impl Handler<Lost> for ReplicaActor {
+impl Handler<EpochEnded> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, lost: Lost, _ctx: &mut Self::Context) {
+    fn handle(&mut self, lost: EpochEnded, _ctx: &mut Self::Context) {
         if self.operation.lost(self.clock.now(), lost.epoch, lost.end) {
             self.outside.ranks.clear();
         }
@@ -266,18 +266,18 @@ impl Handler<Lost> for ReplicaActor {
     }
 }
 
-impl Handler<GiveUp> for ReplicaActor {
+impl Handler<GiveUpRequests> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, _: GiveUp, _ctx: &mut Self::Context) {
+    fn handle(&mut self, _: GiveUpRequests, _ctx: &mut Self::Context) {
         self.give_up();
     }
 }
 
-impl Handler<Share> for ReplicaActor {
+impl Handler<ShareQueue> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Share(queue_share): Share, _ctx: &mut Self::Context) {
+    fn handle(&mut self, ShareQueue(queue_share): ShareQueue, _ctx: &mut Self::Context) {
         let requests = self.operation.share(self.clock.now(), queue_share, &mut self.outside);
         self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
     }
@@ -294,10 +294,10 @@ impl Handler<Retire> for ReplicaActor {
     }
 }
 
-impl Handler<Adopt> for ReplicaActor {
+impl Handler<AdoptRequests> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, Adopt(requests): Adopt, _ctx: &mut Self::Context) {
+    fn handle(&mut self, AdoptRequests(requests): AdoptRequests, _ctx: &mut Self::Context) {
         self.operation.adopt(self.clock.now(), requests, &mut self.outside);
     }
 }
@@ -310,10 +310,10 @@ impl Handler<StepDone> for ReplicaActor {
     }
 }
 
-impl Handler<GoOn> for ReplicaActor {
+impl Handler<MaskReady> for ReplicaActor {
     type Result = ();
 
-    fn handle(&mut self, _: GoOn, _ctx: &mut Self::Context) {
+    fn handle(&mut self, _: MaskReady, _ctx: &mut Self::Context) {
         self.operation.go_on(self.clock.now(), &mut self.outside);
     }
 }

@@ -6,7 +6,7 @@ use super::super::migration::{Candidate, heard, queue_share, with_room};
 use super::super::view;
 use super::{ClusterActor, RunningReplica};
 use crate::engine::{EngineCommand, EngineError, EngineEvent, GenerateRequest};
-use crate::replica::actor::{Adopt, Cancel, MigrateRequests, Share, Submit};
+use crate::replica::actor::{AdoptRequests, Cancel, MigrateRequests, ShareQueue, Submit};
 use crate::replica::driver::MovedRequest;
 
 /// The error of a request that was accepted when there was room for it.
@@ -51,7 +51,7 @@ impl ClusterActor {
             }
             self.start_replica(ctx, id);
             match self.replicas.get(&id) {
-                Some(running) => running.addr.do_send(Adopt(requests)),
+                Some(running) => running.addr.do_send(AdoptRequests(requests)),
                 None => self.refuse_all(requests),
             }
         }
@@ -67,7 +67,7 @@ impl ClusterActor {
         if let Some((from, queue_share)) = queue_share(&candidates)
             && let Some(running) = self.replicas.get(&from)
         {
-            running.addr.do_send(Share(queue_share));
+            running.addr.do_send(ShareQueue(queue_share));
             self.migrations.expect(from);
         }
     }
