@@ -5,28 +5,28 @@ use std::time::Duration;
 use coordinator::cluster::migration::{Candidate, Migrations};
 use coordinator::engine::{EngineError, EngineEvent, EventSender, GenerateRequest};
 use coordinator::metrics::Hub;
+use coordinator::replica::core::ReplicaCore;
 use coordinator::replica::driver::MovedRequest;
-use coordinator::replica::operation::Operation;
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, operation, request};
+use crate::agreement::{Sent, WORKERS, core, request};
 
 const BLOCKS: u32 = 4;
 
 /// The events of a request that stays, and the replica that holds it.
-type Stays = (mpsc::Receiver<EngineEvent>, Operation);
+type Stays = (mpsc::Receiver<EngineEvent>, ReplicaCore);
 
 /// A replica with a request that needs all its blocks and one that needs one block comes back with
 /// half of its blocks. Returns the requests that it gives up.
 fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays) {
-    let (mut operation, mut sent) = (operation(hub.observer()), Sent::default());
+    let (mut core, mut sent) = (core(hub.observer()), Sent::default());
     let at = Duration::from_millis(1);
-    let ready = |operation: &mut Operation, epoch, blocks| {
-        operation.ready(at, Epoch(epoch), blocks, 0, WORKERS.to_vec(), &mut Sent::default())
+    let ready = |core: &mut ReplicaCore, epoch, blocks| {
+        core.epoch_formed(at, Epoch(epoch), blocks, 0, WORKERS.to_vec(), &mut Sent::default())
     };
-    assert!(ready(&mut operation, 1, BLOCKS).is_empty());
+    assert!(ready(&mut core, 1, BLOCKS).is_empty());
     let ((large, large_events), (small, small_events)) = (mpsc::channel(64), mpsc::channel(64));
     let prompt = vec![1; 16];
     let large_one = GenerateRequest {
@@ -35,12 +35,12 @@ fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays
         max_tokens: BLOCKS * 16 - 16,
         ..request()
     };
-    operation.submit(at, large_one, EventSender::Local(large), &mut sent);
+    core.submit(at, large_one, EventSender::Local(large), &mut sent);
     let small_one = GenerateRequest { id: RequestId(3), max_tokens: 8, ..request() };
-    operation.submit(at, small_one, EventSender::Local(small), &mut sent);
-    assert!(operation.lost(at, Epoch(1), EpochEnd::Failed));
-    let moved = ready(&mut operation, 2, BLOCKS / 2);
-    (moved, large_events, (small_events, operation))
+    core.submit(at, small_one, EventSender::Local(small), &mut sent);
+    assert!(core.epoch_ended(at, Epoch(1), EpochEnd::Failed));
+    let moved = ready(&mut core, 2, BLOCKS / 2);
+    (moved, large_events, (small_events, core))
 }
 
 fn candidate(id: u32, serving: bool, room: u32) -> Candidate {
@@ -65,9 +65,9 @@ fn what_has_no_room_any_more_goes_on_where_there_is_some() {
     assert!(placed.outgrown.is_empty() && placed.unplaced.is_empty());
     let (to, requests) = placed.by_replica.remove(0);
     assert_eq!((to, placed.by_replica.len()), (ReplicaId(1), 0));
-    let (mut other, mut sent) = (operation(hub.observer()), Sent::default());
+    let (mut other, mut sent) = (core(hub.observer()), Sent::default());
     let at = Duration::from_millis(2);
-    let none = other.ready(at, Epoch(3), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
+    let none = other.epoch_formed(at, Epoch(3), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());
     other.adopt(at, requests, &mut sent);
     let admitted = |sent: &Sent| sent.plans.iter().map(|plan| plan.admitted.len()).sum::<usize>();
@@ -99,9 +99,9 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     assert_eq!((placed.outgrown.len(), placed.outgrown[0].1), (1, BLOCKS * 8));
     // A replica that took the request before it knew how many blocks it would have says the same.
     let (moved, mut large, _small) = outgrown(&hub);
-    let (mut other, mut sent) = (operation(hub.observer()), Sent::default());
+    let (mut other, mut sent) = (core(hub.observer()), Sent::default());
     let at = Duration::from_millis(2);
-    let none = other.ready(at, Epoch(3), 2, 0, WORKERS.to_vec(), &mut sent);
+    let none = other.epoch_formed(at, Epoch(3), 2, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());
     other.adopt(at, moved, &mut sent);
     let Ok(EngineEvent::Failed(EngineError::Unavailable { message })) = large.try_recv() else {

@@ -8,8 +8,8 @@ use std::time::Duration;
 use coordinator::cluster::Effect;
 use coordinator::engine::{EngineError, EngineEvent};
 use coordinator::metrics::observe::ReplicaConfig;
+use coordinator::replica::core::{ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::ReplicaDriver;
-use coordinator::replica::operation::{Operation, ReplicaLoad};
 use coordinator::scheduler::Scheduler;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::ToWorker;
@@ -140,7 +140,7 @@ impl World {
             let driver = ReplicaDriver::new(now, id, scheduler, observer, limits);
             let load = Arc::new(ReplicaLoad::default());
             let running = RunningReplica {
-                operation: Operation::new(driver, load.clone()),
+                core: ReplicaCore::new(driver, load.clone()),
                 load,
                 serving: None,
                 room: None,

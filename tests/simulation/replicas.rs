@@ -1,5 +1,5 @@
 //! The coordinator's replicas: their mailboxes, and the messages that they send, as
-//! `replica::actor` does around the real `Operation`.
+//! `replica::actor` does around the real `ReplicaCore`.
 use std::collections::VecDeque;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use coordinator::cluster::migration::{Candidate, QueueShare, queue_share};
 use coordinator::engine::{EngineError, EventSender, GenerateRequest};
+use coordinator::replica::core::{Outbound, ReplicaCore, ReplicaLoad};
 use coordinator::replica::driver::MovedRequest;
-use coordinator::replica::operation::{Operation, Outside, ReplicaLoad};
 use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
@@ -37,7 +37,7 @@ pub(crate) enum ReplicaMail {
 }
 
 pub(crate) struct RunningReplica {
-    pub(crate) operation: Operation,
+    pub(crate) core: ReplicaCore,
     pub(crate) load: Arc<ReplicaLoad>,
     pub(crate) serving: Option<(Epoch, Vec<WorkerId>)>,
     pub(crate) room: Option<u32>,
@@ -69,7 +69,7 @@ struct Outgoing<'a> {
     paces: Vec<(Epoch, WorkerId, bool)>,
 }
 
-impl Outside for Outgoing<'_> {
+impl Outbound for Outgoing<'_> {
     fn send(&mut self, _epoch: Epoch, plan: &ToWorker) -> Result<(), String> {
         let plan = Rc::new(plan.clone());
         for (worker, link, open) in self.ranks {
@@ -126,12 +126,10 @@ impl World {
         match mail {
             ReplicaMail::Submit { index, request, events } => {
                 submitted = Some(index);
-                self.operate(id, |operation, now, out| {
-                    operation.submit(now, *request, events, out)
-                });
+                self.operate(id, |core, now, out| core.submit(now, *request, events, out));
             }
             ReplicaMail::Cancel(request) => {
-                self.operate(id, |operation, now, out| operation.cancel(now, request, out));
+                self.operate(id, |core, now, out| core.cancel(now, request, out));
             }
             ReplicaMail::EpochFormed { epoch, num_blocks, host_blocks, ranks } => {
                 running.down_since = None;
@@ -140,14 +138,14 @@ impl World {
                 let old = std::mem::replace(&mut running.links, ranks.clone());
                 let workers = ranks.iter().map(|(worker, _)| *worker).collect();
                 let mut requests = Vec::new();
-                self.operate(id, |operation, now, out| {
-                    requests = operation.ready(now, epoch, num_blocks, host_blocks, workers, out);
+                self.operate(id, |core, now, out| {
+                    requests = core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, out);
                 });
                 self.mail_cluster(ClusterMail::MigrateRequests { from: id, requests });
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
             }
             ReplicaMail::EpochEnded(epoch, end) => {
-                if running.operation.lost(Duration::from_micros(at), epoch, end) {
+                if running.core.epoch_ended(Duration::from_micros(at), epoch, end) {
                     running.down_since = Some(at);
                     let old = std::mem::take(&mut running.links);
                     self.clients.interrupted(life, id, at);
@@ -158,17 +156,15 @@ impl World {
             ReplicaMail::GiveUpRequests => self.give_up(id),
             ReplicaMail::ShareQueue(queue_share) => {
                 let mut requests = Vec::new();
-                self.operate(id, |operation, now, out| {
-                    requests = operation.share(now, queue_share, out)
-                });
+                self.operate(id, |core, now, out| requests = core.share(now, queue_share, out));
                 self.report.shared += requests.len() as u64;
                 self.mail_migrating(id, requests);
             }
             ReplicaMail::Retire => {
-                if running.operation.epoch().is_some() {
+                if running.core.epoch().is_some() {
                     self.clients.interrupted(life, id, at);
                 }
-                running.operation.end(Duration::from_micros(at));
+                running.core.retire(Duration::from_micros(at));
                 let old = std::mem::take(&mut running.links);
                 old.into_iter().for_each(|(_, link)| self.drop_handle(link));
                 self.give_up(id);
@@ -177,12 +173,12 @@ impl World {
                 return;
             }
             ReplicaMail::AdoptRequests(requests) => {
-                self.operate(id, |operation, now, out| operation.adopt(now, requests, out));
+                self.operate(id, |core, now, out| core.adopt(now, requests, out));
             }
             ReplicaMail::StepDone { worker, result } => {
                 self.note_done(worker, &result);
-                self.operate(id, |operation, now, out| {
-                    operation.step_done(now, worker, *result, out);
+                self.operate(id, |core, now, out| {
+                    core.step_done(now, worker, *result, out);
                 });
             }
         }
@@ -193,7 +189,7 @@ impl World {
     fn operate(
         &mut self,
         id: ReplicaId,
-        act: impl FnOnce(&mut Operation, Duration, &mut Outgoing<'_>),
+        act: impl FnOnce(&mut ReplicaCore, Duration, &mut Outgoing<'_>),
     ) {
         let now = self.time();
         let Some(running) = self.coordinator.running(id) else { return };
@@ -205,7 +201,7 @@ impl World {
         let Some(running) = self.coordinator.running(id) else { return };
         let (plans, ends, paces) = (Vec::new(), Vec::new(), Vec::new());
         let mut out = Outgoing { ranks: &ranks, plans, ends, paces };
-        act(&mut running.operation, now, &mut out);
+        act(&mut running.core, now, &mut out);
         let Outgoing { plans, ends, paces, .. } = out;
         for (link, plan) in plans {
             if self.switches.masks_are_kept_back
@@ -234,7 +230,7 @@ impl World {
     /// A replica answers with the requests that it cannot continue.
     fn give_up(&mut self, id: ReplicaId) {
         let mut requests = Vec::new();
-        self.operate(id, |operation, now, out| requests = operation.give_up(now, out));
+        self.operate(id, |core, now, out| requests = core.give_up(now, out));
         self.mail_migrating(id, requests);
     }
 
@@ -339,7 +335,7 @@ impl World {
             if self.switches.no_canary && self.clients.hung().is_none() {
                 continue;
             }
-            self.operate(id, |operation, now, out| operation.tick(now, out));
+            self.operate(id, |core, now, out| core.tick(now, out));
             self.hear_clients(id, None);
         }
     }
@@ -356,7 +352,7 @@ impl World {
         if self.random.chance(20) {
             late.push((replica, worker, result.clone()));
         }
-        let present = coordinator.replicas[&replica].operation.epoch();
+        let present = coordinator.replicas[&replica].core.epoch();
         let is_old = |it: &(ReplicaId, WorkerId, StepResult)| {
             it.0 == replica && Some(it.2.epoch) < present && it.2.step == result.step
         };

@@ -13,7 +13,7 @@ const PURE: [&str; 13] = [
     "coordinator/src/cluster",
     "coordinator/src/replica/completions",
     "coordinator/src/replica/deadlines",
-    "coordinator/src/replica/operation",
+    "coordinator/src/replica/core",
     "shared/src/hub/files",
     "shared/src/hub/name",
     "shared/src/wire/frame",

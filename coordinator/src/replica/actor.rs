@@ -10,9 +10,9 @@ use shared::clock::Clock;
 use shared::ids::{Epoch, ReplicaId, RequestId, WorkerId};
 use shared::protocol::{StepResult, ToWorker};
 
+pub use super::core::ReplicaLoad;
+use super::core::{Outbound, ReplicaCore, TICK};
 use super::driver::{MovedRequest, ReplicaDriver};
-pub use super::operation::ReplicaLoad;
-use super::operation::{Operation, Outside, TICK};
 use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::links::WorkerLink;
@@ -21,8 +21,8 @@ use crate::scheduler::EpochEnd;
 /// Drives one replica. It ends with the coordinator or with [`Retire`].
 #[derive(Debug)]
 pub struct ReplicaActor {
-    operation: Operation,
-    outside: Links,
+    core: ReplicaCore,
+    outbound: Links,
     clock: Arc<dyn Clock>,
 }
 
@@ -39,7 +39,7 @@ struct Links {
     paces: Recipient<RankPace>,
 }
 
-impl Outside for Links {
+impl Outbound for Links {
     /// Encodes the message once and sends the same bytes to every rank.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String> {
         let encoded = Encoded::new(message).map_err(|error| error.to_string())?;
@@ -203,14 +203,14 @@ impl ReplicaActor {
         migrations: Recipient<MigrateRequests>,
         paces: Recipient<RankPace>,
     ) -> Self {
-        let outside = Links { id, ranks: Vec::new(), cluster, migrations, paces };
-        Self { operation: Operation::new(driver, load), outside, clock }
+        let outbound = Links { id, ranks: Vec::new(), cluster, migrations, paces };
+        Self { core: ReplicaCore::new(driver, load), outbound, clock }
     }
 
     /// Answers with all requests if no epoch is under way, otherwise with none.
     fn give_up(&mut self) {
-        let requests = self.operation.give_up(self.clock.now(), &mut self.outside);
-        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
+        let requests = self.core.give_up(self.clock.now(), &mut self.outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
@@ -219,9 +219,9 @@ impl Actor for ReplicaActor {
 
     fn started(&mut self, ctx: &mut Self::Context) {
         ctx.set_mailbox_capacity(4096);
-        self.operation.wake_with(Arc::new(MaskWaker(ctx.address().downgrade())).into());
+        self.core.wake_with(Arc::new(MaskWaker(ctx.address().downgrade())).into());
         ctx.run_interval(TICK, |actor, _| {
-            actor.operation.tick(actor.clock.now(), &mut actor.outside);
+            actor.core.tick(actor.clock.now(), &mut actor.outbound);
         });
     }
 }
@@ -230,7 +230,7 @@ impl Handler<Submit> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Submit { request, events }: Submit, _ctx: &mut Self::Context) {
-        self.operation.submit(self.clock.now(), *request, events, &mut self.outside);
+        self.core.submit(self.clock.now(), *request, events, &mut self.outbound);
     }
 }
 
@@ -238,7 +238,7 @@ impl Handler<Cancel> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, Cancel(id): Cancel, _ctx: &mut Self::Context) {
-        self.operation.cancel(self.clock.now(), id, &mut self.outside);
+        self.core.cancel(self.clock.now(), id, &mut self.outbound);
     }
 }
 
@@ -247,11 +247,12 @@ impl Handler<EpochFormed> for ReplicaActor {
 
     fn handle(&mut self, ready: EpochFormed, _ctx: &mut Self::Context) {
         let EpochFormed { epoch, num_blocks, host_blocks, ranks, workers } = ready;
-        self.outside.ranks = workers.iter().copied().zip(ranks).collect();
+        self.outbound.ranks = workers.iter().copied().zip(ranks).collect();
         let now = self.clock.now();
-        let outside = &mut self.outside;
-        let requests = self.operation.ready(now, epoch, num_blocks, host_blocks, workers, outside);
-        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
+        let outbound = &mut self.outbound;
+        let requests =
+            self.core.epoch_formed(now, epoch, num_blocks, host_blocks, workers, outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
@@ -259,8 +260,8 @@ impl Handler<EpochEnded> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, lost: EpochEnded, _ctx: &mut Self::Context) {
-        if self.operation.lost(self.clock.now(), lost.epoch, lost.end) {
-            self.outside.ranks.clear();
+        if self.core.epoch_ended(self.clock.now(), lost.epoch, lost.end) {
+            self.outbound.ranks.clear();
         }
         self.give_up();
     }
@@ -278,8 +279,8 @@ impl Handler<ShareQueue> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, ShareQueue(queue_share): ShareQueue, _ctx: &mut Self::Context) {
-        let requests = self.operation.share(self.clock.now(), queue_share, &mut self.outside);
-        self.outside.migrations.do_send(MigrateRequests { from: self.outside.id, requests });
+        let requests = self.core.share(self.clock.now(), queue_share, &mut self.outbound);
+        self.outbound.migrations.do_send(MigrateRequests { from: self.outbound.id, requests });
     }
 }
 
@@ -287,8 +288,8 @@ impl Handler<Retire> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, _: Retire, ctx: &mut Self::Context) {
-        self.operation.end(self.clock.now());
-        self.outside.ranks.clear();
+        self.core.retire(self.clock.now());
+        self.outbound.ranks.clear();
         self.give_up();
         ctx.stop();
     }
@@ -298,7 +299,7 @@ impl Handler<AdoptRequests> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, AdoptRequests(requests): AdoptRequests, _ctx: &mut Self::Context) {
-        self.operation.adopt(self.clock.now(), requests, &mut self.outside);
+        self.core.adopt(self.clock.now(), requests, &mut self.outbound);
     }
 }
 
@@ -306,7 +307,7 @@ impl Handler<StepDone> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, StepDone { worker, result }: StepDone, _ctx: &mut Self::Context) {
-        self.operation.step_done(self.clock.now(), worker, result, &mut self.outside);
+        self.core.step_done(self.clock.now(), worker, result, &mut self.outbound);
     }
 }
 
@@ -314,7 +315,7 @@ impl Handler<MaskReady> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, _: MaskReady, _ctx: &mut Self::Context) {
-        self.operation.go_on(self.clock.now(), &mut self.outside);
+        self.core.mask_ready(self.clock.now(), &mut self.outbound);
     }
 }
 
@@ -322,6 +323,6 @@ impl Handler<FailAll> for ReplicaActor {
     type Result = ();
 
     fn handle(&mut self, FailAll(error): FailAll, _ctx: &mut Self::Context) {
-        self.operation.fail_all(self.clock.now(), &error);
+        self.core.fail_all(self.clock.now(), &error);
     }
 }
