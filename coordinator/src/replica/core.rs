@@ -10,7 +10,7 @@ use std::time::Duration;
 use shared::ids::{Epoch, RequestId, StepId, WorkerId};
 use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
-use super::agreement::{Agreement, Settled, Word};
+use super::agreement::{Agreement, FinishedStep, RankReport};
 use super::deadlines::Overdue;
 use super::driver::{MovedRequest, ReplicaDriver};
 use super::stragglers::{Pace, Stragglers};
@@ -356,9 +356,9 @@ impl ReplicaCore {
         result: &StepResult,
         outbound: &mut impl Outbound,
     ) {
-        let word = Word { digest: result.digest, own_us: result.timings.forward_us };
-        self.agreement.say(rank, result.step, word);
-        while let Some(Settled { step, odd, own_us }) = self.agreement.settle() {
+        let report = RankReport { digest: result.digest, own_us: result.timings.forward_us };
+        self.agreement.report(rank, result.step, report);
+        while let Some(FinishedStep { step, odd, own_us }) = self.agreement.take_finished() {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
