@@ -259,16 +259,16 @@ impl Reading {
 
 /// The receiver of a request's events is gone: the client or its front end left.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Gone;
+pub struct ReceiverGone;
 
 impl EventSender {
     /// Sends one event; never waits.
     ///
     /// # Errors
-    /// [`Gone`].
-    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+    /// [`ReceiverGone`].
+    pub fn send(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         match self {
-            Self::Local(events) => events.try_send(event).map_err(|_| Gone),
+            Self::Local(events) => events.try_send(event).map_err(|_| ReceiverGone),
             Self::Remote(events) => events.send(event),
         }
     }

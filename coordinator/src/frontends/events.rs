@@ -9,7 +9,7 @@ use shared::ids::RequestId;
 use shared::protocol::{EngineEvent, ToFrontend};
 use tokio::sync::{Notify, mpsc};
 
-use crate::engine::{EngineError, Gone, PROMPT_LOGPROBS_PIECE};
+use crate::engine::{EngineError, PROMPT_LOGPROBS_PIECE, ReceiverGone};
 use crate::http::gate::Visit;
 use crate::http::state::ReadinessCheck;
 
@@ -127,10 +127,10 @@ impl RemoteEvents {
     /// Queues one event.
     ///
     /// # Errors
-    /// [`Gone`]; also when the front end is so far behind that its link is given up.
-    pub fn send(&self, event: EngineEvent) -> Result<(), Gone> {
+    /// [`ReceiverGone`]; also when the front end is so far behind that its link is given up.
+    pub fn send(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         if self.is_closed() {
-            return Err(Gone);
+            return Err(ReceiverGone);
         }
         let less = |left: usize| Some(event.left_after(left));
         let _ = self.0.choices_left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, less);
@@ -154,11 +154,11 @@ impl RemoteRequest {
         !self.link.open.is_open() || self.cancelled.load(Ordering::Acquire)
     }
 
-    fn queue(&self, event: EngineEvent) -> Result<(), Gone> {
+    fn queue(&self, event: EngineEvent) -> Result<(), ReceiverGone> {
         self.link.queue.try_send((self.id, event)).map_err(|_| {
             // The sending task notices this and ends the link.
             self.link.close();
-            Gone
+            ReceiverGone
         })
     }
 }

@@ -350,7 +350,10 @@ fn a_cancellation_reaches_a_request_though_the_queue_is_full() {
     assert!(!events.is_closed());
     assert!(receiver.message(FromFrontend::Cancel(RequestId(7))));
     assert!(events.is_closed());
-    assert_eq!(events.send(EngineEvent::Failed(EngineError::Corrupted)), Err(crate::engine::Gone));
+    assert_eq!(
+        events.send(EngineEvent::Failed(EngineError::Corrupted)),
+        Err(crate::engine::ReceiverGone)
+    );
     let command = taken.try_recv().unwrap();
     let EngineCommand::Submit { events, .. } = command else { panic!("{command:?}") };
     assert!(!events.is_closed(), "the other one runs");

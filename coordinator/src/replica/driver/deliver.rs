@@ -7,7 +7,7 @@ use shared::metrics::labels::FinishedReason;
 use shared::mix::IdMap;
 
 use super::{Live, ReplicaDriver};
-use crate::engine::{EngineError, EngineEvent, FinishReason, Gone, StopCheck};
+use crate::engine::{EngineError, EngineEvent, FinishReason, ReceiverGone, StopCheck};
 use crate::metrics::Recording;
 use crate::metrics::observe::StepTokens;
 use crate::replica::completions::Completions;
@@ -164,7 +164,7 @@ impl Delivery<'_> {
         // Closed: the client left; full: it stopped reading long ago.
         match live.events.send(event) {
             Ok(()) => live.reading.sent(),
-            Err(Gone) => self.gone.push(request),
+            Err(ReceiverGone) => self.gone.push(request),
         }
     }
 }
