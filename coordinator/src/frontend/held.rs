@@ -40,7 +40,7 @@ pub(super) struct Outage {
 
 /// The requests held, in order of arrival.
 #[derive(Debug, Default)]
-pub(super) struct Held {
+pub(super) struct HeldRequests {
     requests: BTreeMap<u64, HeldRequest>,
     /// Key of each of them in `requests`.
     places: HashMap<RequestId, u64>,
@@ -48,7 +48,7 @@ pub(super) struct Held {
     tokens: usize,
 }
 
-impl Held {
+impl HeldRequests {
     /// Holds a request.
     ///
     /// # Errors
@@ -126,7 +126,7 @@ mod tests {
             let (asked, since) = (Asked::new(*request).unwrap(), Duration::from_secs(since));
             HeldRequest { asked, events, since, error: EngineError::ShuttingDown }
         };
-        let mut held = Held::default();
+        let mut held = HeldRequests::default();
         for (id, since) in [(0, 5), (1, 0), (2, 1), (3, 6)] {
             held.push(request(id, since, 7)).unwrap();
         }

@@ -11,7 +11,7 @@ use shared::metrics::labels::RejectReason;
 use shared::protocol::{EngineError, EngineEvent, FromFrontend};
 
 use super::asked::Asked;
-use super::held::{HELD_FOR, Held, HeldRequest, Outage, TOKENS_MAX};
+use super::held::{HELD_FOR, HeldRequest, HeldRequests, Outage, TOKENS_MAX};
 use crate::engine::{EngineCommand, EventSender, Reading};
 use crate::metrics::FrontendStats;
 
@@ -43,7 +43,7 @@ pub(super) struct Requests {
     /// Requests whose clients are gone and whose cancellation has not been sent yet.
     gone: Vec<RequestId>,
     /// Requests to be sent.
-    held: Held,
+    held: HeldRequests,
     /// Since when requests are held although there is a link: until a replica serves.
     unsettled_since: Option<Duration>,
     /// Whether the coordinator refuses requests because it was told to end.
@@ -60,7 +60,7 @@ impl Requests {
             live_tokens: 0,
             live_tokens_max: TOKENS_MAX,
             gone: Vec::new(),
-            held: Held::default(),
+            held: HeldRequests::default(),
             unsettled_since: None,
             is_leaving: false,
             link: LinkNumber::default(),
