@@ -61,7 +61,7 @@ mod tokens;
 mod weight;
 
 pub use accept::{ApplyError, Stopped, end_of};
-pub use blocks::{BlockPool, Found, Prefix};
+pub use blocks::{BlockPool, CachedBlock, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
 pub use effect::{Effect, Place, StepSummary};
 pub use epochs::{EpochEnd, SUSPICION_MAX};
@@ -72,7 +72,7 @@ use sequence::{Request, Sequence};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
 use shared::protocol::Swap;
-pub use speculate::{Drafter, Lookup};
+pub use speculate::{NgramConfig, NgramDrafter};
 pub use speculation::{Method, Speculation};
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -93,7 +93,7 @@ pub struct AwaitedMask {
 
 /// A sequence that waits for blocks.
 #[derive(Clone, Copy, Debug)]
-struct Waits {
+struct BlockWait {
     seq: SeqId,
     /// Number of its tokens.
     length: u32,
@@ -120,9 +120,9 @@ pub struct Scheduler {
     running: Vec<usize>,
     in_flight: VecDeque<InFlight>,
     /// Cached blocks of the sequence about to be admitted; a field so that its memory is reused.
-    found: Vec<Found>,
+    found: Vec<CachedBlock>,
     /// The sequence last found to be short of blocks.
-    waits_for: Option<Waits>,
+    waits_for: Option<BlockWait>,
     /// Answered steps, kept so that their lists are reused.
     spare: Vec<InFlight>,
     /// Sequences that the next plan tells the workers to forget.

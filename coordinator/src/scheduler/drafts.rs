@@ -2,9 +2,9 @@
 use shared::ids::SeqId;
 use shared::protocol::{Drafts, SequenceOutput};
 
-use super::plan::{Entry, Planning};
+use super::plan::{Entry, PlanBuilder};
 use super::sequence::Sequence;
-use super::speculate::{Drafter, Lookup};
+use super::speculate::{NgramConfig, NgramDrafter};
 use super::speculation::{Method, Speculation, TOKENS_MAX};
 use super::{Effect, Scheduler, SchedulerConfig, Stopped};
 use crate::engine::EngineError;
@@ -113,8 +113,9 @@ impl Sequence {
         }
         match config.method {
             Method::Ngram(_) => {
-                let is_ready =
-                    |drafter: &Drafter| drafter.behind(&self.tokens) == 0 && drafter.is_ready();
+                let is_ready = |drafter: &NgramDrafter| {
+                    drafter.behind(&self.tokens) == 0 && drafter.is_ready()
+                };
                 if self.drafter.as_deref().is_some_and(is_ready) { most } else { 0 }
             }
             // Not before its first token is being sampled: the draft model's own prefill must not
@@ -182,11 +183,11 @@ impl Scheduler {
 
     /// Enters new tokens into the indices, up to a bound for all of them: first the tokens of the
     /// last answers, so that drafting sequences go on, then the backlog of the most urgent.
-    fn enter_tokens(&mut self, config: &Lookup, draft_max: u32) {
+    fn enter_tokens(&mut self, config: &NgramConfig, draft_max: u32) {
         let max_model_len = self.config.max_model_len;
         let mut budget = config.entered_max(self.config.max_num_seqs);
         let drafters = self.running().filter_map(|seq| seq.drafter.as_deref());
-        let mut bytes: usize = drafters.map(Drafter::bytes).sum();
+        let mut bytes: usize = drafters.map(NgramDrafter::bytes).sum();
         for are_last in [true, false] {
             for slot in &self.running {
                 let Some(seq) = &mut self.sequences[*slot] else { continue };
@@ -203,12 +204,12 @@ impl Scheduler {
                 }
                 let room = seq.num_prompt.saturating_add(seq.max_tokens).min(max_model_len);
                 if behind.is_none() {
-                    let more = Drafter::bytes_of(config, room as usize);
+                    let more = NgramDrafter::bytes_of(config, room as usize);
                     if bytes.saturating_add(more) > INDICES_MAX {
                         continue;
                     }
                     bytes += more;
-                    seq.drafter = Some(Box::new(Drafter::new(config, room as usize)));
+                    seq.drafter = Some(Box::new(NgramDrafter::new(config, room as usize)));
                 }
                 let Some(drafter) = &mut seq.drafter else { continue };
                 drafter.enter(&seq.tokens, seq.num_prompt as usize, &mut budget);
@@ -219,8 +220,8 @@ impl Scheduler {
     /// Adds drafts to an otherwise complete plan, from the budget, rows and blocks that it leaves.
     /// Each draft is a decode row of its own. A step's sequences and drafts are at most
     /// `max_num_seqs` together, sampled or not: that is what ranks have room for.
-    pub(super) fn plan_drafts(&mut self, planning: &mut Planning<'_>) {
-        let Planning { plan, step, budget, .. } = planning;
+    pub(super) fn plan_drafts(&mut self, builder: &mut PlanBuilder<'_>) {
+        let PlanBuilder { plan, step, budget, .. } = builder;
         let Some(config) = &self.config.speculation else { return };
         let size = self.config.block_size;
         let shares = step.entries.len() as u32;
@@ -319,8 +320,8 @@ mod tests {
     use super::*;
     use crate::engine::GenerateRequest;
 
-    fn lookup(lengths: u32) -> Lookup {
-        Lookup { prompt_lookup_max: 1 + lengths, prompt_lookup_min: 2 }
+    fn lookup(lengths: u32) -> NgramConfig {
+        NgramConfig { prompt_lookup_max: 1 + lengths, prompt_lookup_min: 2 }
     }
 
     fn scheduler(max_num_seqs: u32, lengths: u32) -> Scheduler {
@@ -381,7 +382,7 @@ mod tests {
         // A sequence that lacks only its last token goes before more urgent ones.
         let slot = scheduler.running[63];
         let seq = scheduler.sequences[slot].as_mut().unwrap();
-        let mut drafter = Box::new(Drafter::new(&lookup(4), 1030));
+        let mut drafter = Box::new(NgramDrafter::new(&lookup(4), 1030));
         drafter.enter(&seq.tokens, 1000, &mut 1000);
         seq.drafter = Some(drafter);
         seq.tokens.push(0);

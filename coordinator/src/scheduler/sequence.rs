@@ -10,8 +10,8 @@ use super::blocks::Prefix;
 use super::effect::Place;
 use super::pace::Pace;
 use super::queue::Load;
-use super::speculate::Drafter;
-use super::swap::Swapped;
+use super::speculate::NgramDrafter;
+use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
 use crate::engine::{GenerateRequest, TokenGuide};
 
@@ -41,7 +41,7 @@ pub(super) struct Sequence {
     /// Whether the workers know it: it was in a plan since its admission.
     pub(super) known: bool,
     /// Set while its blocks are in host memory; `blocks` is empty then.
-    pub(super) swapped: Option<Swapped>,
+    pub(super) swapped: Option<SwappedBlocks>,
     /// How many of its blocks are full and offered to others, and the prefix of the next one.
     pub(super) kept: u32,
     pub(super) prefix: Prefix,
@@ -72,7 +72,7 @@ pub(super) struct Sequence {
     pub(super) prompt_logprobs: Vec<TokenLogprobs>,
     pub(super) prompt_logprobs_done: bool,
     /// Index of its n-grams; only while it is admitted, and only where drafts come from n-grams.
-    pub(super) drafter: Option<Box<Drafter>>,
+    pub(super) drafter: Option<Box<NgramDrafter>>,
     /// How many tokens a draft model drafts for it.
     pub(super) pace: Pace,
     /// Whether its next share is to have drafts, as decided before every plan.
