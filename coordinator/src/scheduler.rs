@@ -60,14 +60,14 @@ mod swap;
 mod tokens;
 mod weight;
 
-pub use accept::{ApplyError, Stopped, end_of};
+pub use accept::{ApplyError, StopCallback, end_of};
 pub use blocks::{BlockPool, CachedBlock, Prefix};
 pub use config::{ConfigError, SchedulerConfig};
-pub use effect::{Effect, Place, StepSummary};
+pub use effect::{Effect, RequestPlace, StepSummary};
 pub use epochs::{EpochEnd, SUSPICION_MAX};
-pub use moving::{HandedOver, Refused};
+pub use moving::{HandedOver, RefusedRequest};
 use plan::InFlight;
-use queue::Load;
+use queue::QueueLoad;
 use sequence::{Request, Sequence};
 use shared::ids::{Epoch, HostBlockId, RequestId, SeqId, StepId};
 use shared::mix::IdMap;
@@ -137,7 +137,7 @@ pub struct Scheduler {
     num_running_requests: u32,
     num_swapped_requests: u32,
     /// Queue capacity taken by requests that have not run; this is what bounds the queue.
-    queued: Load,
+    queued: QueueLoad,
     /// Masks that the last [`Scheduler::masks`] found pending although all tokens before are known.
     masks_awaited: Vec<AwaitedMask>,
     /// Wakes the shell when a guide that was waited for is ready.
@@ -196,7 +196,7 @@ impl Scheduler {
             next_admission: 1,
             num_running_requests: 0,
             num_swapped_requests: 0,
-            queued: Load::default(),
+            queued: QueueLoad::default(),
             masks_awaited: Vec::new(),
             waker: Waker::noop().clone(),
         })
@@ -245,7 +245,7 @@ impl Scheduler {
 
     fn finish(&mut self, slot: usize, reason: FinishReason, effects: &mut Vec<Effect>) {
         let place = |scheduler: &Self, request| {
-            scheduler.requests.get(&request).map_or(Place::Waiting, Request::place)
+            scheduler.requests.get(&request).map_or(RequestPlace::Waiting, Request::place)
         };
         let Some(request) = self.sequences[slot].as_ref().map(|seq| seq.request) else { return };
         let before = place(self, request);

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use coordinator::engine::{
     EngineError, FinishReason, GenerateRequest, Guided, Resumed, ResumedChoice, TokenGuide,
 };
-use coordinator::scheduler::{Effect, EpochEnd, Place, Scheduler, SchedulerConfig, StepSummary};
+use coordinator::scheduler::{
+    Effect, EpochEnd, RequestPlace, Scheduler, SchedulerConfig, StepSummary,
+};
 use shared::ids::{Epoch, RequestId, SeqId, StepId};
 use shared::protocol::{SequenceOutput, StepMasks, StepPlan, ToWorker};
 use shared::sampling::{Pooling, SamplingParams};
@@ -461,13 +463,13 @@ impl Rig {
                 let own = self.priority(request);
                 let most = self.running.iter().map(|request| self.priority(*request)).max();
                 assert!(most <= Some(own), "the_least_urgent_is_preempted: {request}");
-                if place != Place::Running {
+                if place != RequestPlace::Running {
                     self.running.remove(&request);
                 }
             }
             Effect::SwappedIn { blocks, .. } => self.moved.1 += blocks,
             Effect::Rests { request, place } => {
-                assert!(place != Place::Running && !self.requests[&request].1.ended());
+                assert!(place != RequestPlace::Running && !self.requests[&request].1.ended());
                 self.running.remove(&request);
             }
             Effect::Drafted { tokens, accepted, emitted } => {

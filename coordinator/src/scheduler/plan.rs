@@ -3,7 +3,7 @@ use shared::ids::{RequestId, SeqId, StepId};
 use shared::protocol::{Drafts, NewSequence, SequenceStep, StepPlan};
 use shared::sampling::Pooling;
 
-use super::effect::Place;
+use super::effect::RequestPlace;
 use super::sequence::{Request, Sequence};
 use super::{Effect, Scheduler, keep_full, weight};
 
@@ -80,17 +80,17 @@ pub(super) struct PlanBuilder<'a> {
 
 /// Bytes of a plan's frame taken by admitted sequences, and bytes taken by masks.
 #[derive(Clone, Copy)]
-struct Taken {
+struct FrameUse {
     admitted: usize,
     masks: usize,
 }
 
 /// What happens to the next waiting sequence.
-enum Turn {
-    Comes,
+enum AdmissionDecision {
+    Admit,
     /// It waits for room for masks; sequences that need none may pass it.
-    IsOvertaken,
-    Waits,
+    Skip,
+    Wait,
 }
 
 impl Scheduler {
@@ -101,7 +101,7 @@ impl Scheduler {
         if self.in_flight.len() >= self.config.max_steps_in_flight as usize {
             return false;
         }
-        self.look_for_drafts();
+        self.select_drafters();
         if !self.tokens_are_ready() {
             return false;
         }
@@ -201,7 +201,7 @@ impl Scheduler {
             return;
         }
         let masks = self.running().filter_map(mask_bytes).sum();
-        let mut taken = Taken { admitted: 0, masks };
+        let mut taken = FrameUse { admitted: 0, masks };
         let mut masks_are_full = false;
         while let Some((at, slot)) = self.next_waiting(masks_are_full) {
             if builder.budget == 0 || self.running.len() >= self.config.max_num_seqs as usize {
@@ -212,18 +212,18 @@ impl Scheduler {
                 continue;
             };
             let is_swapped = seq.swapped.is_some();
-            let takes = Taken {
+            let takes = FrameUse {
                 // A single one always fits: `SchedulerConfig::validate`.
                 admitted: if is_swapped { 0 } else { weight::of(seq, &self.config) },
                 masks: mask_bytes(seq).unwrap_or(0),
             };
-            match self.turn_of(seq, builder, taken, takes) {
-                Turn::Comes => {}
-                Turn::IsOvertaken => {
+            match self.decide_admission(seq, builder, taken, takes) {
+                AdmissionDecision::Admit => {}
+                AdmissionDecision::Skip => {
                     masks_are_full = true;
                     continue;
                 }
-                Turn::Waits => return,
+                AdmissionDecision::Wait => return,
             }
             taken.admitted += takes.admitted;
             taken.masks += takes.masks;
@@ -240,27 +240,27 @@ impl Scheduler {
     /// Decides whether a waiting sequence may be in this step, as far as bytes, reports and blame
     /// go. `taken` is what the step and the running sequences have of frames, `takes` what it would
     /// add.
-    fn turn_of(
+    fn decide_admission(
         &self,
         seq: &Sequence,
         builder: &PlanBuilder<'_>,
-        taken: Taken,
-        takes: Taken,
-    ) -> Turn {
+        taken: FrameUse,
+        takes: FrameUse,
+    ) -> AdmissionDecision {
         let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
         if !self.may_report(seq, whole, &builder.step) {
-            return Turn::Waits;
+            return AdmissionDecision::Wait;
         }
         let is_first = builder.plan.admitted.is_empty();
         let full = taken.admitted + takes.admitted > weight::ADMITTED_MAX && !is_first;
         let masks = taken.masks + takes.masks;
         if !full && takes.masks > 0 && taken.masks > 0 && masks > weight::MASKS_MAX {
-            return Turn::IsOvertaken;
+            return AdmissionDecision::Skip;
         }
         if full || self.would_blur_blame(seq.request) {
-            return Turn::Waits;
+            return AdmissionDecision::Wait;
         }
-        Turn::Comes
+        AdmissionDecision::Admit
     }
 
     /// Admits the sequence at place `at` of the queue and plans its first share. Returns false when
@@ -395,7 +395,7 @@ impl Scheduler {
         if swapped.is_none() {
             self.unadmit(victim);
         }
-        let place = self.requests.get(&request).map_or(Place::Waiting, Request::place);
+        let place = self.requests.get(&request).map_or(RequestPlace::Waiting, Request::place);
         let tokens = if swapped.is_some() { 0 } else { tokens };
         builder.effects.push(Effect::Preempted { request, place, swapped, tokens });
     }
@@ -458,12 +458,12 @@ impl Scheduler {
             seq: seq.id,
             start,
             count,
-            new_blocks: seq.blocks[seq.told as usize..].to_vec(),
+            new_blocks: seq.blocks[seq.blocks_sent as usize..].to_vec(),
             sample: samples,
             masked,
             drafts: Drafts::none(),
         });
-        seq.told = seq.blocks.len() as u32;
+        seq.blocks_sent = seq.blocks.len() as u32;
         seq.known = true;
         let admission = seq.admission.unwrap_or_default();
         let (seq_id, fresh) = (seq.id, fresh > 0);

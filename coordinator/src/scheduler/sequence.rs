@@ -7,9 +7,9 @@ use shared::sampling::SamplingParams;
 
 use super::AwaitedMask;
 use super::blocks::Prefix;
-use super::effect::Place;
+use super::effect::RequestPlace;
 use super::pace::Pace;
-use super::queue::Load;
+use super::queue::QueueLoad;
 use super::speculate::NgramDrafter;
 use super::swap::SwappedBlocks;
 use super::tokens::Tokens;
@@ -36,8 +36,8 @@ pub(super) struct Sequence {
     pub(super) guide: Option<Box<dyn TokenGuide>>,
     /// Block table; covers at least `computed` tokens.
     pub(super) blocks: Vec<BlockId>,
-    /// How many of its blocks the workers were told.
-    pub(super) told: u32,
+    /// How many of its blocks were sent to the workers.
+    pub(super) blocks_sent: u32,
     /// Whether the workers know it: it was in a plan since its admission.
     pub(super) known: bool,
     /// Set while its blocks are in host memory; `blocks` is empty then.
@@ -111,7 +111,7 @@ impl Sequence {
             open_ended: request.open_ended,
             guide,
             blocks: Vec::new(),
-            told: 0,
+            blocks_sent: 0,
             known: false,
             swapped: None,
             kept: 0,
@@ -207,7 +207,7 @@ impl Sequence {
 
     /// Resets what the workers and others know of its block table, which is empty.
     pub(super) fn forget_blocks(&mut self) {
-        self.told = 0;
+        self.blocks_sent = 0;
         self.kept = 0;
         self.prefix = Prefix::Start { salt: self.cache_salt, adapter: self.adapter };
     }
@@ -242,16 +242,16 @@ pub(super) struct Request {
     /// It has been in a step.
     pub(super) scheduled: bool,
     /// Queue capacity it took before it ran.
-    pub(super) queued: Load,
+    pub(super) queued: QueueLoad,
 }
 
 impl Request {
     /// Where it is: in the batch if any of its sequences is, otherwise in host memory if any is.
-    pub(super) fn place(&self) -> Place {
+    pub(super) fn place(&self) -> RequestPlace {
         match (self.admitted, self.swapped) {
-            (0, 0) => Place::Waiting,
-            (0, _) => Place::Swapped,
-            _ => Place::Running,
+            (0, 0) => RequestPlace::Waiting,
+            (0, _) => RequestPlace::Swapped,
+            _ => RequestPlace::Running,
         }
     }
 }

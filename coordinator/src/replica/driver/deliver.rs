@@ -11,7 +11,7 @@ use crate::engine::{EngineError, EngineEvent, FinishReason, ReceiverGone, StopCh
 use crate::metrics::Recording;
 use crate::metrics::observe::StepTokens;
 use crate::replica::completions::Completions;
-use crate::scheduler::{Effect, Place, StepSummary};
+use crate::scheduler::{Effect, RequestPlace, StepSummary};
 
 impl ReplicaDriver {
     /// Carries out what the scheduler decided. Everything is counted under one lock, so that a
@@ -100,7 +100,13 @@ impl Delivery<'_> {
         }
     }
 
-    fn preempted(&mut self, request: RequestId, place: Place, swapped: Option<u32>, tokens: u32) {
+    fn preempted(
+        &mut self,
+        request: RequestId,
+        place: RequestPlace,
+        swapped: Option<u32>,
+        tokens: u32,
+    ) {
         if let Some(live) = self.live.get_mut(&request) {
             match swapped {
                 Some(blocks) => self.recording.swapped_out(&mut live.track, self.id, blocks),
@@ -111,13 +117,13 @@ impl Delivery<'_> {
     }
 
     /// Counts a request at its present place.
-    fn placed(&mut self, request: RequestId, place: Place) {
+    fn placed(&mut self, request: RequestId, place: RequestPlace) {
         let Some(live) = self.live.get_mut(&request) else { return };
         let (track, id) = (&mut live.track, self.id);
         match place {
-            Place::Running => self.recording.scheduled(track, id, self.now),
-            Place::Swapped => self.recording.rests(track, id, true),
-            Place::Waiting => self.recording.rests(track, id, false),
+            RequestPlace::Running => self.recording.scheduled(track, id, self.now),
+            RequestPlace::Swapped => self.recording.rests(track, id, true),
+            RequestPlace::Waiting => self.recording.rests(track, id, false),
         }
     }
 
