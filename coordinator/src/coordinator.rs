@@ -31,7 +31,7 @@ use crate::cluster::ClusterConfig;
 use crate::cluster::actor::{
     ClusterActor, Command, Drain, ProcessEnded, ReplicaFactory, Stop, Supervised,
 };
-use crate::cluster::records::Ended;
+use crate::cluster::records::ProcessExit;
 use crate::cluster::view::{ClusterView, not_ready};
 use crate::engine::{EngineCommand, EngineHandle};
 use crate::frontends::Frontends;
@@ -293,7 +293,7 @@ impl Coordinator {
     }
 
     /// A worker process started by this process has ended; recorded for those who ask why.
-    pub fn process_ended(&self, ended: Ended) {
+    pub fn process_ended(&self, ended: ProcessExit) {
         self.cluster.do_send(ProcessEnded(ended));
     }
 

@@ -16,7 +16,7 @@ use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use coordinator::cluster::records::Ended;
+use coordinator::cluster::records::ProcessExit;
 use coordinator::cluster::view::Frozen;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
@@ -56,7 +56,7 @@ pub(crate) enum ChildEvent {
     /// A worker is watched from now on, and restarted up to so many times in a row.
     Started { node: String, max_restarts: u32 },
     /// A worker process ended, whatever follows.
-    Ended(Ended),
+    Ended(ProcessExit),
     /// A worker process ended and will be restarted.
     Restarting { node: String, status: String, after: Duration },
     /// A worker was told to leave and did.
@@ -284,7 +284,7 @@ impl Watcher {
         let pid = child.id().unwrap_or_default();
         let status = self.watch(child, pulse).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
-        let ended = Ended { node, pid, status: status.to_string(), stderr };
+        let ended = ProcessExit { node, pid, status: status.to_string(), stderr };
         self.tell(ChildEvent::Ended(ended)).await;
         Some(status)
     }
