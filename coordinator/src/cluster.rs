@@ -10,8 +10,8 @@
 //! - `reconcile`: from the members there are to the replicas there shall be; [`placement`]: which
 //!   workers go together
 //! - `formation`: how an epoch comes to be; `replica`, `replicas`: a replica's life, and who is
-//!   whose rank; `silence`: who was told something and has not answered; `failed_formations`: whose
-//!   formations come to nothing
+//!   whose rank; `pending_answers`: who was told something and has not answered;
+//!   `failed_formations`: whose formations come to nothing
 //! - `quarantine`: devices that fail again and again
 //! - [`roster`], `slots`: identities of workers; [`absence`]: workers expected back; [`records`]:
 //!   logs and ends of worker processes
@@ -25,6 +25,7 @@ pub mod effect;
 mod failed_formations;
 mod formation;
 pub mod migration;
+mod pending_answers;
 pub mod placement;
 mod quarantine;
 mod reconcile;
@@ -32,7 +33,6 @@ pub mod records;
 mod replica;
 mod replicas;
 pub mod roster;
-mod silence;
 mod slots;
 pub mod status;
 pub mod view;
@@ -49,9 +49,9 @@ use shared::membership::Desired;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::failed_formations::FailedFormations;
+use self::pending_answers::PendingAnswers;
 use self::quarantine::Quarantine;
 use self::replicas::Replicas;
-use self::silence::Silence;
 use crate::scheduler::EpochEnd;
 
 /// The cluster as the coordinator sees it.
@@ -69,7 +69,7 @@ pub struct Cluster {
     /// Workers that computed much slower than the others of their replica when last observed.
     slow: BTreeSet<WorkerId>,
     /// Ranks told to form that have not answered.
-    silence: Silence,
+    pending_answers: PendingAnswers,
     failed_formations: FailedFormations,
     /// Devices that fail again and again.
     quarantine: Quarantine,
@@ -96,7 +96,7 @@ impl Cluster {
             held: BTreeMap::new(),
             let_go: BTreeMap::new(),
             slow: BTreeSet::new(),
-            silence: Silence::default(),
+            pending_answers: PendingAnswers::default(),
             failed_formations: FailedFormations::default(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
@@ -208,7 +208,7 @@ impl Cluster {
             return;
         }
         let node = self.members.remove(&worker).map(|member| member.node).unwrap_or_default();
-        self.silence.left(worker);
+        self.pending_answers.left(worker);
         self.failed_formations.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
@@ -254,7 +254,7 @@ impl Cluster {
     /// A rank reports the progress of loading its weights.
     pub fn load_progressed(&mut self, now: Duration, worker: WorkerId, progress: LoadProgress) {
         let LoadProgress { epoch, bytes_done, bytes_total } = progress;
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
         // Even for a formation that is over: the next one waits until this load ends.
         if let Some(id) = self.replicas.of(worker) {
             self.replicas.change(id, |replica| replica.advanced(now));
@@ -266,13 +266,13 @@ impl Cluster {
 
     /// A rank's executor sent something that is no answer: it is at work.
     pub fn executor_heard(&mut self, now: Duration, worker: WorkerId) {
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
     }
 
     /// A step takes too long that these ranks have not finished.
     pub fn ranks_hang(&mut self, workers: &[WorkerId]) {
         for worker in workers.iter().filter(|worker| self.members.contains_key(worker)) {
-            self.silence.hangs(*worker);
+            self.pending_answers.mark_hung(*worker);
         }
     }
 
@@ -317,9 +317,9 @@ impl Cluster {
     /// A rank has answered the last thing it was told, or an earlier one.
     fn answered(&mut self, now: Duration, worker: WorkerId, the_last: bool) {
         if the_last {
-            self.silence.answered(worker);
+            self.pending_answers.answered(worker);
         } else {
-            self.silence.heard(now, worker);
+            self.pending_answers.heard(now, worker);
         }
     }
 
@@ -345,7 +345,7 @@ impl Cluster {
         let (epoch, was_ready, ranks) = (replica.epoch(), replica.is_serving(), replica.ranks());
         self.replicas.change(id, |replica| replica.broke(now, reason));
         for worker in ranks {
-            self.silence.pause(now, worker);
+            self.pending_answers.pause(now, worker);
             if self.members.contains_key(&worker) {
                 effects.push(Effect::Send { worker, epoch, message: ToWorker::Abort { epoch } });
             }

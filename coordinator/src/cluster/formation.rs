@@ -20,7 +20,7 @@ impl Cluster {
         effects: &mut Vec<Effect>,
     ) {
         let epoch = id.epoch;
-        self.silence.heard(now, worker);
+        self.pending_answers.heard(now, worker);
         if id.bytes.len() > GROUP_ID_MAX {
             return;
         }
@@ -52,7 +52,7 @@ impl Cluster {
         self.answered(now, worker, complete.is_some());
         let Some((Some((num_blocks, host_blocks)), ranks)) = complete else { return };
         for rank in &ranks {
-            self.silence.told(now, *rank);
+            self.pending_answers.expect(now, *rank);
         }
         effects.extend(ranks.into_iter().map(|worker| Effect::Send {
             worker,
@@ -92,7 +92,9 @@ impl Cluster {
         failure: &FormFailed,
         effects: &mut Vec<Effect>,
     ) {
-        let Some(id) = self.replicas.of(worker) else { return self.silence.heard(now, worker) };
+        let Some(id) = self.replicas.of(worker) else {
+            return self.pending_answers.heard(now, worker);
+        };
         let is_present = self.replicas.in_epoch(worker, failure.epoch, |_| ()).is_some();
         self.answered(now, worker, is_present);
         let reason = failure.message.clone();
@@ -109,7 +111,7 @@ impl Cluster {
         let why = format!("{}: {reason}", self.named(worker));
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         // One that says nothing is waited for, and replaced, for that.
-        let all_answer = !ranks.iter().any(|rank| self.silence.is_owed(*rank));
+        let all_answer = !ranks.iter().any(|rank| self.pending_answers.is_unanswered(*rank));
         self.break_replica(now, id, EpochEnd::Failed, &why, effects);
         if failure.permanent {
             self.replicas.change(id, |replica| replica.hold(now));
@@ -137,7 +139,7 @@ impl Cluster {
         self.answered(now, worker, complete.is_some());
         if let Some((Some((num_blocks, host_blocks)), ranks)) = complete {
             for rank in &ranks {
-                self.silence.serves(*rank);
+                self.pending_answers.serves(*rank);
                 self.failed_formations.forget(*rank);
             }
             let ready = Effect::ReplicaReady { replica: id, epoch, ranks, num_blocks, host_blocks };
@@ -154,7 +156,7 @@ impl Cluster {
         });
         let Some(ranks) = ranks else { return };
         for rank in &ranks {
-            self.silence.told(now, *rank);
+            self.pending_answers.expect(now, *rank);
         }
         let world_size = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         let members: Vec<&Member> =

@@ -149,7 +149,7 @@ impl Cluster {
         let joining = [self.settling_since, self.short_since].into_iter().flatten();
         replicas
             .chain(joining.map(|since| since.saturating_add(grace)))
-            .chain(self.silence.all_ends(patience))
+            .chain(self.pending_answers.deadlines(patience))
             .chain(self.quarantine.ends())
             .filter(|due| *due > now)
             .min()
@@ -171,7 +171,7 @@ impl Cluster {
     /// or its formations come to nothing.
     fn is_doubtful(&self, worker: WorkerId) -> bool {
         self.slow.contains(&worker)
-            || self.silence.struck(worker)
+            || self.pending_answers.has_strikes(worker)
             || self.failed_formations.failed_often(worker)
     }
 
@@ -199,7 +199,7 @@ impl Cluster {
             let stands_still = since.is_some_and(|since| now >= since.saturating_add(patience));
             let owes = replica.unanswered();
             let is_silent = |worker: &WorkerId| {
-                self.silence.ends(*worker, patience).is_some_and(|end| now >= end)
+                self.pending_answers.deadline(*worker, patience).is_some_and(|end| now >= end)
             };
             let silent: Vec<WorkerId> = owes.iter().copied().filter(is_silent).collect();
             // A rank that is at work but does not answer has lost its answer: only a new epoch
@@ -209,15 +209,16 @@ impl Cluster {
                 continue;
             }
             let names: Vec<String> = guilty.iter().map(ToString::to_string).collect();
-            let waited = guilty.iter().map(|worker| self.silence.patience(*worker, patience));
+            let waited =
+                guilty.iter().map(|worker| self.pending_answers.patience(*worker, patience));
             let seconds = waited.min().unwrap_or(patience).as_secs();
             let reason = format!("nothing was heard from {} for {seconds} s", names.join(", "));
             self.break_replica(now, id, EpochEnd::Failed, &reason, effects);
             let mut again = Vec::new();
             for worker in guilty {
-                let lasts = self.silence.patience(worker, patience);
+                let lasts = self.pending_answers.patience(worker, patience);
                 effects.push(Effect::Silent { worker, lasts });
-                if self.silence.strike(worker) {
+                if self.pending_answers.strike(worker) {
                     again.push(worker);
                 } else if self.has_spare_for(id) {
                     self.replicas.change(id, |replica| {
@@ -246,7 +247,7 @@ impl Cluster {
         let failures = |worker| self.failed_formations.failures(worker);
         let mut group = self.members_of(id);
         group.retain(|member| member.worker != worker);
-        let answers = |it: &Member| !self.silence.struck(it.worker);
+        let answers = |it: &Member| !self.pending_answers.has_strikes(it.worker);
         let fewer = |it: &Member| failures(it.worker) < failures(worker);
         let better = |it: &&Member| answers(it) && fewer(it) && joins(it, &group);
         let best = self.free().into_iter().filter(better).min_by_key(|it| failures(it.worker));
