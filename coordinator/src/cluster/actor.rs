@@ -25,8 +25,8 @@ use shared::membership::{Desired, Desires};
 use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
+use self::names::AffectedActors;
 pub use self::names::Supervised;
-use self::names::Touched;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
 pub use self::workers::{Admit, Joined, NotJoined, Refusal};
@@ -201,11 +201,11 @@ impl ClusterActor {
     /// With several coordinators: adopts what operators told the last leader, and leaves what they
     /// say to the next one.
     #[must_use]
-    pub fn desiring(mut self, told: Option<Desired>, desires: Desires) -> Self {
-        if let Some(told) = told {
+    pub fn desiring(mut self, supervised: Option<Desired>, desires: Desires) -> Self {
+        if let Some(supervised) = supervised {
             // Written again so that an etcd that lost its data has it, too.
-            desires.send_replace(Some(told.clone()));
-            self.core.go_by(told);
+            desires.send_replace(Some(supervised.clone()));
+            self.core.go_by(supervised);
         }
         self.desires = Some(desires);
         self
@@ -218,7 +218,7 @@ impl ClusterActor {
             self.unpublished = true;
             return;
         }
-        let touched = Touched::by(&effects);
+        let affected = AffectedActors::of(&effects);
         for effect in effects {
             match effect {
                 Effect::Send { worker, epoch, message } => self.send(worker, epoch, &message),
@@ -301,7 +301,7 @@ impl ClusterActor {
                 }
             }
         }
-        self.name_touched(&touched);
+        self.report_affected(&affected);
         self.publish();
     }
 
@@ -467,7 +467,7 @@ impl Actor for ClusterActor {
         });
         // Actors of applications change independently of the cluster.
         ctx.run_interval(COUNT, |actor, _| {
-            actor.name_actors();
+            actor.report_actors();
             actor.count_set_aside();
         });
         ctx.run_interval(SHARE, |actor, _| actor.share_queues());

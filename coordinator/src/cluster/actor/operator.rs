@@ -131,7 +131,7 @@ impl Handler<Scale> for ClusterActor {
         let mut effects = Vec::new();
         self.core.scale(self.clock.now(), replicas, &mut effects);
         self.carry_out(ctx, effects);
-        self.name_actors();
+        self.report_actors();
         self.core.desired().generation
     }
 }
@@ -147,7 +147,7 @@ impl Handler<Drain> for ClusterActor {
         let mut effects = Vec::new();
         let result = self.core.drain(self.clock.now(), *worker, &mut effects);
         self.carry_out(ctx, effects);
-        self.name_actors();
+        self.report_actors();
         result.map(|()| self.core.desired().generation)
     }
 }

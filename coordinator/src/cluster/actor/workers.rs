@@ -224,7 +224,7 @@ impl ClusterActor {
     }
 
     /// Marks the replicas that have a silent rank, for readiness checks.
-    pub(super) fn tell_doubts(&self) {
+    pub(super) fn update_doubts(&self) {
         for running in self.replicas.values() {
             let doubtful = running.is_doubtful(&self.suspects);
             running.load.doubtful.store(doubtful, Ordering::Relaxed);
@@ -243,7 +243,7 @@ impl ClusterActor {
         }
         self.roster.left(worker);
         self.suspects.remove(&worker);
-        self.tell_doubts();
+        self.update_doubts();
         let Some(connected) = self.connected.remove(&worker) else { return };
         let incarnation = connected.incarnation;
         let leaves = |member: &Member| member.worker == worker && member.draining;
@@ -401,7 +401,7 @@ impl Handler<Joined> for ClusterActor {
         }
         self.core.holds(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
-        self.name_member(&member);
+        self.report_member(&member);
         self.core.worker_joined(self.clock.now(), member, &mut effects);
         self.carry_out(ctx, effects);
     }
@@ -424,13 +424,13 @@ impl Handler<FromLink> for ClusterActor {
                     "the worker is silent"
                 );
                 self.suspects.insert(worker);
-                self.tell_doubts();
+                self.update_doubts();
             }
             LinkEvent::Alive => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, "the worker answers again");
                 self.suspects.remove(&worker);
-                self.tell_doubts();
+                self.update_doubts();
             }
             LinkEvent::Closed { reason } => {
                 self.hub.observer().record().link_ended(link_end(&reason));
