@@ -35,7 +35,8 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let lease = Duration::from_secs(args.leader_lease);
     let etcd = etcd::options(&args.etcd, lease)?;
-    let model = Asked { weights: Weights::MayBeElsewhere, pinned: pinned(etcd.as_ref(), args)? };
+    let model =
+        ModelHints { weights: Weights::MayBeElsewhere, pinned: pinned(etcd.as_ref(), args)? };
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, model, log)?;
     check_model(&options, Weights::MayBeElsewhere)?;
     let patience = Duration::from_secs(args.serving.drain_timeout);
@@ -81,8 +82,8 @@ fn pinned(etcd: Option<&EtcdOptions>, args: &CoordinatorArgs) -> Result<Option<P
     if !matches!(hub::read("--model", model)?, ModelArgument::Hub(_)) {
         return Ok(None);
     }
-    let asked = actix::System::new().block_on(etcd.pinned(ETCD_PATIENCE));
-    Ok(asked.unwrap_or_else(|error| {
+    let hints = actix::System::new().block_on(etcd.pinned(ETCD_PATIENCE));
+    Ok(hints.unwrap_or_else(|error| {
         tracing::warn!(error, "etcd does not say which state of the model the cluster serves");
         None
     }))
@@ -99,7 +100,7 @@ pub(crate) fn coordinator_options(
     common: &CommonArgs,
     args: &ServingArgs,
     cluster_listen: SocketAddr,
-    asked: Asked,
+    hints: ModelHints,
     log: SharedLog,
 ) -> Result<CoordinatorOptions, CliError> {
     let secret = secret::read(common)?;
@@ -110,10 +111,10 @@ pub(crate) fn coordinator_options(
     let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
-    let here = asked.weights == Weights::Here;
+    let here = hints.weights == Weights::Here;
     let part = if here { Part::All } else { Part::Text };
     let found = match &args.model {
-        Some(model) => hub::find(model, &args.hub, part, asked.pinned)?,
+        Some(model) => hub::find(model, &args.hub, part, hints.pinned)?,
         None => hub::LocatedModel::folder(&demo_model()?),
     };
     let draft = args.speculative_config.as_ref().and_then(|config| config.draft_model.as_deref());
@@ -213,7 +214,7 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
 
 /// What is known of the model before it is found.
 #[derive(Clone, Debug)]
-pub(crate) struct Asked {
+pub(crate) struct ModelHints {
     /// Where its weights are to be.
     pub(crate) weights: Weights,
     /// The state of a model of the hub that the cluster serves.

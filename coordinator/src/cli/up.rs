@@ -13,7 +13,9 @@ use self::progress::LoadBar;
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
-use super::serve::{Asked, BATCHED_TOKENS_GPU, Weights, check_model, coordinator_options, finish};
+use super::serve::{
+    BATCHED_TOKENS_GPU, ModelHints, Weights, check_model, coordinator_options, finish,
+};
 use super::signals::Signals;
 use super::work::cores;
 use super::{CliError, UpArgs, devices, logging, serve};
@@ -55,7 +57,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     if on_gpus {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
-    let model = Asked { weights: Weights::Here, pinned: None };
+    let model = ModelHints { weights: Weights::Here, pinned: None };
     let mut options = coordinator_options(&args.common, &serving, any_port, model, log)?;
     check_model(&options, Weights::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
