@@ -25,7 +25,7 @@ use tokio::process::{Child, ChildStderr, Command};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
-use super::heartbeat::{EVERY, Pulse};
+use super::heartbeat::{EVERY, HeartbeatMonitor};
 use super::logging::{self, COLOURS};
 
 /// Longer lines of a worker's stderr are passed on in parts.
@@ -208,15 +208,16 @@ impl Watcher {
         self.tell(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
-                Ok((child, pulse, stderr)) => match self.watch_and_tell(child, pulse, stderr).await
-                {
-                    // The coordinator told it to end: it is no longer wanted.
-                    Some(status) if status.success() || !self.is_wanted() => {
-                        return self.left().await;
+                Ok((child, monitor, stderr)) => {
+                    match self.watch_and_tell(child, monitor, stderr).await {
+                        // The coordinator told it to end: it is no longer wanted.
+                        Some(status) if status.success() || !self.is_wanted() => {
+                            return self.left().await;
+                        }
+                        Some(status) => status.to_string(),
+                        None => return,
                     }
-                    Some(status) => status.to_string(),
-                    None => return,
-                },
+                }
                 Err(error) => format!("cannot start: {error}"),
             };
             match supervisor.on_exit(clock.now()) {
@@ -253,7 +254,7 @@ impl Watcher {
         let _ = self.events.send(event).await;
     }
 
-    fn spawn(&self) -> std::io::Result<(Child, Pulse, Tail)> {
+    fn spawn(&self) -> std::io::Result<(Child, HeartbeatMonitor, Tail)> {
         let mut command = Command::new(&self.command.program);
         command.args(&self.command.args);
         command.args(["--threads", &self.command.threads.to_string()]);
@@ -261,7 +262,7 @@ impl Watcher {
         if std::io::stderr().is_terminal() {
             command.env(COLOURS, "1");
         }
-        let (pulse, stdin) = Pulse::pair()?;
+        let (monitor, stdin) = HeartbeatMonitor::pair()?;
         let mut child = command
             .stdin(stdin)
             .stdout(Stdio::inherit())
@@ -271,18 +272,18 @@ impl Watcher {
             .process_group(0)
             .spawn()?;
         let tail = Tail::of(child.stderr.take())?;
-        Ok((child, pulse, tail))
+        Ok((child, monitor, tail))
     }
 
     /// Watches a process and reports its end.
     async fn watch_and_tell(
         &mut self,
         child: Child,
-        pulse: Pulse,
+        monitor: HeartbeatMonitor,
         tail: Tail,
     ) -> Option<ExitStatus> {
         let pid = child.id().unwrap_or_default();
-        let status = self.watch(child, pulse).await?;
+        let status = self.watch(child, monitor).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
         let ended = ProcessExit { node, pid, status: status.to_string(), stderr };
         self.tell(ChildEvent::Ended(ended)).await;
@@ -290,7 +291,11 @@ impl Watcher {
     }
 
     /// Waits for the process's end; `None` if it was stopped on purpose.
-    async fn watch(&mut self, mut child: Child, mut pulse: Pulse) -> Option<ExitStatus> {
+    async fn watch(
+        &mut self,
+        mut child: Child,
+        mut monitor: HeartbeatMonitor,
+    ) -> Option<ExitStatus> {
         let mut look = tokio::time::interval(EVERY);
         look.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
@@ -305,13 +310,13 @@ impl Watcher {
                         let _ = child.start_kill();
                     }
                 }
-                _ = look.tick() => if pulse.is_dead() {
+                _ = look.tick() => if monitor.is_dead() {
                     let (node, pid) = (&self.node, child.id());
                     tracing::error!(node, pid, "the worker's heartbeat stopped; killing it");
                     let _ = child.start_kill();
                 },
                 _ = self.stopped.changed() => {
-                    drop(pulse);
+                    drop(monitor);
                     if tokio::time::timeout(self.command.patience, child.wait()).await.is_err() {
                         let _ = child.kill().await;
                     }
