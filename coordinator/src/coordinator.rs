@@ -51,7 +51,7 @@ use crate::replica::driver::{DriverLimits, ReplicaDriver};
 use crate::scheduler::{Scheduler, SchedulerConfig};
 
 pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
-pub(crate) use self::prepared::Bound;
+pub(crate) use self::prepared::BoundListener;
 pub use self::prepared::Prepared;
 
 /// Deadline of a collective's set-up and of each of its operations.
@@ -450,12 +450,12 @@ fn readiness(
 
 /// Serves `/metrics` and probes on a separate address.
 fn start_metrics(
-    bound: Bound,
+    bound: BoundListener,
     page: Arc<MetricsPage>,
     readiness: ReadinessCheck,
     tls: Option<&Tls>,
 ) -> Result<(SocketAddr, ServerHandle), StartError> {
-    let Bound { listener, address } = bound;
+    let BoundListener { listener, address } = bound;
     let failed = |error| StartError::Listen { address, option: "--metrics-listen", error };
     let server = metrics_page::start(listener, page, readiness, tls).map_err(failed)?;
     let handle = server.handle();

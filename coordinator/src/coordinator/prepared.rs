@@ -17,7 +17,7 @@ const STEPS_IN_FLIGHT: u32 = 2;
 
 /// A bound address.
 #[derive(Debug)]
-pub(crate) struct Bound {
+pub(crate) struct BoundListener {
     pub(crate) listener: TcpListener,
     pub(crate) address: SocketAddr,
 }
@@ -31,9 +31,9 @@ pub struct Prepared {
     pub(super) engine: EngineConfig,
     pub(super) scheduling: SchedulerConfig,
     pub(super) hub: Arc<Hub>,
-    pub(crate) http: Bound,
-    pub(crate) cluster: Bound,
-    pub(crate) metrics: Option<Bound>,
+    pub(crate) http: BoundListener,
+    pub(crate) cluster: BoundListener,
+    pub(crate) metrics: Option<BoundListener>,
 }
 
 impl Prepared {
@@ -135,12 +135,12 @@ impl Prepared {
     }
 }
 
-fn listen(address: SocketAddr, option: &'static str) -> Result<Bound, StartError> {
+fn listen(address: SocketAddr, option: &'static str) -> Result<BoundListener, StartError> {
     let bind = || {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let bound = listener.local_addr()?;
-        Ok(Bound { listener, address: bound })
+        Ok(BoundListener { listener, address: bound })
     };
     bind().map_err(|error| StartError::Listen { address, option, error })
 }
