@@ -18,7 +18,7 @@ use shared::metrics::catalogue::{TOTALS_CHECKPOINT, TOTALS_CHECKPOINT_INTERVAL};
 use shared::metrics::merger::checkpoint::{Checkpoint, CheckpointError};
 use tokio::sync::{oneshot, watch};
 
-pub use self::publication::{Moment, Publication};
+pub use self::publication::{PageSnapshot, Publication};
 use crate::metrics::Hub;
 
 /// Interval between attempts to read what the last leader left.

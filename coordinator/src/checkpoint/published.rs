@@ -26,14 +26,14 @@ pub struct Published<T> {
     beat: Duration,
     /// When it was found to have stood still for longer.
     doubted: Option<Duration>,
-    acknowledged: Option<Taken<T>>,
-    writing: Option<Taken<T>>,
+    acknowledged: Option<TakenSnapshot<T>>,
+    writing: Option<TakenSnapshot<T>>,
 }
 
 #[derive(Debug)]
-struct Taken<T> {
+struct TakenSnapshot<T> {
     at: Duration,
-    moment: Arc<T>,
+    snapshot: Arc<T>,
 }
 
 impl<T> Published<T> {
@@ -59,14 +59,14 @@ impl<T> Published<T> {
         }
     }
 
-    /// `moment`, taken now, contains nothing that etcd does not have.
-    pub fn acknowledged(&mut self, now: Duration, moment: Arc<T>) {
-        self.acknowledged = Some(Taken { at: now, moment });
+    /// `snapshot`, taken now, contains nothing that etcd does not have.
+    pub fn acknowledged(&mut self, now: Duration, snapshot: Arc<T>) {
+        self.acknowledged = Some(TakenSnapshot { at: now, snapshot });
     }
 
-    /// `moment`, taken now, is being written to etcd.
-    pub fn writing(&mut self, now: Duration, moment: Arc<T>) {
-        self.writing = Some(Taken { at: now, moment });
+    /// `snapshot`, taken now, is being written to etcd.
+    pub fn writing(&mut self, now: Duration, snapshot: Arc<T>) {
+        self.writing = Some(TakenSnapshot { at: now, snapshot });
     }
 
     /// The write has ended; `acknowledged` tells whether etcd has confirmed it.
@@ -96,9 +96,9 @@ impl<T> Published<T> {
         if self.doubted.is_some() {
             return false;
         }
-        let fresh = |taken: &&mut Taken<T>| now.saturating_sub(taken.at) <= patience;
+        let fresh = |taken: &&mut TakenSnapshot<T>| now.saturating_sub(taken.at) <= patience;
         let Some(taken) = self.acknowledged.as_mut().filter(fresh) else { return false };
-        *taken = Taken { at: now, moment: Arc::new(renew(&taken.moment)) };
+        *taken = TakenSnapshot { at: now, snapshot: Arc::new(renew(&taken.snapshot)) };
         true
     }
 
@@ -113,9 +113,9 @@ impl<T> Published<T> {
     /// Returns what a page shows now; `None` for the present.
     #[must_use]
     pub fn shown(&self, now: Duration) -> Option<Arc<T>> {
-        let fresh = |taken: &&Taken<T>| now.saturating_sub(taken.at) <= self.patience;
+        let fresh = |taken: &&TakenSnapshot<T>| now.saturating_sub(taken.at) <= self.patience;
         let shown = self.acknowledged.as_ref().filter(fresh).or(self.writing.as_ref());
-        shown.map(|taken| taken.moment.clone())
+        shown.map(|taken| taken.snapshot.clone())
     }
 }
 
@@ -272,7 +272,7 @@ mod tests {
                                 let (taken, answered) =
                                     (!away && dice(4) > 0, !away && dice(4) > 0);
                                 if taken {
-                                    kept = *writing.moment;
+                                    kept = *writing.snapshot;
                                 }
                                 published.written(taken && answered);
                             }

@@ -15,7 +15,7 @@ use shared::protocol::{FrontendId, WorkerStats};
 
 use super::frontend::FrontendStats;
 use super::observe::Observer;
-use crate::checkpoint::Moment;
+use crate::checkpoint::PageSnapshot;
 
 /// Gathers the cluster's metrics. Shared by the actors that receive reports and by whoever
 /// publishes.
@@ -178,8 +178,8 @@ impl Hub {
 
     /// Everything that a page shows at present.
     #[must_use]
-    pub fn moment(&self) -> Moment {
-        Moment { merged: self.merged(), exemplars: self.exemplars() }
+    pub fn page_snapshot(&self) -> PageSnapshot {
+        PageSnapshot { merged: self.merged(), exemplars: self.exemplars() }
     }
 
     /// What the next coordinator continues from.
@@ -190,12 +190,12 @@ impl Hub {
 
     /// Both, taken at the same moment.
     #[must_use]
-    pub fn moment_and_checkpoint(&self) -> (Moment, Checkpoint) {
+    pub fn snapshot_and_checkpoint(&self) -> (PageSnapshot, Checkpoint) {
         let (merged, checkpoint) = {
             let merger = self.refreshed();
             (merger.merged(), merger.checkpoint())
         };
-        (Moment { merged, exemplars: self.exemplars() }, checkpoint)
+        (PageSnapshot { merged, exemplars: self.exemplars() }, checkpoint)
     }
 
     /// Continues from what an earlier coordinator counted. Returns the number of series that are
