@@ -19,13 +19,13 @@ pub mod frontend;
 pub mod hub;
 pub mod interval;
 pub mod json_lines;
-mod level;
 pub mod log_line;
 pub mod logger;
 pub mod markdown;
 pub mod membership;
 pub mod observe;
 pub mod throughput;
+mod up_down_gauge;
 
 pub use exposition::Exposition;
 pub use frontend::FrontendStats;

@@ -12,7 +12,7 @@ use shared::metrics::labels::{
 };
 use shared::protocol::GuideSpec;
 
-use super::{Cells, Level, Observer, Recording, WAITING_AT_REPLICA};
+use super::{Cells, Observer, Recording, UpDownGauge, WAITING_AT_REPLICA};
 use crate::engine::{EngineError, EventSender, Resumed};
 
 /// One accepted request. End it with [`Recording::finished`], [`Recording::aborted`],
@@ -316,7 +316,10 @@ impl Cells {
     }
 
     /// Returns the level that counts a request by adapter, while a replica holds it.
-    fn adapter_level(&mut self, track: &RequestTrack) -> Option<(&mut Level, &mut LocalStats)> {
+    fn adapter_level(
+        &mut self,
+        track: &RequestTrack,
+    ) -> Option<(&mut UpDownGauge, &mut LocalStats)> {
         let (replica, runs) = match track.place {
             Place::NoReplica => return None,
             Place::Waiting(replica, _) | Place::Swapped(replica) => (replica, false),
@@ -328,7 +331,7 @@ impl Cells {
         Some((levels.get_mut(place)?, stats))
     }
 
-    fn level(&mut self, place: Place) -> (&mut Level, &mut LocalStats) {
+    fn level(&mut self, place: Place) -> (&mut UpDownGauge, &mut LocalStats) {
         match place {
             Place::NoReplica => (&mut self.waiting_for_replica, &mut self.stats),
             Place::Waiting(replica, at) => {
