@@ -8,11 +8,11 @@
 //! - `dial`: dials until a coordinator answers
 //! - `uplink`: the link to the coordinator
 //! - `requests`: PURE: the requests, whichever coordinator has them
-//! - `asked`: PURE: one request, with what was accepted so far
+//! - `open_request`: PURE: one request, with what was accepted so far
 //! - `held`: PURE: requests that wait for a coordinator that can take them
-mod asked;
 mod dial;
 mod held;
+mod open_request;
 mod requests;
 mod uplink;
 

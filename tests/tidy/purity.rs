@@ -5,7 +5,7 @@ use crate::tree::{self, File};
 
 /// Modules that are pure.
 const PURE: [&str; 13] = [
-    "coordinator/src/frontend/asked",
+    "coordinator/src/frontend/open_request",
     "coordinator/src/frontend/held",
     "coordinator/src/frontend/requests",
     "coordinator/src/frontends/resume",
