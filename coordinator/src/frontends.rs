@@ -36,7 +36,7 @@ use shared::protocol::{
 use tokio::sync::mpsc;
 
 pub use self::events::RemoteEvents;
-use self::events::{LinkRequests, Open};
+use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
 use self::slots::{Admitted, Replaced, Slots};
 use crate::cluster::actor::Refusal;
@@ -174,7 +174,7 @@ impl Frontends {
     /// Starts the link of a front end that has got its welcome.
     pub fn joined(self: &Arc<Self>, hello: &FrontendHello, id: FrontendId, connection: Connection) {
         let (queue, incoming) = mpsc::channel(EVENTS_MAX);
-        let open = Open::new();
+        let open = LinkState::new();
         let incarnation = hello.incarnation;
         let link_number = self.links.fetch_add(1, Ordering::Relaxed);
         let peer = self.actors.reserve_peer();

@@ -20,12 +20,12 @@ const READINESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Whether a link is open, for all who use it.
 #[derive(Debug)]
-pub(super) struct Open {
+pub(super) struct LinkState {
     is_open: AtomicBool,
     over: Notify,
 }
 
-impl Open {
+impl LinkState {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self { is_open: AtomicBool::new(true), over: Notify::new() })
     }
@@ -55,12 +55,12 @@ impl Open {
 #[derive(Clone, Debug)]
 pub(super) struct LinkRequests {
     queue: mpsc::Sender<(RequestId, EngineEvent)>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
     live: Arc<Mutex<HashMap<RequestId, Weak<RemoteRequest>>>>,
 }
 
 impl LinkRequests {
-    pub(super) fn new(queue: mpsc::Sender<(RequestId, EngineEvent)>, open: Arc<Open>) -> Self {
+    pub(super) fn new(queue: mpsc::Sender<(RequestId, EngineEvent)>, open: Arc<LinkState>) -> Self {
         Self { queue, open, live: Arc::default() }
     }
 
@@ -182,7 +182,7 @@ impl Drop for RemoteRequest {
 pub(super) async fn send(
     mut events: mpsc::Receiver<(RequestId, EngineEvent)>,
     link: PeerAddr<ToFrontend>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
 ) {
     let over = open.closed();
     tokio::pin!(over);
@@ -235,7 +235,7 @@ fn weight(event: &EngineEvent) -> usize {
 pub(super) async fn send_readiness(
     readiness: ReadinessCheck,
     link: PeerAddr<ToFrontend>,
-    open: Arc<Open>,
+    open: Arc<LinkState>,
 ) {
     let mut timer = tokio::time::interval(READINESS_INTERVAL);
     let mut told = None;

@@ -58,7 +58,7 @@ fn receiver_for(
         Gate::default(),
     ));
     let peer = frontends.actors.reserve_peer();
-    let requests = LinkRequests::new(mpsc::channel(64).0, Open::new());
+    let requests = LinkRequests::new(mpsc::channel(64).0, LinkState::new());
     let hello = FrontendHello {
         node: "a".into(),
         incarnation: Incarnation(2),
@@ -312,7 +312,7 @@ async fn a_request_gets_its_guides_first_unless_it_is_cancelled_meanwhile() {
 fn a_request_that_is_let_go_of_without_an_end_has_one_nonetheless() {
     let (queue, mut events) = mpsc::channel(16);
     let remote = |choices: usize| {
-        let link = LinkRequests::new(queue.clone(), Open::new());
+        let link = LinkRequests::new(queue.clone(), LinkState::new());
         link.begin(RequestId(7), choices, None).unwrap()
     };
     let finished =
@@ -403,7 +403,7 @@ async fn a_front_end_that_reads_nothing_loses_its_link_when_its_queue_is_full() 
     let clock: Arc<dyn Clock> = Arc::new(SystemClock::start());
     let link = connection.start(liveness, clock, |_| true);
     let (queue, incoming) = mpsc::channel(8);
-    let open = Open::new();
+    let open = LinkState::new();
     let requests = LinkRequests::new(queue, open.clone());
     let events = requests.begin(RequestId(7), 1, None).unwrap();
     let sending = tokio::spawn(events::send(incoming, PeerAddr::new(link), open));
