@@ -71,7 +71,7 @@ struct FromLink {
     worker: WorkerId,
     number: LinkNumber,
     event: LinkEvent,
-    place: Place,
+    place: InboxSlot,
 }
 
 /// Inbox of one link: no link takes the room of another.
@@ -86,7 +86,7 @@ struct Inbox {
 impl Inbox {
     /// Hands an event to the actor; returns false when too many wait already.
     fn put(&self, event: LinkEvent) -> bool {
-        let place = Place(self.places.clone());
+        let place = InboxSlot(self.places.clone());
         let frame = matches!(event, LinkEvent::Frame(_));
         if place.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
             return false;
@@ -100,9 +100,9 @@ impl Inbox {
 
 /// An event's place in its link's inbox, freed when the event is handled.
 #[derive(Debug)]
-struct Place(Arc<AtomicUsize>);
+struct InboxSlot(Arc<AtomicUsize>);
 
-impl Drop for Place {
+impl Drop for InboxSlot {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
