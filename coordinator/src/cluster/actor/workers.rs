@@ -15,7 +15,7 @@ use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
 use super::super::Member;
-use super::super::roster::{Admission, Joining, LinkNumber};
+use super::super::roster::{Admission, JoinOutcome, LinkNumber};
 use super::{ClusterActor, Connected, RunningReplica};
 use crate::links::link_end;
 use crate::replica::actor::StepDone;
@@ -330,7 +330,8 @@ impl Handler<Joined> for ClusterActor {
             self.worker_gone(ctx, worker, old_number, "it joined again");
             old_link.close();
         }
-        let Joining { link: number, restarted, retired } = self.roster.joined(worker, incarnation);
+        let JoinOutcome { link: number, restarted, retired } =
+            self.roster.joined(worker, incarnation);
         let actors = self.actors.clone();
         let peer = actors.reserve_peer();
         let to = Inbox { addr: ctx.address(), worker, number, places: Arc::default() };
