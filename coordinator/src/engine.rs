@@ -221,14 +221,14 @@ pub const TAKEN_WITHIN: Duration = Duration::from_secs(60);
 
 /// Tracks whether a request's events are taken.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Reading {
+pub struct ReaderProgress {
     sent: u64,
     taken: u64,
     /// When events were last seen to be taken, or none waited.
     since: Duration,
 }
 
-impl Reading {
+impl ReaderProgress {
     /// Starts at `now` with nothing sent.
     #[must_use]
     pub fn new(now: Duration) -> Self {
@@ -383,7 +383,7 @@ impl EngineHandle {
 }
 
 /// The request's events ended without a reason; a replica that shuts down gives one.
-fn deserted() -> EngineError {
+fn replica_crashed() -> EngineError {
     let message = "the replica that ran this request crashed and is restarting; try again";
     EngineError::Unavailable { message: message.to_owned() }
 }
@@ -400,7 +400,7 @@ impl Generation {
             return Poll::Ready(None);
         }
         let event = ready!(self.events.poll_recv(context));
-        let event = event.unwrap_or_else(|| EngineEvent::Failed(deserted()));
+        let event = event.unwrap_or_else(|| EngineEvent::Failed(replica_crashed()));
         self.choices_left = event.left_after(self.choices_left);
         Poll::Ready(Some(event))
     }
@@ -463,7 +463,7 @@ mod tests {
         let secs = Duration::from_secs;
         let (events, mut taken) = mpsc::channel(100);
         let events = EventSender::Local(events);
-        let mut reading = Reading::new(secs(5));
+        let mut reading = ReaderProgress::new(secs(5));
         assert!(!reading.is_stuck(secs(500), events.waiting()), "there is nothing to take");
         for _ in 0..10 {
             let token = EngineEvent::Token { choice: 0, token: 1, logprobs: None };

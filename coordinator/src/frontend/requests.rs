@@ -12,7 +12,7 @@ use shared::protocol::{EngineError, EngineEvent, FromFrontend};
 
 use super::held::{HELD_FOR, HeldRequest, HeldRequests, Outage, TOKENS_MAX};
 use super::open_request::OpenRequest;
-use crate::engine::{EngineCommand, EventSender, Reading};
+use crate::engine::{EngineCommand, EventSender, ReaderProgress};
 use crate::metrics::FrontendStats;
 
 /// How often a request may lose its coordinator before it is not sent again: a request that is
@@ -24,7 +24,7 @@ const LOST_MAX: u32 = 2;
 struct RunningRequest {
     open_request: OpenRequest,
     events: EventSender,
-    reading: Reading,
+    reading: ReaderProgress,
 }
 
 /// Number of a link; links to coordinators are numbered one after another.
@@ -113,7 +113,7 @@ impl Requests {
             }
             self.live_tokens += open_request.weight();
             // The client may not have read an earlier coordinator's events yet.
-            let reading = Reading::behind(now, events.waiting());
+            let reading = ReaderProgress::behind(now, events.waiting());
             let live = RunningRequest { open_request, events, reading };
             self.live.insert(live.open_request.id(), live);
             return Some(message);

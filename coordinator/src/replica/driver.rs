@@ -21,7 +21,9 @@ use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
 use super::deadlines::{Deadlines, Overdue, StepSize};
-use crate::engine::{EngineError, EngineEvent, EventSender, GenerateRequest, Reading, StopCheck};
+use crate::engine::{
+    EngineError, EngineEvent, EventSender, GenerateRequest, ReaderProgress, StopCheck,
+};
 use crate::metrics::Observer;
 use crate::metrics::observe::{RequestSummary, RequestTrack};
 use crate::scheduler::{AwaitedMask, Effect, EpochEnd, Scheduler};
@@ -44,7 +46,7 @@ pub struct DriverLimits {
 #[derive(Debug)]
 struct Live {
     events: EventSender,
-    reading: Reading,
+    reading: ReaderProgress,
     track: RequestTrack,
     summary: RequestSummary,
     /// Whether any choice ended by length: the whole request then counts as such.
@@ -188,7 +190,7 @@ impl ReplicaDriver {
                 drop(recording);
                 self.stop_checks.extend(seqs.iter().copied().zip(stop_checks));
                 let waits_since = self.unavailable_since;
-                let reading = Reading::new(now);
+                let reading = ReaderProgress::new(now);
                 let live = Live {
                     events,
                     reading,
