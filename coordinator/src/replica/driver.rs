@@ -44,7 +44,7 @@ pub struct DriverLimits {
 
 /// A request that this replica has accepted and not ended.
 #[derive(Debug)]
-struct Live {
+struct LiveRequest {
     events: EventSender,
     reading: ReaderProgress,
     track: RequestTrack,
@@ -61,7 +61,7 @@ struct Live {
 
 /// A step in flight.
 #[derive(Clone, Copy, Debug)]
-struct Running {
+struct RunningStep {
     /// Since when it could run: those behind the oldest wait for it.
     since: Duration,
     size: Option<StepSize>,
@@ -78,7 +78,7 @@ pub struct ReplicaDriver {
     scheduler: Scheduler,
     observer: Observer,
     limits: DriverLimits,
-    live: IdMap<RequestId, Live>,
+    live: IdMap<RequestId, LiveRequest>,
     /// Stop checks of sequences whose requests have stop strings.
     stop_checks: IdMap<SeqId, Box<dyn StopCheck>>,
     effects: Vec<Effect>,
@@ -88,7 +88,7 @@ pub struct ReplicaDriver {
     masks_late: IdMap<AwaitedMask, Duration>,
     looked_for_masks: Duration,
     /// The steps in flight, oldest first.
-    in_flight: VecDeque<Running>,
+    in_flight: VecDeque<RunningStep>,
     /// How long the oldest has run, as far as that says something about its ranks.
     waited: Duration,
     /// When that was last looked at.
@@ -191,7 +191,7 @@ impl ReplicaDriver {
                 self.stop_checks.extend(seqs.iter().copied().zip(stop_checks));
                 let waits_since = self.unavailable_since;
                 let reading = ReaderProgress::new(now);
-                let live = Live {
+                let live = LiveRequest {
                     events,
                     reading,
                     track,
@@ -310,7 +310,7 @@ impl ReplicaDriver {
         if self.in_flight.is_empty() {
             self.waited = Duration::ZERO;
         }
-        self.in_flight.push_back(Running { since: now, size: Deadlines::size(plan) });
+        self.in_flight.push_back(RunningStep { since: now, size: Deadlines::size(plan) });
     }
 
     /// Fills `masks` with those of a step that waits for them, if all are known.
@@ -340,7 +340,7 @@ impl ReplicaDriver {
         let effects = &mut self.effects;
         match self.scheduler.apply(epoch, step, outputs, &drafted, &mut stopped, effects) {
             Ok(()) => {
-                if let Some(Running { since, size }) = self.in_flight.pop_front() {
+                if let Some(RunningStep { since, size }) = self.in_flight.pop_front() {
                     let took = now.saturating_sub(since).min(self.waited + LOOK_MAX);
                     if let Some(size) = size {
                         self.deadlines.done(size, took);
@@ -391,7 +391,7 @@ impl ReplicaDriver {
             return self.overdue(now, heard);
         }
         let timeout = self.limits.unavailable_timeout;
-        let waited = |live: &Live| now.saturating_sub(live.waits_since);
+        let waited = |live: &LiveRequest| now.saturating_sub(live.waits_since);
         let tired = self.live.iter().filter(|(_, live)| waited(live) >= timeout);
         let ids: Vec<RequestId> = tired.map(|(id, _)| *id).collect();
         if !ids.is_empty() {
@@ -403,7 +403,7 @@ impl ReplicaDriver {
 
     fn overdue(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
         let passed = now.saturating_sub(std::mem::replace(&mut self.looked, now));
-        let Running { since, size } = *self.in_flight.front()?;
+        let RunningStep { since, size } = *self.in_flight.front()?;
         let all = now.saturating_sub(since);
         if all >= self.limits.step_timeout {
             return Some(Overdue { waited: all, usual: None });

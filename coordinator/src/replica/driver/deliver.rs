@@ -6,7 +6,7 @@ use shared::ids::{ReplicaId, RequestId, SeqId};
 use shared::metrics::labels::FinishedReason;
 use shared::mix::IdMap;
 
-use super::{Live, ReplicaDriver};
+use super::{LiveRequest, ReplicaDriver};
 use crate::engine::{EngineError, EngineEvent, FinishReason, ReceiverGone, StopCheck};
 use crate::metrics::Recording;
 use crate::metrics::observe::StepTokens;
@@ -49,7 +49,7 @@ struct Delivery<'a> {
     id: ReplicaId,
     now: Duration,
     recording: Recording<'a>,
-    live: &'a mut IdMap<RequestId, Live>,
+    live: &'a mut IdMap<RequestId, LiveRequest>,
     stop_checks: &'a mut IdMap<SeqId, Box<dyn StopCheck>>,
     gone: &'a mut Vec<RequestId>,
     completions: &'a mut Completions,
@@ -177,7 +177,11 @@ impl Delivery<'_> {
 
 /// Counts a request that is not continued, and tells its client why; without an error the client is
 /// gone.
-pub(super) fn dropped(recording: &mut Recording<'_>, live: Live, error: Option<EngineError>) {
+pub(super) fn dropped(
+    recording: &mut Recording<'_>,
+    live: LiveRequest,
+    error: Option<EngineError>,
+) {
     match error {
         None => recording.aborted(live.track, live.summary),
         Some(error) => {

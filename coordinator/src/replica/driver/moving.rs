@@ -5,7 +5,7 @@ use shared::ids::{RequestId, SeqId};
 use shared::mix::IdSet;
 
 use super::deliver::dropped;
-use super::{Live, ReplicaDriver};
+use super::{LiveRequest, ReplicaDriver};
 use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, StopCheck};
 use crate::metrics::Observer;
@@ -15,7 +15,7 @@ use crate::scheduler::HandedOver;
 #[derive(Debug)]
 pub struct MovedRequest {
     handed: HandedOver,
-    live: Live,
+    live: LiveRequest,
     stop_checks: Vec<(SeqId, Box<dyn StopCheck>)>,
 }
 
