@@ -45,7 +45,7 @@ impl StepSize {
 
 /// How long steps of one size took.
 #[derive(Clone, Copy, Debug, Default)]
-struct Taken {
+struct StepTimes {
     steps: u32,
     /// The longest of late.
     longest: Duration,
@@ -70,7 +70,7 @@ pub struct Deadlines {
     /// How many times the least is given after alarms, and since when.
     raised: u32,
     raised_at: Duration,
-    taken: BTreeMap<StepSize, Taken>,
+    taken: BTreeMap<StepSize, StepTimes>,
 }
 
 impl Deadlines {
