@@ -60,7 +60,7 @@ struct Cells {
     stats: LocalStats,
     /// Number of reports taken.
     reports: u64,
-    fixed: Fixed,
+    fixed: GlobalSeries,
     waiting_for_replica: UpDownGauge,
     /// Names of the adapters served.
     adapters: Vec<String>,
@@ -76,7 +76,7 @@ struct Cells {
 
 /// Series that exist once.
 #[derive(Debug)]
-struct Fixed {
+struct GlobalSeries {
     accepted: Counter,
     guided: PerValue<Counter>,
     rejected: PerValue<Counter>,
@@ -185,7 +185,7 @@ impl Observer {
     #[must_use]
     pub fn new() -> Self {
         let mut stats = LocalStats::new();
-        let fixed = Fixed::resolve(&mut stats);
+        let fixed = GlobalSeries::resolve(&mut stats);
         let waiting = stats
             .gauge(catalogue::REQUESTS_WAITING, [WaitingReason::NoReplica.as_str(), NO_REPLICA]);
         let waiting_for_replica = UpDownGauge::permanent(&mut stats, waiting);
@@ -371,7 +371,7 @@ impl ReplicaCells {
     }
 }
 
-impl Fixed {
+impl GlobalSeries {
     fn resolve(stats: &mut LocalStats) -> Self {
         let in_flight = stats.gauge(catalogue::REQUESTS_IN_FLIGHT, []);
         Self {
