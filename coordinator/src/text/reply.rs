@@ -24,7 +24,7 @@ use std::sync::Arc;
 
 pub use self::format::CallFormat;
 pub use self::harmony::Harmony;
-use self::json::{CallObject, Taken};
+use self::json::{CallObject, Progress};
 pub use self::rules::{Part, Reasoning, ReplyRules};
 pub use self::xml::Parameters;
 
@@ -284,7 +284,7 @@ impl ReplyReader {
         let mut arguments = String::new();
         let (taken, length) = call.push(&self.held, &mut arguments);
         self.held.drain(..length);
-        if taken == Taken::Broken && !call.is_begun() {
+        if taken == Progress::Broken && !call.is_begun() {
             content(&format!("{opening}{}", call.text()), parts);
             self.state = State::Content { begun: true };
             return true;
@@ -294,7 +294,7 @@ impl ReplyReader {
             self.begin(name, parts);
         }
         self.add(arguments, parts);
-        if taken == Taken::All {
+        if taken == Progress::All {
             return false;
         }
         self.state = State::Closing { listed };
