@@ -10,7 +10,7 @@ use shared::actor::peer::PeerAddr;
 use shared::clock::since_1970;
 use shared::ids::{ReplicaId, WorkerId};
 use shared::metrics::Source;
-use shared::protocol::{FromWorker, Hello, Parting, StepResult, ToFetch, Welcome, WorkerStats};
+use shared::protocol::{ExitReason, FromWorker, Hello, StepResult, ToFetch, Welcome, WorkerStats};
 use shared::wire::codec;
 use shared::wire::frame::{Frame, FrameKind};
 
@@ -169,16 +169,16 @@ impl ClusterActor {
                 }
             }
             FromWorker::Logs(lines) => return self.records.logged(worker, &lines),
-            FromWorker::Goodbye { reason, parting } => {
+            FromWorker::Goodbye { reason, exit } => {
                 let node = self.node_of(worker);
                 tracing::info!(worker = node, slot = worker.0, %reason, "the worker says goodbye");
                 self.records.said_goodbye(worker, &reason);
-                match parting {
-                    Parting::OnPurpose => {
+                match exit {
+                    ExitReason::OnPurpose => {
                         self.core.worker_leaves(now, worker, &reason, &mut effects);
                     }
-                    Parting::DeviceLost => self.core.device_failed(now, worker, &mut effects),
-                    Parting::Failed => {}
+                    ExitReason::DeviceLost => self.core.device_failed(now, worker, &mut effects),
+                    ExitReason::Failed => {}
                 }
                 goodbye = self.connected.get(&worker).map(|connected| connected.link.clone());
             }
