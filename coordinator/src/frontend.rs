@@ -122,23 +122,23 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
     let wanted = model.map_err(FrontendError::NoFiles)?.wanted();
     let (done, fetched) = oneshot::channel();
     let watch = Arc::new(Watch::default());
-    let called_off = CallOff(watch.clone());
+    let called_off = CancelOnDrop(watch.clone());
     // Not one of the runtime's threads, for whose ends it waits.
     let thread = std::thread::Builder::new().name("fetch".to_owned());
     let spawned = thread.spawn(move || drop(done.send(hub.fetch(&wanted, Part::Text, &watch))));
     spawned
         .map_err(|error| FrontendError::NoFiles(format!("no thread to download with: {error}")))?;
-    let fetched = fetched.await.unwrap_or(Err(HubError::CalledOff));
+    let fetched = fetched.await.unwrap_or(Err(HubError::Cancelled));
     drop(called_off);
     fetched.map(|it| it.folder).map_err(|error| FrontendError::NoFiles(error.to_string()))
 }
 
 /// Calls a download off when nobody waits for it any more.
-struct CallOff(Arc<Watch>);
+struct CancelOnDrop(Arc<Watch>);
 
-impl Drop for CallOff {
+impl Drop for CancelOnDrop {
     fn drop(&mut self) {
-        self.0.call_off();
+        self.0.cancel();
     }
 }
 

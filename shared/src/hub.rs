@@ -29,19 +29,19 @@ pub use self::settings::Settings;
 pub enum HubError {
     /// Somebody has to do something about it: one line says what.
     #[error("{0}")]
-    Lasting(String),
+    Permanent(String),
     /// The hub or the way to it is at fault; later it may work.
     #[error("{0}")]
-    Passing(String),
+    Transient(String),
     /// It was called off.
     #[error("the download was called off")]
-    CalledOff,
+    Cancelled,
 }
 
 impl HubError {
     /// Whether trying again by itself may help.
     #[must_use]
-    pub fn may_pass(&self) -> bool {
-        matches!(self, Self::Passing(_))
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Transient(_))
     }
 }

@@ -38,7 +38,7 @@ impl Rig {
     /// What must go wrong for good.
     fn error(&self, part: Part) -> String {
         match self.fetch(part) {
-            Err(HubError::Lasting(message)) => message,
+            Err(HubError::Permanent(message)) => message,
             other => panic!("{other:?}"),
         }
     }
@@ -211,7 +211,7 @@ fn a_busy_hub_is_asked_again_and_one_that_stays_so_is_given_up() {
     let rig = Rig::new();
     rig.hub.fail(|faults| faults.answers = vec![(500, String::new()); 99]);
     let error = rig.fetch(Part::Text).unwrap_err();
-    assert!(error.may_pass() && error.to_string().contains("500"), "{error}");
+    assert!(error.is_transient() && error.to_string().contains("500"), "{error}");
     assert!(rig.hub.asked().len() < 9);
 }
 
@@ -310,7 +310,7 @@ fn what_is_not_there_is_said_with_what_to_do() {
     assert!(gguf.contains("only files in .gguf") && gguf.contains("safetensors"), "{gguf}");
     let nobody = Settings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
     let nobody = fetch(nobody, NAME, "main", Part::Text).unwrap_err();
-    assert!(nobody.may_pass() && nobody.to_string().contains("http://127.0.0.1:9"), "{nobody}");
+    assert!(nobody.is_transient() && nobody.to_string().contains("http://127.0.0.1:9"), "{nobody}");
 }
 
 #[test]
@@ -394,8 +394,8 @@ fn a_download_that_is_called_off_ends_at_once_and_keeps_what_has_come() {
     let (done, total) = watch.progress();
     assert!(done < total && total > 5_000_000, "{done} of {total}");
     let began = Instant::now();
-    watch.call_off();
-    assert_eq!(thread.join().unwrap(), Err(HubError::CalledOff));
+    watch.cancel();
+    assert_eq!(thread.join().unwrap(), Err(HubError::Cancelled));
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
     let kept = files(&rig.blobs());
     assert!(kept.iter().any(|(name, bytes)| name.ends_with(".incomplete") && bytes.len() > 60_000));

@@ -214,7 +214,7 @@ fn at_work<T: Send + 'static>(
                 Err(_) => Err(CliError::Failed("the thread that downloads has ended".to_owned())),
             },
             () = signals.next() => {
-                watch.call_off();
+                watch.cancel();
                 Err(CliError::Ended)
             }
         }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::cache::ModelCache;
-use super::client::{Client, Listed, Listing};
-use super::download::{Missing, download, failed, repeat};
+use super::client::{Client, FileInfo, Listing};
+use super::download::{MissingFile, download, failed, repeat};
 use super::files::{self, CONFIG, INDEX, Part, SMALL_MAX};
 use super::name::{HubModel, Wanted};
 use super::{HubError, Settings};
@@ -39,7 +39,7 @@ impl Watch {
     }
 
     /// It ends soon, wherever it is; what has come stays for the next time.
-    pub fn call_off(&self) {
+    pub fn cancel(&self) {
         self.off.store(true, Ordering::Relaxed);
     }
 
@@ -71,7 +71,7 @@ impl Run {
         let end = Instant::now() + pause;
         while Instant::now() < end {
             if self.is_over() {
-                return Err(HubError::CalledOff);
+                return Err(HubError::Cancelled);
             }
             std::thread::sleep(LOOK_EVERY.min(pause));
         }
@@ -126,7 +126,7 @@ impl Hub {
         let cached = known().map(|commit| HubModel { name: wanted.name.clone(), commit });
         match self.list(wanted, cached.is_some(), watch) {
             Ok((listing, ..)) => Ok(listing.model),
-            Err(error) => cached.filter(|_| error != HubError::CalledOff).ok_or(error),
+            Err(error) => cached.filter(|_| error != HubError::Cancelled).ok_or(error),
         }
     }
 
@@ -155,7 +155,7 @@ impl Hub {
         }
         let (listing, client, run) = match (self.list(wanted, cached.is_some(), watch), cached) {
             (Ok(listed), _) => listed,
-            (Err(HubError::CalledOff), _) => return Err(HubError::CalledOff),
+            (Err(HubError::Cancelled), _) => return Err(HubError::Cancelled),
             (Err(error), Some(fetched)) => {
                 let commit = fetched.model.commit.as_str();
                 tracing::warn!(%error, model = wanted.name, commit, "the model is taken as it is in the cache");
@@ -185,7 +185,7 @@ impl Hub {
     ) -> Result<(Listing, Client, Run), HubError> {
         let Wanted { name, revision } = wanted;
         if self.settings.offline {
-            return Err(HubError::Lasting(format!(
+            return Err(HubError::Permanent(format!(
                 "{name} at the revision {revision} is not, or not whole, in {}, and HF_HUB_OFFLINE \
                  forbids to ask for it",
                 self.settings.cache.display()
@@ -277,18 +277,18 @@ impl Hub {
                 let why = format!("{name} has {} bytes, it may have {SMALL_MAX}", listed.size);
                 return Err(self.unfit(listing, &why));
             }
-            missing.push(Missing { name, listed });
+            missing.push(MissingFile { name, listed });
         }
         if missing.is_empty() {
             return Ok(0);
         }
-        cache.make().map_err(HubError::Lasting)?;
+        cache.make().map_err(HubError::Permanent)?;
         let needed: u64 = missing
             .iter()
             .fold(0, |sum: u64, it| sum.saturating_add(self.still_needed(cache, &it.listed)));
         let free = free_space(cache.root()).map_err(|error| failed(cache.root(), &error))?;
         if needed > free {
-            return Err(HubError::Lasting(format!(
+            return Err(HubError::Permanent(format!(
                 "{} needs {} in {}, which has {} free: make room, or choose another folder by \
                  HF_HOME or --download-dir",
                 model.name,
@@ -309,7 +309,7 @@ impl Hub {
     }
 
     /// Bytes of a file that are not on this host.
-    fn still_needed(&self, cache: &ModelCache, listed: &Listed) -> u64 {
+    fn still_needed(&self, cache: &ModelCache, listed: &FileInfo) -> u64 {
         let there = |path: PathBuf| fs::metadata(path).map_or(0, |it| it.len());
         if cache.blob(&listed.etag).is_file() {
             return 0;
@@ -319,7 +319,7 @@ impl Hub {
 
     fn unfit(&self, listing: &Listing, why: &str) -> HubError {
         let HubModel { name, commit } = &listing.model;
-        HubError::Lasting(format!("{name} (commit {commit}) cannot be served: {why}"))
+        HubError::Permanent(format!("{name} (commit {commit}) cannot be served: {why}"))
     }
 }
 
@@ -329,7 +329,7 @@ fn side_by_side(
     run: &Arc<Run>,
     cache: &ModelCache,
     model: &HubModel,
-    missing: Vec<Missing>,
+    missing: Vec<MissingFile>,
 ) -> Result<(), HubError> {
     let count = missing.len();
     let queue = Arc::new(Mutex::new(VecDeque::from(missing)));
@@ -349,7 +349,7 @@ fn side_by_side(
             }
         });
         thread
-            .map_err(|error| HubError::Passing(format!("no thread to download with: {error}")))?;
+            .map_err(|error| HubError::Transient(format!("no thread to download with: {error}")))?;
     }
     drop(done);
     let (mut left, mut pace) = (count, Pace::new(&run.watch));
@@ -360,10 +360,10 @@ fn side_by_side(
                 run.failed.store(true, Ordering::Relaxed);
                 return Err(error);
             }
-            Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::CalledOff),
+            Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::Cancelled),
             Err(RecvTimeoutError::Timeout) => pace.say(&run.watch, &model.name, left),
             Err(RecvTimeoutError::Disconnected) => {
-                return Err(HubError::Passing("a thread that downloads has ended".to_owned()));
+                return Err(HubError::Transient("a thread that downloads has ended".to_owned()));
             }
         }
     }

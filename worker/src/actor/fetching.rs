@@ -20,7 +20,7 @@ pub(super) struct Fetching(Arc<Watch>);
 
 impl Drop for Fetching {
     fn drop(&mut self) {
-        self.0.call_off();
+        self.0.cancel();
     }
 }
 
@@ -95,12 +95,12 @@ impl Handler<Fetched> for WorkerActor {
                 self.redial = REDIAL_MIN;
                 Duration::ZERO
             }
-            Err(error) if error.may_pass() => {
+            Err(error) if error.is_transient() => {
                 tracing::warn!(%error, "the model cannot be fetched; trying again in {TRIED_AGAIN:?}");
                 TRIED_AGAIN
             }
             // Only its owner calls it off, who is gone then.
-            Err(HubError::CalledOff) => return,
+            Err(HubError::Cancelled) => return,
             Err(error) => return self.cannot_fetch(ctx, error.to_string()),
         };
         self.dial(ctx, pause);
