@@ -24,7 +24,7 @@ use std::time::Duration;
 use actix_web::dev::ServerHandle;
 use shared::actor::ActorRuntime;
 use shared::clock::{Clock, SystemClock, since_1970};
-use shared::hub::{Hub, HubError, HubModel, Part, Watch};
+use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
 use shared::ids::Incarnation;
 use shared::membership::CoordinatorAddress;
 use shared::metrics::application::Metrics;
@@ -121,11 +121,12 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
     let hub = hub.clone().map_err(FrontendError::NoFiles)?;
     let wanted = model.map_err(FrontendError::NoFiles)?.wanted();
     let (done, fetched) = oneshot::channel();
-    let watch = Arc::new(Watch::default());
+    let watch = Arc::new(DownloadHandle::default());
     let called_off = CancelOnDrop(watch.clone());
     // Not one of the runtime's threads, for whose ends it waits.
     let thread = std::thread::Builder::new().name("fetch".to_owned());
-    let spawned = thread.spawn(move || drop(done.send(hub.fetch(&wanted, Part::Text, &watch))));
+    let spawned =
+        thread.spawn(move || drop(done.send(hub.fetch(&wanted, ModelPart::Text, &watch))));
     spawned
         .map_err(|error| FrontendError::NoFiles(format!("no thread to download with: {error}")))?;
     let fetched = fetched.await.unwrap_or(Err(HubError::Cancelled));
@@ -134,7 +135,7 @@ async fn text_of(model: &str, hub: &Result<Hub, String>) -> Result<PathBuf, Fron
 }
 
 /// Calls a download off when nobody waits for it any more.
-struct CancelOnDrop(Arc<Watch>);
+struct CancelOnDrop(Arc<DownloadHandle>);
 
 impl Drop for CancelOnDrop {
     fn drop(&mut self) {

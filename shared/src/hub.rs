@@ -19,9 +19,9 @@ pub mod files;
 pub mod name;
 pub mod settings;
 
-pub use self::fetch::{Fetched, Hub, Watch};
-pub use self::files::Part;
-pub use self::name::{HubModel, ModelArgument, Wanted};
+pub use self::fetch::{DownloadHandle, FetchedModel, Hub};
+pub use self::files::ModelPart;
+pub use self::name::{HubModel, ModelArgument, RequestedModel};
 pub use self::settings::Settings;
 
 /// Why a model is not here and cannot be had.

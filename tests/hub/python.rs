@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-use shared::hub::{Hub, Part, Settings, Wanted, Watch};
+use shared::hub::{DownloadHandle, Hub, ModelPart, RequestedModel, Settings};
 use testkit::fake_hub::FakeHub;
 use testkit::models::{repository, variant};
 
@@ -66,8 +66,9 @@ fn settings(hub: &FakeHub, cache: &Path, offline: bool) -> Settings {
 }
 
 fn fetch(settings: Settings, revision: &str) -> PathBuf {
-    let wanted = Wanted { name: NAME.to_owned(), revision: revision.to_owned() };
-    let fetched = Hub::new(settings).fetch(&wanted, Part::All, &Arc::new(Watch::default()));
+    let wanted = RequestedModel { name: NAME.to_owned(), revision: revision.to_owned() };
+    let fetched =
+        Hub::new(settings).fetch(&wanted, ModelPart::All, &Arc::new(DownloadHandle::default()));
     fetched.unwrap().folder
 }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use clap::Args;
 use shared::hub::cache::ModelCache;
 use shared::hub::name::{DEFAULT_REVISION, check_revision};
-use shared::hub::{Hub, HubError, HubModel, ModelArgument, Part, Settings, Wanted, Watch};
+use shared::hub::{
+    DownloadHandle, Hub, HubError, HubModel, ModelArgument, ModelPart, RequestedModel, Settings,
+};
 use shared::membership::Pinned;
 use shared::protocol::{Adapter, Lora};
 use tokio::sync::oneshot;
@@ -69,7 +71,10 @@ pub(crate) fn read(option: &str, given: &Path) -> Result<ModelArgument, CliError
 }
 
 /// What is asked of the hub for `--model`: a name and a revision; or the folder that it is.
-fn requested(given: &Path, args: &HubArgs) -> Result<Result<Wanted, LocatedModel>, CliError> {
+fn requested(
+    given: &Path,
+    args: &HubArgs,
+) -> Result<Result<RequestedModel, LocatedModel>, CliError> {
     let name = match read("--model", given)? {
         ModelArgument::Hub(name) => name,
         ModelArgument::Folder(folder) => {
@@ -83,7 +88,7 @@ fn requested(given: &Path, args: &HubArgs) -> Result<Result<Wanted, LocatedModel
         }
     };
     let revision = args.revision.clone().unwrap_or_else(|| DEFAULT_REVISION.to_owned());
-    Ok(Ok(Wanted { name, revision }))
+    Ok(Ok(RequestedModel { name, revision }))
 }
 
 /// Finds the model of `--model`; fetches `part` of one of the hub, of the state that a cluster is
@@ -91,10 +96,10 @@ fn requested(given: &Path, args: &HubArgs) -> Result<Result<Wanted, LocatedModel
 pub(crate) fn find(
     given: &Path,
     args: &HubArgs,
-    part: Part,
+    part: ModelPart,
     pinned: Option<Pinned>,
 ) -> Result<LocatedModel, CliError> {
-    let Wanted { name, revision } = match requested(given, args)? {
+    let RequestedModel { name, revision } = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found),
     };
@@ -106,7 +111,7 @@ pub(crate) fn find(
         }
         None => revision.clone(),
     };
-    let wanted = Wanted { name, revision: requested };
+    let wanted = RequestedModel { name, revision: requested };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
     let fetched = at_work(move |watch| hub.fetch(&wanted, part, watch))?;
     let HubModel { name, commit } = fetched.model.clone();
@@ -118,7 +123,7 @@ pub(crate) fn find(
 }
 
 /// The same for a command that leaves signals alone: only the folder.
-pub(crate) fn folder(given: &Path, args: &HubArgs, part: Part) -> Result<PathBuf, CliError> {
+pub(crate) fn folder(given: &Path, args: &HubArgs, part: ModelPart) -> Result<PathBuf, CliError> {
     let wanted = match requested(given, args)? {
         Ok(wanted) => wanted,
         Err(found) => return Ok(found.folder),
@@ -135,10 +140,10 @@ pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<Str
         ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).source),
         ModelArgument::Hub(name) => name,
     };
-    let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
+    let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
     let model = at_work(move |watch| match here {
-        true => hub.fetch(&wanted, Part::Weights, watch).map(|it| it.model),
+        true => hub.fetch(&wanted, ModelPart::Weights, watch).map(|it| it.model),
         false => hub.resolve(&wanted, watch),
     })?;
     Ok(model.to_string())
@@ -152,9 +157,9 @@ pub(crate) fn find_adapters(lora: &Lora, args: &HubArgs) -> Result<(Lora, Lora),
         let found = match read("--lora-modules", Path::new(&path))? {
             ModelArgument::Folder(folder) => LocatedModel::folder(&folder),
             ModelArgument::Hub(name) => {
-                let wanted = Wanted { name, revision: DEFAULT_REVISION.to_owned() };
+                let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
                 let hub = args.cache.hub().map_err(CliError::Usage)?;
-                let fetched = at_work(move |watch| hub.fetch(&wanted, Part::Adapter, watch))?;
+                let fetched = at_work(move |watch| hub.fetch(&wanted, ModelPart::Adapter, watch))?;
                 LocatedModel {
                     folder: fetched.folder,
                     source: fetched.model.to_string(),
@@ -176,7 +181,7 @@ pub(crate) fn cached(
     option: &str,
     given: &Path,
     args: &HubArgs,
-    part: Part,
+    part: ModelPart,
 ) -> Result<PathBuf, String> {
     let name = match read(option, given).map_err(|error| error.to_string())? {
         ModelArgument::Folder(folder) => return Ok(LocatedModel::folder(&folder).folder),
@@ -196,13 +201,13 @@ pub(crate) fn cached(
 /// Does what blocks, until it is done or this process is told to end: also as the first process of
 /// a container, which signals do not end by themselves. From then on it has to listen to them.
 fn at_work<T: Send + 'static>(
-    work: impl FnOnce(&Arc<Watch>) -> Result<T, HubError> + Send + 'static,
+    work: impl FnOnce(&Arc<DownloadHandle>) -> Result<T, HubError> + Send + 'static,
 ) -> Result<T, CliError> {
     let failed = |error: std::io::Error| CliError::Failed(format!("cannot download: {error}"));
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(failed)?.block_on(async {
         let mut signals = Signals::listen()?;
-        let watch = Arc::new(Watch::default());
+        let watch = Arc::new(DownloadHandle::default());
         let (done, ended) = oneshot::channel();
         let watched = watch.clone();
         // Not one of the runtime's threads, for whose ends it waits.

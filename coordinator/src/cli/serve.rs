@@ -7,7 +7,7 @@ use coordinator::coordinator::{Coordinator, CoordinatorOptions, LogStats, ModelS
 use coordinator::metrics::log_line::Field;
 use coordinator::replica::driver::DriverLimits;
 
-use shared::hub::{ModelArgument, Part};
+use shared::hub::{ModelArgument, ModelPart};
 use shared::log::SharedLog;
 use shared::membership::{EtcdOptions, Pinned};
 use shared::metrics::compat::Compat;
@@ -112,7 +112,7 @@ pub(crate) fn coordinator_options(
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
     let here = hints.weights == Weights::Here;
-    let part = if here { Part::All } else { Part::Text };
+    let part = if here { ModelPart::All } else { ModelPart::Text };
     let found = match &args.model {
         Some(model) => hub::find(model, &args.hub, part, hints.pinned)?,
         None => hub::LocatedModel::folder(&demo_model()?),

@@ -12,7 +12,7 @@ use ureq::http::{HeaderMap, StatusCode, Uri};
 use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
-use super::name::{HubModel, Wanted, is_commit};
+use super::name::{HubModel, RequestedModel, is_commit};
 use super::{HubError, Settings};
 
 /// Longest wait for a connection, for the beginning of an answer, and for more of it.
@@ -105,7 +105,7 @@ impl Client {
     }
 
     /// Which commit a revision is, and what files it has.
-    pub(super) fn list(&self, wanted: &Wanted) -> Result<Listing, RequestError> {
+    pub(super) fn list(&self, wanted: &RequestedModel) -> Result<Listing, RequestError> {
         #[derive(Deserialize)]
         struct Info {
             sha: String,
@@ -125,7 +125,7 @@ impl Client {
             sha256: String,
             size: u64,
         }
-        let Wanted { name, revision } = wanted;
+        let RequestedModel { name, revision } = wanted;
         let revision = escaped(revision);
         let url =
             format!("{}/api/models/{name}/revision/{revision}?blobs=true", self.settings.endpoint);
@@ -216,7 +216,7 @@ impl Client {
     /// host says of a file is not the hub's word.
     fn ask(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         method: &str,
         url: &str,
         from: Option<u64>,
@@ -275,14 +275,14 @@ impl Client {
     /// What an answer means that is none, and what to do about it.
     fn refused(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         status: StatusCode,
         headers: &HeaderMap,
         body: &str,
     ) -> RequestError {
         let header = |name: &str| headers.get(name).and_then(|it| it.to_str().ok()).unwrap_or("");
         let (code, message) = (header("x-error-code"), header("x-error-message"));
-        let (Wanted { name, revision }, hub) = (wanted, &self.settings.endpoint);
+        let (RequestedModel { name, revision }, hub) = (wanted, &self.settings.endpoint);
         let has_token = self.settings.token.is_some();
         let lasting = match (status.as_u16(), code) {
             (_, "GatedRepo") if has_token => format!(

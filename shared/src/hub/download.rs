@@ -11,7 +11,7 @@ use sha2::{Digest as _, Sha256};
 use super::HubError;
 use super::cache::ModelCache;
 use super::client::{Client, FileInfo, RequestError};
-use super::fetch::Run;
+use super::fetch::Download;
 use super::name::HubModel;
 use crate::clock::jittered;
 
@@ -36,7 +36,7 @@ pub(super) struct MissingFile {
 /// Has attempts made until one succeeds, brings no more, or is called off. Each says how much it
 /// has brought.
 pub(super) fn repeat<T>(
-    run: &Run,
+    run: &Download,
     attempts: u32,
     mut attempt: impl FnMut() -> (u64, Result<T, RequestError>),
 ) -> Result<T, HubError> {
@@ -68,7 +68,7 @@ pub(super) fn download(
     cache: &ModelCache,
     model: &HubModel,
     missing: &MissingFile,
-    run: &Run,
+    run: &Download,
 ) -> Result<(), HubError> {
     let MissingFile { name, listed } = missing;
     let blob = cache.blob(&listed.etag);
@@ -93,7 +93,11 @@ pub(super) fn download(
 
 /// The lock of whoever downloads a file; none on file systems that have no locks, or when the file
 /// has come meanwhile.
-fn locked(cache: &ModelCache, missing: &MissingFile, run: &Run) -> Result<Option<File>, HubError> {
+fn locked(
+    cache: &ModelCache,
+    missing: &MissingFile,
+    run: &Download,
+) -> Result<Option<File>, HubError> {
     let (blob, mut said) = (cache.blob(&missing.listed.etag), false);
     loop {
         let file =
@@ -134,7 +138,7 @@ struct PartialFile<'a> {
     path: &'a Path,
     have: u64,
     hash: Option<Sha256>,
-    run: &'a Run,
+    run: &'a Download,
 }
 
 impl PartialFile<'_> {
@@ -195,7 +199,7 @@ fn transfer(
     model: &HubModel,
     missing: &MissingFile,
     path: &Path,
-    run: &Run,
+    run: &Download,
 ) -> Result<(), HubError> {
     let MissingFile { name, listed } = missing;
     let mut options = File::options();

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use super::cache::ModelCache;
 use super::client::{Client, FileInfo, Listing};
 use super::download::{MissingFile, download, failed, repeat};
-use super::files::{self, CONFIG, INDEX, Part, SMALL_MAX};
-use super::name::{HubModel, Wanted};
+use super::files::{self, CONFIG, INDEX, ModelPart, SMALL_MAX};
+use super::name::{HubModel, RequestedModel};
 use super::{HubError, Settings};
 
 /// Files that come at a time.
@@ -25,13 +25,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 /// How far a download is, for whoever shows it; and how it is called off.
 #[derive(Debug, Default)]
-pub struct Watch {
+pub struct DownloadHandle {
     done: AtomicU64,
     total: AtomicU64,
     off: AtomicBool,
 }
 
-impl Watch {
+impl DownloadHandle {
     /// Bytes that are there, and in all; both grow.
     #[must_use]
     pub fn progress(&self) -> (u64, u64) {
@@ -54,15 +54,15 @@ impl Watch {
 
 /// One download, which several threads work at.
 #[derive(Debug)]
-pub(super) struct Run {
-    pub(super) watch: Arc<Watch>,
+pub(super) struct Download {
+    pub(super) watch: Arc<DownloadHandle>,
     /// One of its files has failed.
     failed: AtomicBool,
     /// Tells its waits from those of other processes.
     pub(super) seed: u64,
 }
 
-impl Run {
+impl Download {
     pub(super) fn is_over(&self) -> bool {
         self.watch.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
     }
@@ -81,7 +81,7 @@ impl Run {
 
 /// A model that is here.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fetched {
+pub struct FetchedModel {
     /// Which state of it.
     pub model: HubModel,
     /// Its folder.
@@ -109,7 +109,7 @@ impl Hub {
 
     /// Whether all of `part` of a state of a model is in the cache.
     #[must_use]
-    pub fn has(&self, model: &HubModel, part: Part) -> bool {
+    pub fn has(&self, model: &HubModel, part: ModelPart) -> bool {
         self.cache(&model.name).has(&model.commit, part)
     }
 
@@ -117,7 +117,11 @@ impl Hub {
     ///
     /// # Errors
     /// [`HubError`].
-    pub fn resolve(&self, wanted: &Wanted, watch: &Arc<Watch>) -> Result<HubModel, HubError> {
+    pub fn resolve(
+        &self,
+        wanted: &RequestedModel,
+        watch: &Arc<DownloadHandle>,
+    ) -> Result<HubModel, HubError> {
         let known = || self.cache(&wanted.name).commit_of(&wanted.revision);
         if super::name::is_commit(&wanted.revision) {
             let commit = wanted.revision.clone();
@@ -137,13 +141,13 @@ impl Hub {
     /// [`HubError`].
     pub fn fetch(
         &self,
-        wanted: &Wanted,
-        part: Part,
-        watch: &Arc<Watch>,
-    ) -> Result<Fetched, HubError> {
+        wanted: &RequestedModel,
+        part: ModelPart,
+        watch: &Arc<DownloadHandle>,
+    ) -> Result<FetchedModel, HubError> {
         let cache = self.cache(&wanted.name);
         let cached = cache.commit_of(&wanted.revision);
-        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| Fetched {
+        let cached = cached.filter(|commit| cache.has(commit, part)).map(|commit| FetchedModel {
             folder: cache.snapshot(&commit),
             model: HubModel { name: wanted.name.clone(), commit },
         });
@@ -169,7 +173,7 @@ impl Hub {
             // The files are there, if nobody may write.
             tracing::debug!(%error, "the cache takes no note of the revision");
         }
-        Ok(Fetched { folder: cache.snapshot(&model.commit), model })
+        Ok(FetchedModel { folder: cache.snapshot(&model.commit), model })
     }
 
     fn cache(&self, name: &str) -> ModelCache {
@@ -179,11 +183,11 @@ impl Hub {
     /// Asks what files there are.
     fn list(
         &self,
-        wanted: &Wanted,
+        wanted: &RequestedModel,
         cached: bool,
-        watch: &Arc<Watch>,
-    ) -> Result<(Listing, Client, Run), HubError> {
-        let Wanted { name, revision } = wanted;
+        watch: &Arc<DownloadHandle>,
+    ) -> Result<(Listing, Client, Download), HubError> {
+        let RequestedModel { name, revision } = wanted;
         if self.settings.offline {
             return Err(HubError::Permanent(format!(
                 "{name} at the revision {revision} is not, or not whole, in {}, and HF_HUB_OFFLINE \
@@ -193,7 +197,7 @@ impl Hub {
         }
         let client = Client::new(&self.settings)?;
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
-        let run = Run { watch: watch.clone(), failed: AtomicBool::new(false), seed };
+        let run = Download { watch: watch.clone(), failed: AtomicBool::new(false), seed };
         let attempts = if cached { 1 } else { LIST_ATTEMPTS };
         let listing = repeat(&run, attempts, || (0, client.list(wanted)))?;
         Ok((listing, client, run))
@@ -203,15 +207,15 @@ impl Hub {
     fn bring(
         &self,
         client: Arc<Client>,
-        run: Arc<Run>,
+        run: Arc<Download>,
         cache: &ModelCache,
         listing: Listing,
-        part: Part,
+        part: ModelPart,
     ) -> Result<(), HubError> {
         let names = || listing.files.keys().map(String::as_str);
         let commit = &listing.model.commit;
         let mut first = files::first(part, names());
-        if part != Part::Adapter && !first.contains(CONFIG) {
+        if part != ModelPart::Adapter && !first.contains(CONFIG) {
             return Err(self.unfit(&listing, &format!("it has no {CONFIG}")));
         }
         if part.has_weights() && !listing.files.contains_key(INDEX) {
@@ -250,7 +254,7 @@ impl Hub {
     fn bring_files(
         &self,
         client: &Arc<Client>,
-        run: &Arc<Run>,
+        run: &Arc<Download>,
         cache: &ModelCache,
         listing: &Listing,
         names: BTreeSet<String>,
@@ -326,7 +330,7 @@ impl Hub {
 /// Downloads files, some at a time, and says now and then how far it is.
 fn side_by_side(
     client: &Arc<Client>,
-    run: &Arc<Run>,
+    run: &Arc<Download>,
     cache: &ModelCache,
     model: &HubModel,
     missing: Vec<MissingFile>,
@@ -352,7 +356,7 @@ fn side_by_side(
             .map_err(|error| HubError::Transient(format!("no thread to download with: {error}")))?;
     }
     drop(done);
-    let (mut left, mut pace) = (count, Pace::new(&run.watch));
+    let (mut left, mut pace) = (count, ProgressLog::new(&run.watch));
     while left > 0 {
         match ended.recv_timeout(LOOK_EVERY) {
             Ok(Ok(())) => left -= 1,
@@ -371,17 +375,17 @@ fn side_by_side(
 }
 
 /// How fast it goes.
-struct Pace {
+struct ProgressLog {
     said: Instant,
     done: u64,
 }
 
-impl Pace {
-    fn new(watch: &Watch) -> Self {
+impl ProgressLog {
+    fn new(watch: &DownloadHandle) -> Self {
         Self { said: Instant::now(), done: watch.progress().0 }
     }
 
-    fn say(&mut self, watch: &Watch, model: &str, files_left: usize) {
+    fn say(&mut self, watch: &DownloadHandle, model: &str, files_left: usize) {
         let lasts = self.said.elapsed();
         if lasts < SAY_EVERY {
             return;
