@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use actix::{AsyncContext as _, Context, Handler, Message};
 use shared::actor::link::join::REDIAL_MIN;
-use shared::hub::{Hub, HubError, HubModel, Part, Watch};
+use shared::hub::{DownloadHandle, Hub, HubError, HubModel, ModelPart};
 use shared::protocol::{TO_FETCH_MAX, ToFetch};
 
 use super::{WorkerActor, WorkerEnd};
@@ -16,7 +16,7 @@ const TRIED_AGAIN: Duration = Duration::from_secs(15);
 
 /// A fetching under way.
 #[derive(Debug)]
-pub(super) struct Fetching(Arc<Watch>);
+pub(super) struct Fetching(Arc<DownloadHandle>);
 
 impl Drop for Fetching {
     fn drop(&mut self) {
@@ -29,21 +29,25 @@ impl Drop for Fetching {
 struct Fetched(Result<(), HubError>);
 
 /// What is to be fetched, with the part that is wanted of each.
-fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, Part)>, String> {
+fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, ModelPart)>, String> {
     let ToFetch { models, adapters } = to_fetch;
     if models.len() > TO_FETCH_MAX || adapters.len() > TO_FETCH_MAX {
         return Err(format!("more than {TO_FETCH_MAX} models or adapters are to be fetched"));
     }
-    let models = models.iter().map(|text| (text, Part::Weights));
-    let all = models.chain(adapters.iter().map(|text| (text, Part::Adapter)));
-    let read = |(text, part): (&String, Part)| match HubModel::parse(text) {
+    let models = models.iter().map(|text| (text, ModelPart::Weights));
+    let all = models.chain(adapters.iter().map(|text| (text, ModelPart::Adapter)));
+    let read = |(text, part): (&String, ModelPart)| match HubModel::parse(text) {
         Some(model) => Ok((model?, part)),
         None => Err(format!("{text} is no model of the hub")),
     };
     all.map(read).collect()
 }
 
-fn fetch_all(hub: &Hub, parts: &[(HubModel, Part)], watch: &Arc<Watch>) -> Result<(), HubError> {
+fn fetch_all(
+    hub: &Hub,
+    parts: &[(HubModel, ModelPart)],
+    watch: &Arc<DownloadHandle>,
+) -> Result<(), HubError> {
     parts.iter().try_for_each(|(model, part)| hub.fetch(&model.wanted(), *part, watch).map(drop))
 }
 
@@ -64,7 +68,7 @@ impl WorkerActor {
             Err(message) => return self.cannot_fetch(ctx, message),
         };
         self.to_fetch = Some(to_fetch);
-        let watch = Arc::new(Watch::default());
+        let watch = Arc::new(DownloadHandle::default());
         self.fetching = Some(Fetching(watch.clone()));
         let addr = ctx.address();
         let thread = std::thread::Builder::new().name("fetch".to_owned());

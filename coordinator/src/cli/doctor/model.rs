@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 
 use coordinator::text::model::TextModel;
 use shared::host::available_memory;
-use shared::hub::Part;
+use shared::hub::ModelPart;
 use shared::protocol::Lora;
 use worker::model::ModelError;
 
@@ -87,10 +87,12 @@ fn remedy(error: &ModelError) -> &'static str {
 
 fn folder(args: &DoctorArgs) -> Result<PathBuf, Finding> {
     match (&args.model, &args.coordinator) {
-        (Some(model), _) => hub::cached("--model", model, &args.hub, Part::All).map_err(|why| {
-            let fix = "serve it once, or copy the cache from another host";
-            Finding::warn(MODEL, format!("not looked at: {why}"), fix)
-        }),
+        (Some(model), _) => {
+            hub::cached("--model", model, &args.hub, ModelPart::All).map_err(|why| {
+                let fix = "serve it once, or copy the cache from another host";
+                Finding::warn(MODEL, format!("not looked at: {why}"), fix)
+            })
+        }
         (None, Some(_)) => Err(Finding::warn(
             MODEL,
             "not checked: the coordinator names the model's folder",
@@ -131,7 +133,7 @@ fn adapters(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
 fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
     for adapter in &mut lora.adapters {
         let given = Path::new(&adapter.path);
-        let folder = hub::cached("--lora-modules", given, args, Part::Adapter)?;
+        let folder = hub::cached("--lora-modules", given, args, ModelPart::Adapter)?;
         adapter.path = folder.to_string_lossy().into_owned();
     }
     Ok(lora)
@@ -140,7 +142,7 @@ fn local(mut lora: Lora, args: &HubArgs) -> Result<Lora, String> {
 /// Checks the draft model of `--speculative-config`, if any; it is on the worker that drafts.
 fn draft(folder: &Path, args: &DoctorArgs) -> Option<Beside> {
     let draft = args.speculative_config.as_ref()?.draft_model.as_ref()?;
-    let looked = hub::cached("--speculative-config", draft, &args.hub, Part::Weights);
+    let looked = hub::cached("--speculative-config", draft, &args.hub, ModelPart::Weights);
     let looked = looked
         .and_then(|draft| worker::check::draft(folder, &draft).map_err(|error| error.to_string()));
     Some(match looked {
