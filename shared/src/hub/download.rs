@@ -35,7 +35,7 @@ pub(super) struct MissingFile {
 
 /// Has attempts made until one succeeds, brings no more, or is called off. Each says how much it
 /// has brought.
-pub(super) fn repeat<T>(
+pub(super) fn retry<T>(
     run: &Download,
     attempts: u32,
     mut attempt: impl FnMut() -> (u64, Result<T, RequestError>),
@@ -209,7 +209,7 @@ fn transfer(
     let mut writing = PartialFile { file, path, have: 0, hash, run };
     writing.resume(listed.size).map_err(|failure| failure.error)?;
     for last in [false, true] {
-        repeat(run, ATTEMPTS, || {
+        retry(run, ATTEMPTS, || {
             let before = writing.have;
             let outcome = receive(client, model, missing, &mut writing);
             (writing.have.saturating_sub(before), outcome)

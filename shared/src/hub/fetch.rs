@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::cache::ModelCache;
 use super::client::{Client, FileInfo, Listing};
-use super::download::{MissingFile, download, failed, repeat};
+use super::download::{MissingFile, download, failed, retry};
 use super::files::{self, CONFIG, INDEX, ModelPart, SMALL_MAX};
 use super::name::{HubModel, RequestedModel};
 use super::{HubError, Settings};
@@ -168,7 +168,7 @@ impl Hub {
             (Err(error), None) => return Err(error),
         };
         let model = listing.model.clone();
-        self.bring(Arc::new(client), Arc::new(run), &cache, listing, part)?;
+        self.download_model(Arc::new(client), Arc::new(run), &cache, listing, part)?;
         if let Err(error) = cache.remember(&wanted.revision, &model.commit) {
             // The files are there, if nobody may write.
             tracing::debug!(%error, "the cache takes no note of the revision");
@@ -199,12 +199,12 @@ impl Hub {
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
         let run = Download { watch: watch.clone(), failed: AtomicBool::new(false), seed };
         let attempts = if cached { 1 } else { LIST_ATTEMPTS };
-        let listing = repeat(&run, attempts, || (0, client.list(wanted)))?;
+        let listing = retry(&run, attempts, || (0, client.list(wanted)))?;
         Ok((listing, client, run))
     }
 
     /// Downloads what is missing: first what is small, which says what there is of weights.
-    fn bring(
+    fn download_model(
         &self,
         client: Arc<Client>,
         run: Arc<Download>,
@@ -216,18 +216,19 @@ impl Hub {
         let commit = &listing.model.commit;
         let mut first = files::first(part, names());
         if part != ModelPart::Adapter && !first.contains(CONFIG) {
-            return Err(self.unfit(&listing, &format!("it has no {CONFIG}")));
+            return Err(self.unusable(&listing, &format!("it has no {CONFIG}")));
         }
         if part.has_weights() && !listing.files.contains_key(INDEX) {
             first.extend(files::weights(None).unwrap_or_default());
         }
         let began = Instant::now();
-        let mut brought = self.bring_files(&client, &run, cache, &listing, first)?;
+        let mut brought = self.download_files(&client, &run, cache, &listing, first)?;
         if part.has_weights() && listing.files.contains_key(INDEX) {
             let file = cache.snapshot(commit).join(INDEX);
             let index = fs::read(&file).map_err(|error| failed(&file, &error))?;
-            let shards = files::weights(Some(&index)).map_err(|why| self.unfit(&listing, &why))?;
-            brought += self.bring_files(&client, &run, cache, &listing, shards)?;
+            let shards =
+                files::weights(Some(&index)).map_err(|why| self.unusable(&listing, &why))?;
+            brought += self.download_files(&client, &run, cache, &listing, shards)?;
         }
         if let Ok(Some(file)) = cache.lacks(commit, part) {
             let why = if file == files::SINGLE {
@@ -235,7 +236,7 @@ impl Hub {
             } else {
                 format!("it has no {file}")
             };
-            return Err(self.unfit(&listing, &why));
+            return Err(self.unusable(&listing, &why));
         }
         if brought > 0 {
             let (model, size) = (listing.model.name.as_str(), size(brought));
@@ -251,7 +252,7 @@ impl Hub {
     }
 
     /// Downloads those of `names` that are not there; returns their size.
-    fn bring_files(
+    fn download_files(
         &self,
         client: &Arc<Client>,
         run: &Arc<Download>,
@@ -268,18 +269,20 @@ impl Hub {
             }
             let listed = match listing.files.get(&name) {
                 Some(listed) if listed.etag.is_empty() => {
-                    repeat(run, LIST_ATTEMPTS, || (0, client.describe(model, &name)))?
+                    retry(run, LIST_ATTEMPTS, || (0, client.describe(model, &name)))?
                 }
                 Some(listed) => listed.clone(),
                 None if name == files::SINGLE => continue,
                 None => {
-                    return Err(self
-                        .unfit(listing, &format!("{INDEX} names {name}, which it does not have")));
+                    return Err(self.unusable(
+                        listing,
+                        &format!("{INDEX} names {name}, which it does not have"),
+                    ));
                 }
             };
             if listed.size > SMALL_MAX && !name.ends_with(".safetensors") {
                 let why = format!("{name} has {} bytes, it may have {SMALL_MAX}", listed.size);
-                return Err(self.unfit(listing, &why));
+                return Err(self.unusable(listing, &why));
             }
             missing.push(MissingFile { name, listed });
         }
@@ -321,7 +324,7 @@ impl Hub {
         listed.size.saturating_sub(there(cache.incomplete(&listed.etag)))
     }
 
-    fn unfit(&self, listing: &Listing, why: &str) -> HubError {
+    fn unusable(&self, listing: &Listing, why: &str) -> HubError {
         let HubModel { name, commit } = &listing.model;
         HubError::Permanent(format!("{name} (commit {commit}) cannot be served: {why}"))
     }
