@@ -41,7 +41,7 @@ impl From<Broken> for Ended {
 /// Resources of an open session.
 pub(super) struct Session {
     pub(super) client: Client,
-    keeper: LeaseKeeper,
+    lease_keeper: LeaseKeeper,
     kept: LeaseKeepAliveStream,
     watch: WatchStream,
     /// Ticks when the lease must be kept alive.
@@ -60,7 +60,7 @@ impl Member {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
     pub(super) async fn open(&mut self) -> Result<Session, Ended> {
         let mut client = self.options.connect(DEADLINE).await?;
-        let (keeper, kept) = self.keep_lease(&mut client).await?;
+        let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
         let (revision, entries) = self.get_all(&mut client).await?;
         self.keeper.opened(self.now(), revision, entries);
         self.confirm();
@@ -71,7 +71,7 @@ impl Member {
         // The connection's timeout applies to answers, not to streams.
         let watch = client.watch(self.prefix(), Some(watch)).await?;
         let timer = tokio::time::interval(self.options.lease_ttl / 3);
-        Ok(Session { client, keeper, kept, watch, timer, lists: false })
+        Ok(Session { client, lease_keeper, kept, watch, timer, lists: false })
     }
 
     /// Keeps the old lease if it is still alive, otherwise obtains a new one.
@@ -212,7 +212,7 @@ impl Member {
 
     pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
         session.lists |= self.keeper.tick(self.now())?;
-        session.keeper.keep_alive().await?;
+        session.lease_keeper.keep_alive().await?;
         session.watch.request_progress().await?;
         Ok(())
     }
