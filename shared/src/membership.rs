@@ -5,15 +5,15 @@
 //! - [`view`]: PURE: the cluster as a process knows it, from lists and events
 //! - [`desired`]: PURE: operators' commands to the leader, which the next leader follows too
 //! - [`connect`]: how to connect to etcd
-//! - [`keeper`]: PURE: a process's lease, registration and candidacy
+//! - [`core`]: PURE: a process's lease, registration and candidacy
 //! - [`etcd`]: the thread that registers this process, keeps its lease, watches, and campaigns
 //!
 //! etcd is never on the path of a request. While it cannot be reached, all processes continue with
 //! the last view; only joining and a change of leader wait.
 pub mod connect;
+pub mod core;
 pub mod desired;
 pub mod etcd;
-pub mod keeper;
 pub mod ledger;
 pub mod view;
 

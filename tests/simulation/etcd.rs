@@ -2,7 +2,7 @@
 //! promises here; [`crate::membership`] models the ways in which its messages get lost.
 use std::collections::BTreeMap;
 
-use shared::membership::keeper::{Change, Event, EventKind, Held};
+use shared::membership::core::{Change, Event, EventKind, Held};
 use shared::membership::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
 use shared::membership::{Desired, Record};
 

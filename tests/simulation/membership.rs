@@ -1,10 +1,10 @@
 //! The connections between processes and etcd, which can be cut: what `shared::membership::etcd`
-//! does around the real keeper, and how each process acts on its view.
+//! does around the real core, and how each process acts on its view.
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use shared::membership::keeper::{
-    Change, DEADLINE, Due, INCUMBENT_FIRST, Keeper, RETRY_MAX, RETRY_MIN,
+use shared::membership::core::{
+    Change, DEADLINE, Due, INCUMBENT_FIRST, MembershipCore, RETRY_MAX, RETRY_MIN,
 };
 use shared::membership::{Desired, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
@@ -30,7 +30,7 @@ enum Todo {
 /// A process's membership thread, and its connection.
 #[derive(Default)]
 pub(crate) struct Member {
-    pub(crate) keeper: Option<Keeper>,
+    pub(crate) core: Option<MembershipCore>,
     /// Number of the current connection.
     pub(crate) session: u64,
     serving: bool,
@@ -63,7 +63,7 @@ impl World {
         let ttl = if campaign { LEADER_LEASE_TTL } else { LEASE_TTL };
         self.drop_session(who);
         let member = &mut self.members[who];
-        member.keeper = Some(Keeper::new(record, campaign, ttl));
+        member.core = Some(MembershipCore::new(record, campaign, ttl));
         member.wait = RETRY_MIN;
         let session = member.session;
         self.schedule(1, Event::EtcdOpen { who, session });
@@ -72,14 +72,14 @@ impl World {
     /// The process is gone. Its lease stays, unless the process left in order.
     pub(crate) fn leave_etcd(&mut self, who: MemberId, in_order: bool) {
         self.drop_session(who);
-        let keeper = self.members[who].keeper.take();
-        if let Some(keeper) = keeper.as_ref().filter(|_| in_order)
-            && keeper.view().own().is_some()
+        let core = self.members[who].core.take();
+        if let Some(core) = core.as_ref().filter(|_| in_order)
+            && core.view().own().is_some()
             && self.reaches_etcd(who)
         {
-            self.etcd.led_ends(keeper.record().incarnation);
+            self.etcd.led_ends(core.record().incarnation);
         }
-        if let Some(lease) = keeper.and_then(|keeper| keeper.lease()).filter(|_| in_order)
+        if let Some(lease) = core.and_then(|core| core.lease()).filter(|_| in_order)
             && self.reaches_etcd(who)
         {
             self.etcd.revoke(lease);
@@ -104,14 +104,14 @@ impl World {
     }
 
     pub(crate) fn view(&self, who: MemberId) -> Option<&View> {
-        self.members[who].keeper.as_ref().map(Keeper::view)
+        self.members[who].core.as_ref().map(MembershipCore::view)
     }
 
     /// Does what `Member::open` does.
     pub(crate) fn etcd_open(&mut self, who: MemberId) {
         self.members[who].began = self.now;
-        let Some(keeper) = &self.members[who].keeper else { return };
-        match keeper.lease() {
+        let Some(core) = &self.members[who].core else { return };
+        match core.lease() {
             Some(lease) => self.ask(who, Request::Keep(lease)),
             None => self.grant(who),
         }
@@ -211,8 +211,8 @@ impl World {
         self.drop_session(who);
         let now = self.now;
         let member = &mut self.members[who];
-        let Some(keeper) = &mut member.keeper else { return };
-        keeper.closed();
+        let Some(core) = &mut member.core else { return };
+        core.closed();
         if now - member.began > micros(RETRY_MAX) {
             member.wait = RETRY_MIN;
         }
@@ -249,19 +249,19 @@ impl World {
         while self.members[who].serving && self.members[who].request.is_none() {
             let Some(todo) = self.members[who].todo.pop_front() else { return };
             let (now, switches) = (self.time(), self.switches);
-            let Some(keeper) = &mut self.members[who].keeper else { return };
+            let Some(core) = &mut self.members[who].core else { return };
             let (mut keeps, mut lists) = (None, false);
             let outcome = match todo {
-                Todo::Tick => keeper.tick(now).map(|due| {
-                    keeps = keeper.lease();
+                Todo::Tick => core.tick(now).map(|due| {
+                    keeps = core.lease();
                     lists = due && !switches.never_lists_again;
                 }),
-                Todo::Said(Said::Kept(ttl)) => keeper.kept(now, Duration::from_micros(ttl)),
+                Todo::Said(Said::Kept(ttl)) => core.kept(now, Duration::from_micros(ttl)),
                 Todo::Said(Said::Change(change)) => {
                     if switches.compaction_is_ignored && change.is_last() {
                         continue;
                     }
-                    keeper.changed(now, change)
+                    core.changed(now, change)
                 }
             };
             let session = self.members[who].session;
@@ -297,21 +297,21 @@ impl World {
         };
         let (sent, session, serving) =
             (Duration::from_micros(member.sent), member.session, member.serving);
-        let Some(keeper) = &mut member.keeper else { return };
+        let Some(core) = &mut member.core else { return };
         match (request, answer) {
             (Request::Keep(_), Answer::NotKept) if !self.switches.leases_are_given_up => {
                 return self.etcd_broken(who, "the lease could not be kept");
             }
             (Request::Keep(_), Answer::Kept(0) | Answer::NotKept) => {
-                keeper.lease_over();
+                core.lease_over();
                 return self.grant(who);
             }
             (Request::Keep(lease), _) | (Request::Grant(_), Answer::Granted(lease)) => {
-                keeper.leased(sent, lease);
+                core.leased(sent, lease);
                 return self.ask(who, Request::List);
             }
             (Request::List, Answer::List(revision, entries)) if !serving => {
-                keeper.opened(now, revision, entries);
+                core.opened(now, revision, entries);
                 self.view_changed(who);
                 if self.members[who].session == session {
                     self.ask(who, Request::Watch(revision + 1));
@@ -323,7 +323,7 @@ impl World {
                 return self.etcd_tick(who, session);
             }
             (Request::List, Answer::List(revision, entries)) => {
-                keeper.listed(now, revision, entries);
+                core.listed(now, revision, entries);
                 self.view_changed(who);
                 if self.members[who].session != session {
                     return;
@@ -331,9 +331,9 @@ impl World {
                 self.take_place(who);
             }
             (Request::Get(key), Answer::Held(held)) => {
-                match (keeper.found(now, held), keeper.lease()) {
+                match (core.found(now, held), core.lease()) {
                     (Ok(Some(seen)), Some(lease)) => {
-                        let record = keeper.record().clone();
+                        let record = core.record().clone();
                         return self.ask(who, Request::Register { key, record, seen, lease });
                     }
                     (Ok(_), _) => {}
@@ -344,7 +344,7 @@ impl World {
                 }
             }
             (Request::Register { .. }, Answer::Written(true)) => {
-                keeper.registered();
+                core.registered();
                 return self.ask(who, Request::List);
             }
             (
@@ -381,22 +381,19 @@ impl World {
 
     /// Whether all processes know of each other.
     pub(crate) fn members_agree(&self) -> Result<(), String> {
-        let there = self
-            .members
-            .iter()
-            .enumerate()
-            .filter_map(|(who, it)| Some((who, it.keeper.as_ref()?)));
+        let there =
+            self.members.iter().enumerate().filter_map(|(who, it)| Some((who, it.core.as_ref()?)));
         let expected: BTreeMap<String, u64> = there
             .clone()
-            .map(|(_, keeper)| (keeper.key().to_owned(), keeper.record().incarnation))
+            .map(|(_, core)| (core.key().to_owned(), core.record().incarnation))
             .collect();
         let registered = self.etcd.registered();
         if registered != expected {
             return Err(format!("registered are {registered:?}, not {expected:?}"));
         }
         let leader = self.etcd.leader();
-        for (who, keeper) in there {
-            let view = keeper.view();
+        for (who, core) in there {
+            let view = core.view();
             let seen = view.leader.as_ref().map(|it| (it.record.incarnation, it.epoch));
             let known = view.records.iter().map(|(key, record)| (key.clone(), record.incarnation));
             if !view.connected || seen != leader || known.collect::<BTreeMap<_, _>>() != expected {
@@ -408,8 +405,8 @@ impl World {
 
     /// An operator has given a leader a command.
     pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
-        let Some(keeper) = &mut self.members[who].keeper else { return };
-        keeper.desire(desired);
+        let Some(core) = &mut self.members[who].core else { return };
+        core.desire(desired);
         if self.members[who].serving && self.members[who].request.is_none() {
             self.take_place(who);
         }
@@ -419,25 +416,25 @@ impl World {
     fn take_place(&mut self, who: MemberId) {
         let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
         let now = self.time() + ahead;
-        let Some(keeper) = &self.members[who].keeper else { return };
-        match (keeper.due(now), keeper.lease()) {
+        let Some(core) = &self.members[who].core else { return };
+        match (core.due(now), core.lease()) {
             (Some(Due::Register), Some(_)) => {
-                let key = keeper.key().to_owned();
+                let key = core.key().to_owned();
                 self.ask(who, Request::Get(key));
             }
             (Some(Due::Lead), Some(lease)) => {
-                let (record, led_at) = (keeper.record().clone(), keeper.led_at());
+                let (record, led_at) = (core.record().clone(), core.led_at());
                 self.ask(who, Request::Lead { record, lease, led_at });
             }
             // A key under a lease that was given up ends with that lease.
             (Some(Due::Hold(_)), _)
                 if self.switches.leads_by_an_old_lease || self.switches.leases_are_given_up => {}
             (Some(Due::Hold(epoch)), Some(lease)) => {
-                let record = keeper.record().clone();
+                let record = core.record().clone();
                 self.ask(who, Request::Hold { record, lease, epoch });
             }
             (Some(Due::Store), _) => {
-                let Some((epoch, desired)) = keeper.to_store() else { return };
+                let Some((epoch, desired)) = core.to_store() else { return };
                 let desired = desired.clone();
                 self.ask(who, Request::Store { desired, epoch });
             }

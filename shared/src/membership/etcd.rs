@@ -18,7 +18,7 @@ use tokio::sync::{oneshot, watch};
 
 use self::session::{Ended, Session};
 use super::connect::is_full;
-use super::keeper::{DEADLINE, Keeper, RETRY_MAX, RETRY_MIN};
+use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
 use super::{Desired, EtcdOptions, FatalError, Record, View};
 use crate::actor::link::join::Unreached;
 use crate::clock::{jittered, since_1970};
@@ -155,8 +155,8 @@ impl Outage {
 
 struct Member {
     options: EtcdOptions,
-    keeper: Keeper,
-    /// Time zero of the keeper.
+    core: MembershipCore,
+    /// Time zero of the core.
     start: Instant,
     /// When etcd last confirmed the view, in seconds since 1970.
     confirmed: u64,
@@ -172,8 +172,8 @@ impl Member {
         publish: watch::Sender<View>,
         desired: watch::Receiver<Option<Desired>>,
     ) -> Self {
-        let keeper = Keeper::new(record, campaign, options.lease_ttl);
-        Self { options, keeper, start: Instant::now(), confirmed: 0, publish, desired }
+        let core = MembershipCore::new(record, campaign, options.lease_ttl);
+        Self { options, core, start: Instant::now(), confirmed: 0, publish, desired }
     }
 
     fn now(&self) -> Duration {
@@ -185,7 +185,7 @@ impl Member {
         mut left: oneshot::Receiver<oneshot::Sender<()>>,
         die: oneshot::Sender<FatalError>,
     ) {
-        let mut outage = Outage::new(self.keeper.record().incarnation);
+        let mut outage = Outage::new(self.core.record().incarnation);
         loop {
             let ended = match self.open_or_leave(&mut left).await {
                 Ok(mut session) => {
@@ -200,7 +200,7 @@ impl Member {
                 }
                 Err(ended) => ended,
             };
-            self.keeper.closed();
+            self.core.closed();
             self.publish();
             match ended {
                 Ended::Left(done) => {
@@ -234,7 +234,7 @@ impl Member {
         &mut self,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
     ) -> Result<Session, Ended> {
-        let has_keys = self.keeper.lease().is_some();
+        let has_keys = self.core.lease().is_some();
         let (opened, done) = {
             let opening = self.open();
             tokio::pin!(opening);
@@ -258,7 +258,7 @@ impl Member {
     }
 
     fn publish(&self) {
-        self.publish.send_replace(View { confirmed: self.confirmed, ..self.keeper.view().clone() });
+        self.publish.send_replace(View { confirmed: self.confirmed, ..self.core.view().clone() });
     }
 
     /// Records that etcd has just confirmed the view.

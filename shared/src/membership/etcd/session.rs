@@ -10,7 +10,7 @@ use tokio::time::Interval;
 
 use super::Member;
 use crate::membership::connect::{entry, explained};
-use crate::membership::keeper::{Broken, Change, DEADLINE, Due, Event, EventKind};
+use crate::membership::core::{Broken, Change, DEADLINE, Due, Event, EventKind};
 use crate::membership::view::Entry;
 use crate::membership::{Desired, FatalError};
 
@@ -62,7 +62,7 @@ impl Member {
         let mut client = self.options.connect(DEADLINE).await?;
         let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
         let (revision, entries) = self.get_all(&mut client).await?;
-        self.keeper.opened(self.now(), revision, entries);
+        self.core.opened(self.now(), revision, entries);
         self.confirm();
         let watch = WatchOptions::new()
             .with_prefix()
@@ -79,14 +79,14 @@ impl Member {
         &mut self,
         client: &mut Client,
     ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
-        if let Some(id) = self.keeper.lease() {
+        if let Some(id) = self.core.lease() {
             let sent = self.now();
             match client.lease_keep_alive(id).await {
                 Ok(kept) => {
-                    self.keeper.leased(sent, id);
+                    self.core.leased(sent, id);
                     return Ok(kept);
                 }
-                Err(error) if is_gone(&error) => self.keeper.lease_over(),
+                Err(error) if is_gone(&error) => self.core.lease_over(),
                 // It may still be alive: the next session asks again.
                 Err(error) => return Err(error.into()),
             }
@@ -94,7 +94,7 @@ impl Member {
         let sent = self.now();
         let ttl = self.options.lease_ttl.as_secs().max(2) as i64;
         let granted = client.lease_grant(ttl, None).await?;
-        self.keeper.leased(sent, granted.id());
+        self.core.leased(sent, granted.id());
         Ok(client.lease_keep_alive(granted.id()).await?)
     }
 
@@ -116,7 +116,7 @@ impl Member {
         let options = Some(GetOptions::new().with_prefix());
         let listed = self.during(session, async move { client.get(prefix, options).await }).await?;
         let (revision, entries) = self.entries(&listed);
-        self.keeper.listed(self.now(), revision, entries);
+        self.core.listed(self.now(), revision, entries);
         self.confirm();
         Ok(())
     }
@@ -140,7 +140,7 @@ impl Member {
                     Err(error) => Err(error.into()),
                 },
                 desired = told(&mut self.desired) => {
-                    self.keeper.desire(desired);
+                    self.core.desire(desired);
                     Ok(())
                 }
                 done = &mut *left => {
@@ -185,7 +185,7 @@ impl Member {
             return Err(Ended::Broken("etcd ended the keepalive stream".to_owned()));
         };
         let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
-        self.keeper.kept(self.now(), ttl)?;
+        self.core.kept(self.now(), ttl)?;
         self.confirm();
         Ok(())
     }
@@ -195,23 +195,23 @@ impl Member {
         if session.lists {
             self.list(session).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Register) {
+        if self.core.due(self.now()) == Some(Due::Register) {
             self.register(session).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Lead) {
+        if self.core.due(self.now()) == Some(Due::Lead) {
             self.run_for_leader(session).await?;
         }
-        if let Some(Due::Hold(epoch)) = self.keeper.due(self.now()) {
+        if let Some(Due::Hold(epoch)) = self.core.due(self.now()) {
             self.hold(session, epoch).await?;
         }
-        if self.keeper.due(self.now()) == Some(Due::Store) {
+        if self.core.due(self.now()) == Some(Due::Store) {
             self.store(session).await?;
         }
         Ok(())
     }
 
     pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
-        session.lists |= self.keeper.tick(self.now())?;
+        session.lists |= self.core.tick(self.now())?;
         session.lease_keeper.keep_alive().await?;
         session.watch.request_progress().await?;
         Ok(())
@@ -234,7 +234,7 @@ impl Member {
         let events = events.collect();
         let change = Change { cancelled, compacted: response.compact_revision(), events };
         let is_last = change.is_last();
-        let changed = self.keeper.changed(self.now(), change);
+        let changed = self.core.changed(self.now(), change);
         if !is_last {
             // This includes a change that shows that this process is no longer registered.
             self.confirm();

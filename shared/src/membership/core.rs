@@ -3,7 +3,7 @@
 //! A session consists of a lease, a list, and a watch from that list on. When any part of it fails,
 //! the next one begins with a new list, under the old lease if that is still alive. In a session
 //! the process registers under its lease and, if it campaigns, runs for leader. The owner does what
-//! is due ([`Keeper::due`]) and reports the outcome. Any time that never goes back will do.
+//! is due ([`MembershipCore::due`]) and reports the outcome. Any time that never goes back will do.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -36,18 +36,18 @@ pub struct Broken(pub String);
 /// A state that a process should reach and has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Due {
-    /// Registered: report with [`Keeper::found`] who has its key.
+    /// Registered: report with [`MembershipCore::found`] who has its key.
     Register,
     /// Leader: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the
     /// lease, under [`LED_KEY`](super::view::LED_KEY), if the first does not exist and the second
-    /// is as [`Keeper::led_at`] says; then list.
+    /// is as [`MembershipCore::led_at`] says; then list.
     Lead,
     /// Leader for as long as its lease lives, where the leader's key is under an earlier lease that
     /// nobody keeps alive: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if
     /// it still leads in this epoch; then list.
     Hold(i64),
-    /// Known to the next leader with the commands it was given: write [`Keeper::to_store`] under
-    /// [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then list.
+    /// Known to the next leader with the commands it was given: write [`MembershipCore::to_store`]
+    /// under [`DESIRED_KEY`](super::view::DESIRED_KEY), if it still leads; then list.
     Store,
 }
 
@@ -113,7 +113,7 @@ struct Session {
 
 /// The state of a process's membership; see the module's documentation.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct MembershipCore {
     record: Record,
     key: String,
     campaign: bool,
@@ -139,7 +139,7 @@ pub struct Keeper {
     run_after: Option<Duration>,
 }
 
-impl Keeper {
+impl MembershipCore {
     /// A process that etcd does not know yet; it runs for leader if `campaign` is set.
     #[must_use]
     pub fn new(record: Record, campaign: bool, lease_ttl: Duration) -> Self {
