@@ -2,7 +2,7 @@
 //! promises here; [`crate::membership`] models the ways in which its messages get lost.
 use std::collections::BTreeMap;
 
-use shared::membership::core::{Change, Event, EventKind, Held};
+use shared::membership::core::{Event, EventKind, KeyOwner, WatchUpdate};
 use shared::membership::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
 use shared::membership::{Desired, Record};
 
@@ -55,7 +55,7 @@ pub(crate) enum Answer {
     Granted(i64),
     List(i64, Vec<Entry>),
     Watching,
-    Held(Option<Held>),
+    KeyOwner(Option<KeyOwner>),
     Written(bool),
     /// There is no such lease.
     Refused,
@@ -65,7 +65,7 @@ pub(crate) enum Answer {
 #[derive(Clone, Debug)]
 pub(crate) enum Said {
     Kept(Time),
-    Change(Change),
+    WatchUpdate(WatchUpdate),
 }
 
 /// Lease of keys that no lease ends.
@@ -97,7 +97,7 @@ pub(crate) struct Etcd {
     /// Watchers to be notified of changes.
     watches: BTreeMap<MemberId, ()>,
     /// Changes to be sent to watchers.
-    pub(crate) news: Vec<(MemberId, Change)>,
+    pub(crate) news: Vec<(MemberId, WatchUpdate)>,
     /// Whether the condition on the leader's key is ignored.
     pub(crate) any_leads: bool,
     /// Whether the last leader is not recorded.
@@ -123,10 +123,10 @@ impl Etcd {
                 self.watch(who, from);
                 Answer::Watching
             }
-            Request::Get(key) => Answer::Held(
+            Request::Get(key) => Answer::KeyOwner(
                 self.keys
                     .get(&key)
-                    .map(|key| Held { revision: key.modified, record: key.process().cloned() }),
+                    .map(|key| KeyOwner { revision: key.modified, record: key.process().cloned() }),
             ),
             Request::Register { lease, .. }
             | Request::Lead { lease, .. }
@@ -195,19 +195,19 @@ impl Etcd {
 
     fn watch(&mut self, who: MemberId, from: i64) {
         if from <= self.compacted {
-            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            let change = WatchUpdate { compacted: self.compacted, ..self.cancelled("compacted") };
             return self.news.push((who, change));
         }
         self.watches.insert(who, ());
         let events = self.history.iter().filter(|event| event.revision >= from).cloned();
         let events: Vec<Event> = events.collect();
         if !events.is_empty() {
-            self.news.push((who, Change { events, ..Change::default() }));
+            self.news.push((who, WatchUpdate { events, ..WatchUpdate::default() }));
         }
     }
 
-    fn cancelled(&self, why: &str) -> Change {
-        Change { cancelled: Some(why.to_owned()), ..Change::default() }
+    fn cancelled(&self, why: &str) -> WatchUpdate {
+        WatchUpdate { cancelled: Some(why.to_owned()), ..WatchUpdate::default() }
     }
 
     pub(crate) fn watches(&self, who: MemberId) -> bool {
@@ -226,7 +226,7 @@ impl Etcd {
             self.watches.keys().copied().filter(|who| behind(*who)).collect();
         for who in ended {
             self.watches.remove(&who);
-            let change = Change { compacted: self.compacted, ..self.cancelled("compacted") };
+            let change = WatchUpdate { compacted: self.compacted, ..self.cancelled("compacted") };
             self.news.push((who, change));
         }
     }
@@ -257,7 +257,7 @@ impl Etcd {
 
     fn tell(&mut self, events: Vec<Event>) {
         self.history.extend(events.iter().cloned());
-        let change = Change { events, ..Change::default() };
+        let change = WatchUpdate { events, ..WatchUpdate::default() };
         self.news.extend(self.watches.keys().map(|who| (*who, change.clone())));
     }
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use shared::membership::core::{
-    Change, DEADLINE, Due, INCUMBENT_FIRST, MembershipCore, RETRY_MAX, RETRY_MIN,
+    DEADLINE, INCUMBENT_FIRST, MembershipCore, NextAction, RETRY_MAX, RETRY_MIN, WatchUpdate,
 };
 use shared::membership::{Desired, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
@@ -162,7 +162,7 @@ impl World {
                 self.faulty_until(self.now + RELISTED);
                 continue;
             }
-            self.etcd_says(who, Said::Change(change));
+            self.etcd_says(who, Said::WatchUpdate(change));
         }
     }
 
@@ -240,7 +240,7 @@ impl World {
         let ttl = self.etcd.keep(lease, self.now);
         self.etcd_says(who, Said::Kept(ttl));
         if self.etcd.watches(who) {
-            self.etcd_says(who, Said::Change(Change::default()));
+            self.etcd_says(who, Said::WatchUpdate(WatchUpdate::default()));
         }
     }
 
@@ -257,7 +257,7 @@ impl World {
                     lists = due && !switches.never_lists_again;
                 }),
                 Todo::Said(Said::Kept(ttl)) => core.kept(now, Duration::from_micros(ttl)),
-                Todo::Said(Said::Change(change)) => {
+                Todo::Said(Said::WatchUpdate(change)) => {
                     if switches.compaction_is_ignored && change.is_last() {
                         continue;
                     }
@@ -330,7 +330,7 @@ impl World {
                 }
                 self.take_place(who);
             }
-            (Request::Get(key), Answer::Held(held)) => {
+            (Request::Get(key), Answer::KeyOwner(held)) => {
                 match (core.found(now, held), core.lease()) {
                     (Ok(Some(seen)), Some(lease)) => {
                         let record = core.record().clone();
@@ -417,23 +417,23 @@ impl World {
         let ahead = if self.switches.anybody_runs { INCUMBENT_FIRST } else { Duration::ZERO };
         let now = self.time() + ahead;
         let Some(core) = &self.members[who].core else { return };
-        match (core.due(now), core.lease()) {
-            (Some(Due::Register), Some(_)) => {
+        match (core.next_action(now), core.lease()) {
+            (Some(NextAction::Register), Some(_)) => {
                 let key = core.key().to_owned();
                 self.ask(who, Request::Get(key));
             }
-            (Some(Due::Lead), Some(lease)) => {
+            (Some(NextAction::Lead), Some(lease)) => {
                 let (record, led_at) = (core.record().clone(), core.led_at());
                 self.ask(who, Request::Lead { record, lease, led_at });
             }
             // A key under a lease that was given up ends with that lease.
-            (Some(Due::Hold(_)), _)
+            (Some(NextAction::Hold(_)), _)
                 if self.switches.leads_by_an_old_lease || self.switches.leases_are_given_up => {}
-            (Some(Due::Hold(epoch)), Some(lease)) => {
+            (Some(NextAction::Hold(epoch)), Some(lease)) => {
                 let record = core.record().clone();
                 self.ask(who, Request::Hold { record, lease, epoch });
             }
-            (Some(Due::Store), _) => {
+            (Some(NextAction::Store), _) => {
                 let Some((epoch, desired)) = core.to_store() else { return };
                 let desired = desired.clone();
                 self.ask(who, Request::Store { desired, epoch });

@@ -3,7 +3,8 @@
 //! A session consists of a lease, a list, and a watch from that list on. When any part of it fails,
 //! the next one begins with a new list, under the old lease if that is still alive. In a session
 //! the process registers under its lease and, if it campaigns, runs for leader. The owner does what
-//! is due ([`MembershipCore::due`]) and reports the outcome. Any time that never goes back will do.
+//! is due ([`MembershipCore::next_action`]) and reports the outcome. Any time that never goes back
+//! will do.
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -31,11 +32,11 @@ pub const INCUMBENT_FIRST: Duration = Duration::from_secs(5);
 /// Why a session cannot go on; the next one may.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Broken(pub String);
+pub struct SessionBroken(pub String);
 
 /// A state that a process should reach and has not reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Due {
+pub enum NextAction {
     /// Registered: report with [`MembershipCore::found`] who has its key.
     Register,
     /// Leader: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the
@@ -53,7 +54,7 @@ pub enum Due {
 
 /// The present owner of a process's key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Held {
+pub struct KeyOwner {
     /// Revision of the last write.
     pub revision: i64,
     /// Record of the process that wrote it, if it can be read.
@@ -62,7 +63,7 @@ pub struct Held {
 
 /// A message from a watch.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Change {
+pub struct WatchUpdate {
     /// The watch was cancelled, for this reason.
     pub cancelled: Option<String>,
     /// History up to this revision was compacted away; 0 if none was.
@@ -71,7 +72,7 @@ pub struct Change {
     pub events: Vec<Event>,
 }
 
-impl Change {
+impl WatchUpdate {
     /// Whether it is the watch's last message.
     #[must_use]
     pub fn is_last(&self) -> bool {
@@ -224,16 +225,18 @@ impl MembershipCore {
     ///
     /// # Errors
     /// When etcd has not answered for too long.
-    pub fn tick(&mut self, now: Duration) -> Result<bool, Broken> {
-        let Some(session) = &mut self.session else { return Err(Broken("no session".to_owned())) };
+    pub fn tick(&mut self, now: Duration) -> Result<bool, SessionBroken> {
+        let Some(session) = &mut self.session else {
+            return Err(SessionBroken("no session".to_owned()));
+        };
         let young = now < session.opened + self.lease_ttl;
         if self.lease.is_none_or(|(_, until)| until <= now && !young) {
             // No keepalive has been answered for the whole lifetime of the lease.
-            return Err(Broken("no keepalive was answered in time".to_owned()));
+            return Err(SessionBroken("no keepalive was answered in time".to_owned()));
         }
         session.sent.push_back(now);
         if now.saturating_sub(session.heard) > WATCH_SILENCE {
-            return Err(Broken("the watch is silent".to_owned()));
+            return Err(SessionBroken("the watch is silent".to_owned()));
         }
         // Each process at a time of its own: all of them restart at once when etcd was away.
         let spread = jittered(RELIST / 2, self.record.incarnation, session.listed.as_secs());
@@ -244,11 +247,11 @@ impl MembershipCore {
     ///
     /// # Errors
     /// When the lease has ended.
-    pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), Broken> {
+    pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), SessionBroken> {
         self.hears(now);
         if ttl.is_zero() {
             self.lease = None;
-            return Err(Broken("the lease has ended".to_owned()));
+            return Err(SessionBroken("the lease has ended".to_owned()));
         }
         let sent = self.session.as_mut().and_then(|session| session.sent.pop_front());
         if let Some((_, until)) = &mut self.lease {
@@ -271,7 +274,7 @@ impl MembershipCore {
     ///
     /// # Errors
     /// When the watch is over, or the process's own key is gone because someone revoked the lease.
-    pub fn changed(&mut self, now: Duration, change: Change) -> Result<(), Broken> {
+    pub fn changed(&mut self, now: Duration, change: WatchUpdate) -> Result<(), SessionBroken> {
         self.hears(now);
         if let Some(session) = &mut self.session {
             session.heard = now;
@@ -279,7 +282,7 @@ impl MembershipCore {
         if change.is_last() {
             // The next session's list will show what was missed.
             let reason = change.cancelled.unwrap_or_default();
-            return Err(Broken(format!("the watch was cancelled: {reason}")));
+            return Err(SessionBroken(format!("the watch was cancelled: {reason}")));
         }
         // Not the response's own revision: the answer to a new watch or to a progress request may
         // name a revision whose events are still in transit.
@@ -298,28 +301,28 @@ impl MembershipCore {
         let present = self.view.records.get(&self.key).is_some_and(|record| self.is_mine(record));
         if self.registered && !present {
             self.lease = None;
-            return Err(Broken("this process is not registered any more".to_owned()));
+            return Err(SessionBroken("this process is not registered any more".to_owned()));
         }
         Ok(())
     }
 
     /// Returns what the process should do next, if anything.
     #[must_use]
-    pub fn due(&self, now: Duration) -> Option<Due> {
+    pub fn next_action(&self, now: Duration) -> Option<NextAction> {
         if !self.registered {
-            return Some(Due::Register);
+            return Some(NextAction::Register);
         }
         let first = self.run_after.is_none_or(|at| at <= now) || self.nobody_goes_on();
         let may_run = first && !self.is_replaced();
         if self.campaign && self.view.leader.is_none() && may_run {
-            return Some(Due::Lead);
+            return Some(NextAction::Lead);
         }
         if let Some(leader) = self.view.own()
             && self.lease().is_some_and(|lease| lease != leader.lease)
         {
-            return Some(Due::Hold(leader.epoch));
+            return Some(NextAction::Hold(leader.epoch));
         }
-        self.to_store().map(|_| Due::Store)
+        self.to_store().map(|_| NextAction::Store)
     }
 
     /// Records a command from operators to this process as the leader; it is to outlive it.
@@ -359,7 +362,11 @@ impl MembershipCore {
     ///
     /// # Errors
     /// When another process has held it for longer than a lease lives.
-    pub fn found(&mut self, now: Duration, held: Option<Held>) -> Result<Option<i64>, FatalError> {
+    pub fn found(
+        &mut self,
+        now: Duration,
+        held: Option<KeyOwner>,
+    ) -> Result<Option<i64>, FatalError> {
         let Some(held) = held else {
             self.taken_since = None;
             return Ok(Some(0));

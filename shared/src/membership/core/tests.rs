@@ -42,7 +42,7 @@ fn registered() -> MembershipCore {
     let mut core = MembershipCore::new(record(1), true, TTL);
     core.leased(at(0), 7);
     core.opened(at(0), 4, Vec::new());
-    assert_eq!(core.due(at(0)), Some(Due::Register));
+    assert_eq!(core.next_action(at(0)), Some(NextAction::Register));
     assert_eq!(core.found(at(0), None), Ok(Some(0)));
     core.registered();
     core.listed(at(0), 5, vec![entry("coordinators/n", 1, 5)]);
@@ -52,9 +52,9 @@ fn registered() -> MembershipCore {
 #[test]
 fn one_that_is_registered_leads_where_nobody_does() {
     let mut core = registered();
-    assert_eq!(core.due(at(0)), Some(Due::Lead));
+    assert_eq!(core.next_action(at(0)), Some(NextAction::Lead));
     core.listed(at(0), 6, vec![entry("coordinators/n", 1, 5), entry(LEADER_KEY, 1, 6)]);
-    assert_eq!(core.due(at(1)), None);
+    assert_eq!(core.next_action(at(1)), None);
     assert_eq!(core.view().own().map(|leader| leader.epoch), Some(6));
     assert!(core.view().other_than(1).is_none());
     // While etcd is away it continues as before.
@@ -76,26 +76,35 @@ fn after_etcd_was_away_whoever_led_is_first_to_run() {
         core.opened(at(100), 20, vec![entry("coordinators/n", 1, 5)]);
         core.registered();
     }
-    assert_eq!((led.due(at(100)), other.due(at(100))), (Some(Due::Lead), None));
-    assert_eq!(other.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
+    assert_eq!(
+        (led.next_action(at(100)), other.next_action(at(100))),
+        (Some(NextAction::Lead), None)
+    );
+    assert_eq!(
+        other.next_action(at(100) + INCUMBENT_FIRST),
+        Some(NextAction::Lead),
+        "but not for ever"
+    );
     // A process that was started meanwhile knows just as much: that etcd was away.
     let mut started = MembershipCore::new(record(3), true, TTL);
     started.closed();
     started.leased(at(100), 7);
     started.opened(at(100), 20, Vec::new());
     started.registered();
-    assert_eq!(started.due(at(100)), None);
-    assert_eq!(started.due(at(100) + INCUMBENT_FIRST), Some(Due::Lead));
+    assert_eq!(started.next_action(at(100)), None);
+    assert_eq!(started.next_action(at(100) + INCUMBENT_FIRST), Some(NextAction::Lead));
 }
 
 #[test]
 fn a_watch_that_is_cut_off_from_history_is_over() {
     let mut core = registered();
-    let compacted = Change { compacted: 9, ..Change::default() };
+    let compacted = WatchUpdate { compacted: 9, ..WatchUpdate::default() };
     assert!(compacted.is_last());
     assert!(core.changed(at(1), compacted).is_err());
-    let cancelled = Change { cancelled: Some("why".to_owned()), ..Change::default() };
-    let Err(Broken(reason)) = core.changed(at(1), cancelled) else { panic!("it is not over") };
+    let cancelled = WatchUpdate { cancelled: Some("why".to_owned()), ..WatchUpdate::default() };
+    let Err(SessionBroken(reason)) = core.changed(at(1), cancelled) else {
+        panic!("it is not over")
+    };
     assert!(reason.contains("why"), "{reason}");
 }
 
@@ -103,7 +112,7 @@ fn a_watch_that_is_cut_off_from_history_is_over() {
 fn one_whose_key_is_gone_takes_another_lease() {
     let mut core = registered();
     let kind = EventKind::Delete("coordinators/n".to_owned());
-    let gone = Change { events: vec![Event { revision: 6, kind }], ..Change::default() };
+    let gone = WatchUpdate { events: vec![Event { revision: 6, kind }], ..WatchUpdate::default() };
     assert!(core.changed(at(1), gone).is_err());
     assert_eq!(core.lease(), None);
     let mut core = registered();
@@ -135,7 +144,7 @@ fn a_silent_watch_is_over_and_what_it_says_is_not_trusted_for_ever() {
         let lists = core.tick(at(now)).unwrap();
         assert!((lists || now <= 60) && !(lists && now <= 30), "{now}: {lists}");
         assert_eq!(core.kept(at(now), TTL), Ok(()));
-        assert_eq!(core.changed(at(now), Change::default()), Ok(()));
+        assert_eq!(core.changed(at(now), WatchUpdate::default()), Ok(()));
     }
 }
 
@@ -144,7 +153,7 @@ fn a_name_of_the_last_run_is_waited_for_and_that_of_another_process_is_not() {
     let mut core = MembershipCore::new(record(1), false, TTL);
     core.leased(at(0), 7);
     core.opened(at(0), 4, vec![entry("coordinators/n", 9, 2)]);
-    let held = |incarnation| Some(Held { revision: 3, record: Some(record(incarnation)) });
+    let held = |incarnation| Some(KeyOwner { revision: 3, record: Some(record(incarnation)) });
     assert_eq!(core.found(at(0), held(9)), Ok(None));
     assert_eq!(core.found(at(23), held(9)), Ok(None));
     assert!(matches!(core.found(at(24), held(9)), Err(FatalError::NameTaken { .. })));
@@ -162,16 +171,16 @@ fn one_that_led_does_not_lead_again_after_another() {
     assert_eq!(core.led_at(), 6);
     // Its lease ended and nobody led: then it leads, on condition that this is still so.
     core.listed(at(1), 7, vec![own(), led(record(1), false, 6)]);
-    assert_eq!((core.due(at(1)), core.led_at()), (Some(Due::Lead), 6));
+    assert_eq!((core.next_action(at(1)), core.led_at()), (Some(NextAction::Lead), 6));
     assert_eq!(core.view().other_than(1), None);
     // Another came and went.
     core.listed(at(2), 9, vec![own(), led(record(2), true, 8)]);
-    assert_eq!(core.due(at(60)), None);
+    assert_eq!(core.next_action(at(60)), None);
     assert_eq!(core.view().other_than(1).map(|it| it.record.incarnation), Some(2));
     // A process that never led may run.
     let mut core = registered();
     core.listed(at(2), 9, vec![own(), led(record(2), false, 8)]);
-    assert_eq!((core.due(at(2)), core.led_at()), (Some(Due::Lead), 8));
+    assert_eq!((core.next_action(at(2)), core.led_at()), (Some(NextAction::Lead), 8));
 }
 
 #[test]
@@ -185,11 +194,11 @@ fn one_that_begins_where_somebody_may_still_serve_lets_that_one_run_first() {
         core
     };
     let waits = begun(led(other(), false, 8));
-    assert_eq!(waits.due(at(4)), None);
-    assert_eq!(waits.due(INCUMBENT_FIRST), Some(Due::Lead), "but not for ever");
+    assert_eq!(waits.next_action(at(4)), None);
+    assert_eq!(waits.next_action(INCUMBENT_FIRST), Some(NextAction::Lead), "but not for ever");
     // The last leader said that it ends, or was this program's last run, whose name is free again.
-    assert_eq!(begun(led(other(), true, 8)).due(at(0)), Some(Due::Lead));
-    assert_eq!(begun(led(record(2), false, 8)).due(at(0)), Some(Due::Lead));
+    assert_eq!(begun(led(other(), true, 8)).next_action(at(0)), Some(NextAction::Lead));
+    assert_eq!(begun(led(record(2), false, 8)).next_action(at(0)), Some(NextAction::Lead));
 }
 
 #[test]
@@ -200,13 +209,13 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     // Commands from before it led count once it leads.
     core.desire(Desired { generation: 4, ..Desired::default() });
     core.listed(at(0), 5, vec![own(), entry(LEADER_KEY, 2, 3)]);
-    assert_eq!((core.due(at(0)), core.to_store()), (None, None));
+    assert_eq!((core.next_action(at(0)), core.to_store()), (None, None));
     core.listed(at(0), 6, leads());
-    assert_eq!(core.due(at(0)), Some(Due::Store));
+    assert_eq!(core.next_action(at(0)), Some(NextAction::Store));
     let (epoch, stored) = core.to_store().unwrap();
     assert_eq!((epoch, stored.by, stored.generation), (6, 1, 4));
     core.listed(at(0), 7, [leads(), vec![desired(1, 4)]].concat());
-    assert_eq!(core.due(at(0)), None);
+    assert_eq!(core.next_action(at(0)), None);
     assert!(core.view().desired.as_ref().unwrap().has(1, 4));
     // Another command; and an etcd that has lost its data, with another epoch.
     core.desire(Desired { generation: 5, ..Desired::default() });
@@ -229,13 +238,21 @@ fn an_etcd_that_was_silent_for_half_a_lease_was_away() {
         assert_eq!(core.tick(at(3)), Ok(false));
         assert_eq!(core.kept(at(3), TTL), Ok(()));
         let kind = EventKind::Delete(LEADER_KEY.to_owned());
-        let gone = Change { events: vec![Event { revision: 7, kind }], ..Change::default() };
+        let gone =
+            WatchUpdate { events: vec![Event { revision: 7, kind }], ..WatchUpdate::default() };
         assert_eq!(core.changed(at(3 + silent), gone), Ok(()));
         core
     };
-    assert_eq!(leaves(5).due(at(8)), Some(Due::Lead), "its lease ended while etcd was there");
+    assert_eq!(
+        leaves(5).next_action(at(8)),
+        Some(NextAction::Lead),
+        "its lease ended while etcd was there"
+    );
     let core = leaves(6);
-    assert_eq!((core.due(at(9)), core.due(at(9) + INCUMBENT_FIRST)), (None, Some(Due::Lead)));
+    assert_eq!(
+        (core.next_action(at(9)), core.next_action(at(9) + INCUMBENT_FIRST)),
+        (None, Some(NextAction::Lead))
+    );
 }
 
 #[test]
@@ -244,18 +261,18 @@ fn the_lead_goes_over_to_a_new_lease() {
     let leader = |lease| Entry { lease, ..entry(LEADER_KEY, 1, 6) };
     let mut core = registered();
     core.listed(at(0), 6, vec![own(7), leader(7)]);
-    assert_eq!(core.due(at(1)), None);
+    assert_eq!(core.next_action(at(1)), None);
     // etcd says that the lease is gone, and still has its keys.
     core.closed();
     core.lease_over();
     core.leased(at(2), 8);
     core.opened(at(2), 9, vec![own(7), leader(7)]);
-    assert_eq!(core.due(at(2)), Some(Due::Register), "first its own");
+    assert_eq!(core.next_action(at(2)), Some(NextAction::Register), "first its own");
     core.registered();
-    assert_eq!(core.due(at(2)), Some(Due::Hold(6)));
+    assert_eq!(core.next_action(at(2)), Some(NextAction::Hold(6)));
     core.listed(at(2), 10, vec![own(8), leader(8)]);
-    assert_eq!(core.due(at(2)), None);
+    assert_eq!(core.next_action(at(2)), None);
     // Another leader's key is not touched.
     core.listed(at(3), 12, vec![own(8), Entry { lease: 7, ..entry(LEADER_KEY, 2, 11) }]);
-    assert_eq!(core.due(at(3)), None);
+    assert_eq!(core.next_action(at(3)), None);
 }

@@ -10,7 +10,7 @@ use tokio::time::Interval;
 
 use super::Member;
 use crate::membership::connect::{entry, explained};
-use crate::membership::core::{Broken, Change, DEADLINE, Due, Event, EventKind};
+use crate::membership::core::{DEADLINE, Event, EventKind, NextAction, SessionBroken, WatchUpdate};
 use crate::membership::view::Entry;
 use crate::membership::{Desired, FatalError};
 
@@ -32,8 +32,8 @@ impl From<Error> for Ended {
     }
 }
 
-impl From<Broken> for Ended {
-    fn from(Broken(reason): Broken) -> Self {
+impl From<SessionBroken> for Ended {
+    fn from(SessionBroken(reason): SessionBroken) -> Self {
         Self::Broken(reason)
     }
 }
@@ -195,16 +195,16 @@ impl Member {
         if session.lists {
             self.list(session).await?;
         }
-        if self.core.due(self.now()) == Some(Due::Register) {
+        if self.core.next_action(self.now()) == Some(NextAction::Register) {
             self.register(session).await?;
         }
-        if self.core.due(self.now()) == Some(Due::Lead) {
+        if self.core.next_action(self.now()) == Some(NextAction::Lead) {
             self.run_for_leader(session).await?;
         }
-        if let Some(Due::Hold(epoch)) = self.core.due(self.now()) {
+        if let Some(NextAction::Hold(epoch)) = self.core.next_action(self.now()) {
             self.hold(session, epoch).await?;
         }
-        if self.core.due(self.now()) == Some(Due::Store) {
+        if self.core.next_action(self.now()) == Some(NextAction::Store) {
             self.store(session).await?;
         }
         Ok(())
@@ -232,7 +232,7 @@ impl Member {
             Some(Event { revision: kv.mod_revision(), kind: kind.unwrap_or(EventKind::Other) })
         });
         let events = events.collect();
-        let change = Change { cancelled, compacted: response.compact_revision(), events };
+        let change = WatchUpdate { cancelled, compacted: response.compact_revision(), events };
         let is_last = change.is_last();
         let changed = self.core.changed(self.now(), change);
         if !is_last {

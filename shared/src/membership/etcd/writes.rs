@@ -5,7 +5,7 @@ use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp};
 use super::Member;
 use super::session::{Ended, Session};
 use crate::membership::Record;
-use crate::membership::core::Held;
+use crate::membership::core::KeyOwner;
 use crate::membership::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Led};
 
 impl Member {
@@ -16,7 +16,7 @@ impl Member {
         let (mut client, wanted) = (session.client(), key.clone());
         let got = self.during(session, async move { client.get(wanted, None).await }).await?;
         let held = got.kvs().first();
-        let held = held.map(|kv| Held { revision: kv.mod_revision(), record: decode(kv) });
+        let held = held.map(|kv| KeyOwner { revision: kv.mod_revision(), record: decode(kv) });
         let Some(seen) = self.core.found(self.now(), held).map_err(Ended::Fatal)? else {
             return Ok(());
         };
