@@ -3,7 +3,9 @@
 use std::collections::BTreeMap;
 
 use shared::membership::core::{Event, EventKind, KeyOwner, WatchUpdate};
-use shared::membership::view::{DESIRED_KEY, Entry, LEADER_KEY, LED_KEY, Led, Value};
+use shared::membership::view::{
+    DESIRED_KEY, Entry, LAST_LEADER_KEY, LEADER_KEY, LastLeader, Value,
+};
 use shared::membership::{Desired, Record};
 
 use crate::coordinator::Saved;
@@ -31,7 +33,7 @@ pub(crate) enum Request {
     Lead {
         record: Record,
         lease: i64,
-        led_at: i64,
+        last_leader_revision: i64,
     },
     /// Write the leader's key again, on condition of its epoch.
     Hold {
@@ -142,18 +144,18 @@ impl Etcd {
                 }
                 Answer::Written(unchanged)
             }
-            Request::Lead { record, lease, led_at } => {
-                let modified = self.keys.get(LED_KEY).map_or(0, |key| key.modified);
-                let missed_nobody = modified == led_at;
+            Request::Lead { record, lease, last_leader_revision } => {
+                let modified = self.keys.get(LAST_LEADER_KEY).map_or(0, |key| key.modified);
+                let missed_nobody = modified == last_leader_revision;
                 let vacant = self.any_leads || !self.keys.contains_key(LEADER_KEY);
                 if self.any_leads {
                     self.keys.remove(LEADER_KEY);
                 }
                 let leads = vacant && missed_nobody;
                 if leads {
-                    let led = Led { record: record.clone(), ended: false, revision: 0 };
+                    let led = LastLeader { record: record.clone(), ended: false, revision: 0 };
                     let leader = (LEADER_KEY, Value::Process(record.clone()), lease);
-                    let both = [leader, (LED_KEY, Value::Led(led), NO_LEASE)];
+                    let both = [leader, (LAST_LEADER_KEY, Value::LastLeader(led), NO_LEASE)];
                     self.put(if self.no_led { &both[..1] } else { &both });
                     self.last_led = Some(record.incarnation);
                 }
@@ -314,11 +316,11 @@ impl Etcd {
     pub(crate) fn led_ends(&mut self, incarnation: u64) {
         let Some(key) = self.keys.get(LEADER_KEY) else { return };
         let Some(record) = key.process().filter(|it| it.incarnation == incarnation) else { return };
-        let led = Led { record: record.clone(), ended: true, revision: 0 };
+        let led = LastLeader { record: record.clone(), ended: true, revision: 0 };
         if self.no_led {
             return;
         }
-        self.put(&[(LED_KEY, Value::Led(led), NO_LEASE)]);
+        self.put(&[(LAST_LEADER_KEY, Value::LastLeader(led), NO_LEASE)]);
     }
 
     /// Returns the records of all processes except the leader's, with their process runs.
@@ -345,14 +347,16 @@ impl Key {
     fn process(&self) -> Option<&Record> {
         match &self.value {
             Value::Process(record) => Some(record),
-            Value::Led(_) | Value::Desired(_) => None,
+            Value::LastLeader(_) | Value::Desired(_) => None,
         }
     }
 
     /// The value as a process reads it.
     fn value(&self) -> Value {
         match &self.value {
-            Value::Led(led) => Value::Led(Led { revision: self.modified, ..led.clone() }),
+            Value::LastLeader(led) => {
+                Value::LastLeader(LastLeader { revision: self.modified, ..led.clone() })
+            }
             value => value.clone(),
         }
     }

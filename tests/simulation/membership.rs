@@ -423,8 +423,9 @@ impl World {
                 self.ask(who, Request::Get(key));
             }
             (Some(NextAction::Lead), Some(lease)) => {
-                let (record, led_at) = (core.record().clone(), core.led_at());
-                self.ask(who, Request::Lead { record, lease, led_at });
+                let (record, last_leader_revision) =
+                    (core.record().clone(), core.last_leader_revision());
+                self.ask(who, Request::Lead { record, lease, last_leader_revision });
             }
             // A key under a lease that was given up ends with that lease.
             (Some(NextAction::Hold(_)), _)

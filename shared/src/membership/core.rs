@@ -8,7 +8,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use super::view::{Entry, Led, View};
+use super::view::{Entry, LastLeader, View};
 use super::{Desired, FatalError, Record};
 use crate::clock::jittered;
 
@@ -40,8 +40,8 @@ pub enum NextAction {
     /// Registered: report with [`MembershipCore::found`] who has its key.
     Register,
     /// Leader: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) and, without the
-    /// lease, under [`LED_KEY`](super::view::LED_KEY), if the first does not exist and the second
-    /// is as [`MembershipCore::led_at`] says; then list.
+    /// lease, under [`LAST_LEADER_KEY`](super::view::LAST_LEADER_KEY), if the first does not exist
+    /// and the second is as [`MembershipCore::last_leader_revision`] says; then list.
     Lead,
     /// Leader for as long as its lease lives, where the leader's key is under an earlier lease that
     /// nobody keeps alive: write its record under [`LEADER_KEY`](super::view::LEADER_KEY) again, if
@@ -131,7 +131,7 @@ pub struct MembershipCore {
     /// Whether etcd was away, or a session ended, since this process began.
     missed: bool,
     /// Whether this process was the last leader.
-    led_last: bool,
+    was_last_leader: bool,
     /// Whether this process has ever led.
     has_led: bool,
     /// Commands that it was given as the leader, to be stored for the next one.
@@ -157,7 +157,7 @@ impl MembershipCore {
             registered: false,
             taken_since: None,
             missed: false,
-            led_last: false,
+            was_last_leader: false,
             has_led: false,
             desired: None,
             run_after: None,
@@ -208,7 +208,7 @@ impl MembershipCore {
         self.session = Some(Session { sent, opened: now, heard: now, spoke: now, listed: now });
         self.view.list_anew(revision, entries);
         self.confirmed();
-        if !self.led_last && (self.missed || self.view.led.is_some()) {
+        if !self.was_last_leader && (self.missed || self.view.last_leader.is_some()) {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
     }
@@ -341,8 +341,8 @@ impl MembershipCore {
     /// Returns the revision of the last leader's key, as far as this process knows; 0 if it does
     /// not exist. A process that takes the lead on this condition has missed no other leader.
     #[must_use]
-    pub fn led_at(&self) -> i64 {
-        self.view.led.as_ref().map_or(0, |led| led.revision)
+    pub fn last_leader_revision(&self) -> i64 {
+        self.view.last_leader.as_ref().map_or(0, |led| led.revision)
     }
 
     /// Whether another process has led after this one, which must then end rather than lead again.
@@ -352,8 +352,8 @@ impl MembershipCore {
 
     /// Whether the last leader has ended, so that nobody serves who might lead again.
     fn nobody_goes_on(&self) -> bool {
-        let gone = |led: &Led| led.ended || led.record.node == self.record.node;
-        self.view.led.as_ref().is_some_and(gone)
+        let gone = |led: &LastLeader| led.ended || led.record.node == self.record.node;
+        self.view.last_leader.as_ref().is_some_and(gone)
     }
 
     /// Handles the present owner of the process's key. Another process run is waited for: most
@@ -392,7 +392,7 @@ impl MembershipCore {
     fn hears(&mut self, now: Duration) {
         let Some(session) = &mut self.session else { return };
         let silent = now.saturating_sub(std::mem::replace(&mut session.spoke, now));
-        if silent > self.lease_ttl / 2 && !self.led_last {
+        if silent > self.lease_ttl / 2 && !self.was_last_leader {
             self.run_after = Some(now + INCUMBENT_FIRST);
         }
     }
@@ -407,7 +407,7 @@ impl MembershipCore {
         self.view.leading =
             self.view.leader.as_ref().is_some_and(|leader| self.is_mine(&leader.record));
         if self.view.leader.is_some() {
-            self.led_last = self.view.leading;
+            self.was_last_leader = self.view.leading;
         }
         self.has_led |= self.view.leading;
     }

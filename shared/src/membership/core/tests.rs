@@ -1,6 +1,6 @@
 //! What a process asks of etcd, and how it reacts to answers, losses and time.
 use super::super::Role;
-use super::super::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Value};
+use super::super::view::{DESIRED_KEY, LAST_LEADER_KEY, LEADER_KEY, Value};
 use super::*;
 
 const TTL: Duration = Duration::from_secs(10);
@@ -28,8 +28,8 @@ fn entry(key: &str, incarnation: u64, created: i64) -> Entry {
 
 /// The key of the last leader, as written at `revision`.
 fn led(by: Record, ended: bool, revision: i64) -> Entry {
-    let value = Value::Led(Led { record: by, ended, revision });
-    Entry { key: LED_KEY.to_owned(), value, created: 1, lease: 0 }
+    let value = Value::LastLeader(LastLeader { record: by, ended, revision });
+    Entry { key: LAST_LEADER_KEY.to_owned(), value, created: 1, lease: 0 }
 }
 
 fn desired(by: u64, generation: u64) -> Entry {
@@ -168,10 +168,10 @@ fn one_that_led_does_not_lead_again_after_another() {
     let own = || entry("coordinators/n", 1, 5);
     let mut core = registered();
     core.listed(at(0), 6, vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)]);
-    assert_eq!(core.led_at(), 6);
+    assert_eq!(core.last_leader_revision(), 6);
     // Its lease ended and nobody led: then it leads, on condition that this is still so.
     core.listed(at(1), 7, vec![own(), led(record(1), false, 6)]);
-    assert_eq!((core.next_action(at(1)), core.led_at()), (Some(NextAction::Lead), 6));
+    assert_eq!((core.next_action(at(1)), core.last_leader_revision()), (Some(NextAction::Lead), 6));
     assert_eq!(core.view().other_than(1), None);
     // Another came and went.
     core.listed(at(2), 9, vec![own(), led(record(2), true, 8)]);
@@ -180,7 +180,7 @@ fn one_that_led_does_not_lead_again_after_another() {
     // A process that never led may run.
     let mut core = registered();
     core.listed(at(2), 9, vec![own(), led(record(2), false, 8)]);
-    assert_eq!((core.next_action(at(2)), core.led_at()), (Some(NextAction::Lead), 8));
+    assert_eq!((core.next_action(at(2)), core.last_leader_revision()), (Some(NextAction::Lead), 8));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use super::Member;
 use super::session::{Ended, Session};
 use crate::membership::Record;
 use crate::membership::core::KeyOwner;
-use crate::membership::view::{DESIRED_KEY, LEADER_KEY, LED_KEY, Led};
+use crate::membership::view::{DESIRED_KEY, LAST_LEADER_KEY, LEADER_KEY, LastLeader};
 
 impl Member {
     /// Writes this process's key if no other process has it.
@@ -38,10 +38,10 @@ impl Member {
     /// Takes the leader's key if it is vacant and this process has missed no other leader.
     pub(super) async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
         let Some(lease) = self.core.lease() else { return Ok(()) };
-        let (key, led) = (self.key(LEADER_KEY), self.key(LED_KEY));
+        let (key, led) = (self.key(LEADER_KEY), self.key(LAST_LEADER_KEY));
         let vacant = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
         let missed_nobody =
-            Compare::mod_revision(led.as_str(), CompareOp::Equal, self.core.led_at());
+            Compare::mod_revision(led.as_str(), CompareOp::Equal, self.core.last_leader_revision());
         let value = json(self.core.record())?;
         let lead = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
         let led = TxnOp::put(led, self.led(false)?, None);
@@ -79,7 +79,7 @@ impl Member {
     /// so that nobody waits for it.
     pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), Ended> {
         if let Some(epoch) = self.core.view().own().map(|leader| leader.epoch) {
-            let put = TxnOp::put(self.key(LED_KEY), self.led(true)?, None);
+            let put = TxnOp::put(self.key(LAST_LEADER_KEY), self.led(true)?, None);
             session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
         }
         if let Some(lease) = self.core.lease() {
@@ -94,7 +94,7 @@ impl Member {
     }
 
     pub(super) fn led(&self, ended: bool) -> Result<Vec<u8>, Ended> {
-        json(&Led { record: self.core.record().clone(), ended, revision: 0 })
+        json(&LastLeader { record: self.core.record().clone(), ended, revision: 0 })
     }
 }
 
