@@ -22,7 +22,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
-pub use self::connect::{EtcdOptions, FULL_REMEDY, Fullness, ProbeError, Tls};
+pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
 pub use self::desired::Desired;
 pub use self::etcd::{Desires, EtcdMembership};
 pub use self::view::View;

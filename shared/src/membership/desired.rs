@@ -17,12 +17,12 @@ pub struct Desired {
     pub replicas: Option<u32>,
     /// Workers that were told to leave, oldest first.
     #[serde(default)]
-    pub leaving: Vec<Leaving>,
+    pub leaving: Vec<DrainedWorker>,
 }
 
 /// A worker that was told to leave. A later process of the same node may stay.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Leaving {
+pub struct DrainedWorker {
     /// Its node's name.
     pub node: String,
     /// The worker's process run.
@@ -40,7 +40,7 @@ impl Desired {
     pub fn drain(&mut self, node: &str, incarnation: u64) {
         self.generation += 1;
         self.leaving.retain(|it| it.node != node);
-        self.leaving.push(Leaving { node: node.to_owned(), incarnation });
+        self.leaving.push(DrainedWorker { node: node.to_owned(), incarnation });
         let over = self.leaving.len().saturating_sub(LEAVING_MAX);
         self.leaving.drain(..over);
     }

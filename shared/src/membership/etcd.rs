@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::{oneshot, watch};
 
-use self::session::{Ended, Session};
+use self::session::{Session, SessionEnd};
 use super::connect::is_full;
 use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
 use super::{Desired, EtcdOptions, FatalError, Record, View};
@@ -203,16 +203,16 @@ impl Member {
             self.core.closed();
             self.publish();
             match ended {
-                Ended::Left(done) => {
+                SessionEnd::Left(done) => {
                     let _ = done.send(());
                     return;
                 }
-                Ended::Dropped => return,
-                Ended::Fatal(error) => {
+                SessionEnd::Dropped => return,
+                SessionEnd::Fatal(error) => {
                     let _ = die.send(error);
                     return;
                 }
-                Ended::Broken(reason) => {
+                SessionEnd::Broken(reason) => {
                     outage.broke(&reason, self.now(), self.confirmed > 0, &self.options);
                 }
             }
@@ -233,7 +233,7 @@ impl Member {
     async fn open_or_leave(
         &mut self,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
-    ) -> Result<Session, Ended> {
+    ) -> Result<Session, SessionEnd> {
         let has_keys = self.core.lease().is_some();
         let (opened, done) = {
             let opening = self.open();
@@ -241,8 +241,8 @@ impl Member {
             tokio::select! {
                 opened = &mut opening => return opened,
                 done = left => match done {
-                    Err(_) => return Err(Ended::Dropped),
-                    Ok(done) if !has_keys => return Err(Ended::Left(done)),
+                    Err(_) => return Err(SessionEnd::Dropped),
+                    Ok(done) if !has_keys => return Err(SessionEnd::Left(done)),
                     Ok(done) => (opening.await, done),
                 },
             }
@@ -250,7 +250,7 @@ impl Member {
         if let Ok(mut session) = opened {
             let _ = tokio::time::timeout(DEADLINE, self.hand_over(&mut session)).await;
         }
-        Err(Ended::Left(done))
+        Err(SessionEnd::Left(done))
     }
 
     fn prefix(&self) -> String {

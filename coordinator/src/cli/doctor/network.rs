@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 use actix_web::http::header::HttpDate;
 use serde_json::Value;
 use shared::actor::link::{CloseReason, Connection};
-use shared::membership::{EtcdOptions, FULL_REMEDY, Fullness, LEASE_TTL, ProbeError};
+use shared::membership::{DatabaseUsage, EtcdOptions, FULL_REMEDY, LEASE_TTL, ProbeError};
 use shared::wire::auth::AuthError;
 use shared::wire::codec;
 use shared::wire::frame::{FrameError, FrameKind};
@@ -279,20 +279,21 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
     let cluster = &options.cluster;
     match probed {
         Ok(()) => {
-            let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE)));
-            let fullness = fullness.unwrap_or_default();
-            if let Some(finding) = filled(url, fullness) {
+            let database_usage =
+                runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE)));
+            let database_usage = database_usage.unwrap_or_default();
+            if let Some(finding) = filled(url, database_usage) {
                 return finding;
             }
             let tls = if options.tls.is_some() { " over TLS" } else { "" };
             let user = options.user.as_ref();
             let user = user.map(|(user, _)| format!(" as {user}")).unwrap_or_default();
-            let size = match fullness {
-                Fullness { size: 0, .. } => String::new(),
-                Fullness { size, quota: Some(quota), .. } => {
+            let size = match database_usage {
+                DatabaseUsage { size: 0, .. } => String::new(),
+                DatabaseUsage { size, quota: Some(quota), .. } => {
                     format!("; its database has {} of {}", mib(size), mib(quota))
                 }
-                Fullness { size, .. } => format!("; its database has {}", mib(size)),
+                DatabaseUsage { size, .. } => format!("; its database has {}", mib(size)),
             };
             let allowed = format!("/{cluster}/ is writable{user}");
             Finding::ok(ETCD, format!("{url} answers{tls}; {allowed}{size}"))
@@ -330,14 +331,15 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
 
 /// Returns the alarm that a member raises, if any.
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
-    let fullness = runtime().and_then(|it| it.block_on(options.fullness(DEADLINE))).ok()?;
-    filled(url, fullness).filter(|finding| finding.level == Level::Fail)
+    let database_usage =
+        runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE))).ok()?;
+    filled(url, database_usage).filter(|finding| finding.level == Level::Fail)
 }
 
 /// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
 /// with old revisions that nobody compacts.
-fn filled(url: &str, fullness: Fullness) -> Option<Finding> {
-    let Fullness { size, quota, no_space, corrupt } = fullness;
+fn filled(url: &str, database_usage: DatabaseUsage) -> Option<Finding> {
+    let DatabaseUsage { size, quota, no_space, corrupt } = database_usage;
     let size_text = mib(size);
     if corrupt {
         let found = format!("{url}: alarm CORRUPT: a member's data is damaged");
@@ -387,13 +389,14 @@ mod tests {
 
     #[test]
     fn an_etcd_that_fills_up_is_said_before_it_is_full() {
-        let level = |fullness| filled("http://e:2379", fullness).map(|finding| finding.level);
-        let of = |size| Fullness { size, ..Fullness::default() };
+        let level =
+            |database_usage| filled("http://e:2379", database_usage).map(|finding| finding.level);
+        let of = |size| DatabaseUsage { size, ..DatabaseUsage::default() };
         assert_eq!(level(of(1 << 30)), None);
         assert_eq!(level(of(3 << 29)), Some(Level::Warn));
-        assert_eq!(level(Fullness { quota: Some(8 << 30), ..of(3 << 29) }), None);
-        assert_eq!(level(Fullness { no_space: true, ..of(1) }), Some(Level::Fail));
-        let finding = filled("http://e:2379", Fullness { corrupt: true, ..of(1) }).unwrap();
+        assert_eq!(level(DatabaseUsage { quota: Some(8 << 30), ..of(3 << 29) }), None);
+        assert_eq!(level(DatabaseUsage { no_space: true, ..of(1) }), Some(Level::Fail));
+        let finding = filled("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
         assert!(finding.found.contains("CORRUPT") && finding.level == Level::Fail);
     }
 

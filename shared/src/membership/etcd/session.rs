@@ -15,7 +15,7 @@ use crate::membership::view::Entry;
 use crate::membership::{Desired, FatalError};
 
 /// Why a session ended.
-pub(super) enum Ended {
+pub(super) enum SessionEnd {
     /// Try again.
     Broken(String),
     /// Told to leave, by someone who waits for it.
@@ -26,13 +26,13 @@ pub(super) enum Ended {
     Fatal(FatalError),
 }
 
-impl From<Error> for Ended {
+impl From<Error> for SessionEnd {
     fn from(error: Error) -> Self {
         Self::Broken(explained(&error))
     }
 }
 
-impl From<SessionBroken> for Ended {
+impl From<SessionBroken> for SessionEnd {
     fn from(SessionBroken(reason): SessionBroken) -> Self {
         Self::Broken(reason)
     }
@@ -58,7 +58,7 @@ impl Session {
 
 impl Member {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
-    pub(super) async fn open(&mut self) -> Result<Session, Ended> {
+    pub(super) async fn open(&mut self) -> Result<Session, SessionEnd> {
         let mut client = self.options.connect(DEADLINE).await?;
         let (lease_keeper, kept) = self.keep_lease(&mut client).await?;
         let (revision, entries) = self.get_all(&mut client).await?;
@@ -78,7 +78,7 @@ impl Member {
     pub(super) async fn keep_lease(
         &mut self,
         client: &mut Client,
-    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), SessionEnd> {
         if let Some(id) = self.core.lease() {
             let sent = self.now();
             match client.lease_keep_alive(id).await {
@@ -99,7 +99,10 @@ impl Member {
     }
 
     /// Lists everything; also returns the revision of the list.
-    pub(super) async fn get_all(&self, client: &mut Client) -> Result<(i64, Vec<Entry>), Ended> {
+    pub(super) async fn get_all(
+        &self,
+        client: &mut Client,
+    ) -> Result<(i64, Vec<Entry>), SessionEnd> {
         let listed = client.get(self.prefix(), Some(GetOptions::new().with_prefix())).await?;
         Ok(self.entries(&listed))
     }
@@ -110,7 +113,7 @@ impl Member {
     }
 
     /// Lists everything again.
-    pub(super) async fn list(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn list(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         session.lists = false;
         let (mut client, prefix) = (session.client(), self.prefix());
         let options = Some(GetOptions::new().with_prefix());
@@ -129,14 +132,14 @@ impl Member {
         &mut self,
         session: &mut Session,
         left: &mut oneshot::Receiver<oneshot::Sender<()>>,
-    ) -> Ended {
+    ) -> SessionEnd {
         loop {
             let outcome = tokio::select! {
                 _ = session.timer.tick() => self.tick(session).await,
                 kept = session.kept.message() => self.kept(kept),
                 change = session.watch.message() => match change {
                     Ok(Some(change)) => self.change(&change),
-                    Ok(None) => Err(Ended::Broken("etcd ended the watch".to_owned())),
+                    Ok(None) => Err(SessionEnd::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
                 desired = told(&mut self.desired) => {
@@ -144,10 +147,10 @@ impl Member {
                     Ok(())
                 }
                 done = &mut *left => {
-                    let Ok(done) = done else { return Ended::Dropped };
+                    let Ok(done) = done else { return SessionEnd::Dropped };
                     // If the keys are already gone, that is just as good.
                     let _ = tokio::time::timeout(DEADLINE, self.hand_over(session)).await;
-                    return Ended::Left(done);
+                    return SessionEnd::Left(done);
                 }
             };
             if let Err(ended) = outcome {
@@ -165,7 +168,7 @@ impl Member {
         &mut self,
         session: &mut Session,
         answer: impl Future<Output = Result<T, Error>>,
-    ) -> Result<T, Ended> {
+    ) -> Result<T, SessionEnd> {
         tokio::pin!(answer);
         loop {
             tokio::select! {
@@ -180,9 +183,9 @@ impl Member {
     pub(super) fn kept(
         &mut self,
         kept: Result<Option<LeaseKeepAliveResponse>, Error>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), SessionEnd> {
         let Some(kept) = kept? else {
-            return Err(Ended::Broken("etcd ended the keepalive stream".to_owned()));
+            return Err(SessionEnd::Broken("etcd ended the keepalive stream".to_owned()));
         };
         let ttl = Duration::from_secs(u64::try_from(kept.ttl()).unwrap_or(0));
         self.core.kept(self.now(), ttl)?;
@@ -191,7 +194,7 @@ impl Member {
     }
 
     /// Registers, runs for leader, holds the lead or stores commands, whichever is due.
-    pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         if session.lists {
             self.list(session).await?;
         }
@@ -210,14 +213,14 @@ impl Member {
         Ok(())
     }
 
-    pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn tick(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         session.lists |= self.core.tick(self.now())?;
         session.lease_keeper.keep_alive().await?;
         session.watch.request_progress().await?;
         Ok(())
     }
 
-    pub(super) fn change(&mut self, response: &WatchResponse) -> Result<(), Ended> {
+    pub(super) fn change(&mut self, response: &WatchResponse) -> Result<(), SessionEnd> {
         let cancelled = response.canceled().then(|| response.cancel_reason().to_owned());
         let events = response.events().iter().filter_map(|event| {
             let kv = event.kv()?;

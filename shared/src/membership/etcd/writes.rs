@@ -3,21 +3,21 @@
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp};
 
 use super::Member;
-use super::session::{Ended, Session};
+use super::session::{Session, SessionEnd};
 use crate::membership::Record;
 use crate::membership::core::KeyOwner;
 use crate::membership::view::{DESIRED_KEY, LAST_LEADER_KEY, LEADER_KEY, LastLeader};
 
 impl Member {
     /// Writes this process's key if no other process has it.
-    pub(super) async fn register(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn register(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         let Some(lease) = self.core.lease() else { return Ok(()) };
         let key = self.key(self.core.key());
         let (mut client, wanted) = (session.client(), key.clone());
         let got = self.during(session, async move { client.get(wanted, None).await }).await?;
         let held = got.kvs().first();
         let held = held.map(|kv| KeyOwner { revision: kv.mod_revision(), record: decode(kv) });
-        let Some(seen) = self.core.found(self.now(), held).map_err(Ended::Fatal)? else {
+        let Some(seen) = self.core.found(self.now(), held).map_err(SessionEnd::Fatal)? else {
             return Ok(());
         };
         let value = json(self.core.record())?;
@@ -36,7 +36,7 @@ impl Member {
     }
 
     /// Takes the leader's key if it is vacant and this process has missed no other leader.
-    pub(super) async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn run_for_leader(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         let Some(lease) = self.core.lease() else { return Ok(()) };
         let (key, led) = (self.key(LEADER_KEY), self.key(LAST_LEADER_KEY));
         let vacant = Compare::create_revision(key.as_str(), CompareOp::Equal, 0);
@@ -54,7 +54,11 @@ impl Member {
 
     /// Moves the leader's key to the current lease, if this process still leads as it has since
     /// `epoch`.
-    pub(super) async fn hold(&mut self, session: &mut Session, epoch: i64) -> Result<(), Ended> {
+    pub(super) async fn hold(
+        &mut self,
+        session: &mut Session,
+        epoch: i64,
+    ) -> Result<(), SessionEnd> {
         let Some(lease) = self.core.lease() else { return Ok(()) };
         let put = PutOptions::new().with_lease(lease);
         let put = TxnOp::put(self.key(LEADER_KEY), json(self.core.record())?, Some(put));
@@ -65,7 +69,7 @@ impl Member {
     }
 
     /// Stores operators' commands for the next leader, if this process still leads.
-    pub(super) async fn store(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn store(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         let Some((epoch, desired)) = self.core.to_store() else { return Ok(()) };
         let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
         let store = Txn::new().when([self.leads(epoch)]).and_then([put]);
@@ -77,7 +81,7 @@ impl Member {
 
     /// Gives up the lease, and all keys with it. A leader first records that it will not come back,
     /// so that nobody waits for it.
-    pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), Ended> {
+    pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         if let Some(epoch) = self.core.view().own().map(|leader| leader.epoch) {
             let put = TxnOp::put(self.key(LAST_LEADER_KEY), self.led(true)?, None);
             session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
@@ -93,13 +97,13 @@ impl Member {
         Compare::create_revision(self.key(LEADER_KEY), CompareOp::Equal, epoch)
     }
 
-    pub(super) fn led(&self, ended: bool) -> Result<Vec<u8>, Ended> {
+    pub(super) fn led(&self, ended: bool) -> Result<Vec<u8>, SessionEnd> {
         json(&LastLeader { record: self.core.record().clone(), ended, revision: 0 })
     }
 }
 
-fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, Ended> {
-    serde_json::to_vec(value).map_err(|error| Ended::Broken(error.to_string()))
+fn json(value: &impl serde::Serialize) -> Result<Vec<u8>, SessionEnd> {
+    serde_json::to_vec(value).map_err(|error| SessionEnd::Broken(error.to_string()))
 }
 
 fn decode(kv: &KeyValue) -> Option<Record> {
