@@ -8,8 +8,8 @@ use shared::metrics::application::Metrics;
 use shared::metrics::labels::ReportRefusal;
 use shared::metrics::merger::checkpoint::Checkpoint;
 use shared::metrics::{
-    Applied, Exemplars, Limits, LocalStats, Merged, Merger, Refused, SharedStats, Source,
-    decode_snapshot,
+    Exemplars, Limits, LocalStats, Merged, Merger, ReportOutcome, ReportRefused, SharedStats,
+    Source, decode_snapshot,
 };
 use shared::protocol::{FrontendId, WorkerStats};
 
@@ -111,15 +111,15 @@ impl Hub {
     /// step result) is stale by definition.
     ///
     /// # Errors
-    /// [`Refused`], already counted, if the report cannot be merged.
+    /// [`ReportRefused`], already counted, if the report cannot be merged.
     pub fn report(
         &self,
         source: Source,
         incarnation: Incarnation,
         stats: &WorkerStats,
-    ) -> Result<Applied, Refused> {
+    ) -> Result<ReportOutcome, ReportRefused> {
         if stats.snapshot.is_empty() {
-            return Ok(Applied::Stale);
+            return Ok(ReportOutcome::Stale);
         }
         // Decoded before taking the lock: the work grows with the report.
         let snapshot = decode_snapshot(&stats.snapshot);
@@ -128,7 +128,7 @@ impl Hub {
             Ok(snapshot) => merger.apply(source, incarnation, stats.sequence, snapshot),
             Err(_) => Err(merger.refuse(ReportRefusal::Malformed, None)),
         };
-        for line in merger.take_unsaid() {
+        for line in merger.take_warnings() {
             tracing::warn!("{line}");
         }
         applied
@@ -143,7 +143,7 @@ impl Hub {
         source: Source,
         incarnation: Incarnation,
         stats: &WorkerStats,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ReportRefused> {
         self.report(source, incarnation, stats)?;
         let mut recording = self.observer.record();
         match source {
