@@ -29,7 +29,7 @@ const CPU_KV_BYTES: u64 = 512 << 20;
 
 /// How a shard's weights are stored, and what is loaded beside them.
 #[derive(Clone, Copy, Debug)]
-pub struct Beside<'a> {
+pub struct ShardOptions<'a> {
     /// How the weights are stored.
     pub quantization: Quantization,
     /// LoRA adapters.
@@ -109,7 +109,7 @@ pub trait Device: Debug {
         backend: &Self::Backend,
         config: &ModelConfig,
         shard: &Shard,
-        beside: Beside<'_>,
+        beside: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let _ = (backend, config, shard, beside, sizes);
@@ -323,7 +323,7 @@ impl Device for CudaDevice {
         backend: &CudaBackend,
         config: &ModelConfig,
         shard: &Shard,
-        Beside { quantization, adapters, draft }: Beside<'_>,
+        ShardOptions { quantization, adapters, draft }: ShardOptions<'_>,
         sizes: &EngineConfig,
     ) -> Result<(), ModelError> {
         let is_packed = config.quantised.is_some_and(|quantised| quantised.packed.is_some());

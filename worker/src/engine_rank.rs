@@ -26,7 +26,7 @@ use self::loaded::{Loaded, LoadedKey, rest_draft};
 use crate::device::{Device, bytes_text};
 use crate::engine::EngineError;
 use crate::model::ModelError;
-use crate::rank::{AbortSlot, Exchanged, FormError, FormNews, Rank, RankReady, StepSource};
+use crate::rank::{AbortSlot, ExchangeStats, FormError, FormNews, Rank, RankReady, StepSource};
 
 mod host;
 mod joining;
@@ -289,14 +289,14 @@ impl<D: Device> Rank for EngineRank<D> {
         }
     }
 
-    fn take_exchanged(&mut self) -> Exchanged {
+    fn take_exchanged(&mut self) -> ExchangeStats {
         let unfinished = std::mem::take(&mut self.unfinished);
         let Some(loaded) = &mut self.loaded else {
-            return Exchanged { unfinished, is_timed: true, ..Exchanged::default() };
+            return ExchangeStats { unfinished, is_timed: true, ..ExchangeStats::default() };
         };
         let backend = loaded.engine.backend();
         let is_timed = !backend.samples_everywhere();
-        Exchanged { bytes: backend.take_exchanged(), unfinished, is_timed }
+        ExchangeStats { bytes: backend.take_exchanged(), unfinished, is_timed }
     }
 
     fn lost_device(&self) -> Option<&str> {

@@ -21,7 +21,7 @@ use shared::wire::frame::BODY_MAX;
 use tokio::sync::oneshot;
 
 use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
-use crate::rank::{AbortSlot, Exchanged, FormNews, Rank, StepSource};
+use crate::rank::{AbortSlot, ExchangeStats, FormNews, Rank, StepSource};
 
 /// How long the executor's owner waits for the thread to end.
 const END_PATIENCE: Duration = Duration::from_millis(200);
@@ -55,7 +55,7 @@ pub trait Outbox: Send {
     /// Records a finished step and returns the cumulative stats to send with its result.
     fn step_finished(&mut self, result: &StepResult) -> WorkerStats;
     /// Records what a step, finished or not, exchanged with other ranks; before `step_finished`.
-    fn exchanged(&mut self, exchanged: Exchanged) {
+    fn exchanged(&mut self, exchanged: ExchangeStats) {
         let _ = exchanged;
     }
     /// Records a finished load.

@@ -61,8 +61,8 @@ pub trait Rank {
     fn release(&mut self);
 
     /// Returns what it exchanged with other ranks since the last call.
-    fn take_exchanged(&mut self) -> Exchanged {
-        Exchanged { is_timed: true, ..Exchanged::default() }
+    fn take_exchanged(&mut self) -> ExchangeStats {
+        ExchangeStats { is_timed: true, ..ExchangeStats::default() }
     }
 
     /// Returns why this rank's device no longer works, if so: then only another process helps.
@@ -81,7 +81,7 @@ pub trait FormNews {
 
 /// A rank's data exchange with the other ranks of its replica.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Exchanged {
+pub struct ExchangeStats {
     /// Bytes it sent, by algorithm.
     pub bytes: Tally,
     /// Exchanges that were aborted, failed, or were not finished in time.
@@ -104,9 +104,9 @@ pub trait StepSource {
 
 /// A source without steps and masks.
 #[derive(Clone, Copy, Debug)]
-pub struct NoSteps;
+pub struct EmptyStepSource;
 
-impl StepSource for NoSteps {
+impl StepSource for EmptyStepSource {
     fn peek(&mut self) -> Option<&StepPlan> {
         None
     }

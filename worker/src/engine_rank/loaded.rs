@@ -7,7 +7,7 @@ use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, Form, Lora, Quantization};
 
 use super::joining::{Joining, join};
-use crate::device::{Beside, Device, bytes_text};
+use crate::device::{Device, ShardOptions, bytes_text};
 use crate::engine::Engine;
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
@@ -101,7 +101,7 @@ pub(super) fn load<D: Device>(
         return Err(ModelError::file(&folder.join("config.json"), message));
     }
     let (quantization, adapting) = (form.quantization, &adapters);
-    let beside = Beside { quantization, adapters: adapting, draft: draft.as_ref() };
+    let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
     device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
     let source = Source { files: &files, config: &config, shard: &shard };
     let mut progress = |done, total| joining.news.progress(done, total);
