@@ -20,13 +20,13 @@ use shared::hub::cache::located;
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepPlan, StepTimings};
 
-use self::host::Asked;
-use self::joining::{Joining, connect, join};
-use self::loaded::{Loaded, LoadedKey, rest_draft};
+use self::host::HostMemoryNeed;
+use self::joining::{Formation, connect, join};
+use self::loaded::{LoadedKey, LoadedShard, rest_draft};
 use crate::device::{Device, bytes_text};
 use crate::engine::EngineError;
 use crate::model::ModelError;
-use crate::rank::{AbortSlot, ExchangeStats, FormError, FormNews, Rank, RankReady, StepSource};
+use crate::rank::{AbortSlot, ExchangeStats, FormError, FormObserver, Rank, RankReady, StepSource};
 
 mod host;
 mod joining;
@@ -39,7 +39,7 @@ const NOTHING_LOADED: &str = "nothing is loaded";
 pub struct EngineRank<D: Device> {
     device: D,
     listener: TcpListener,
-    loaded: Option<Loaded<D>>,
+    loaded: Option<LoadedShard<D>>,
     /// Why the device no longer works.
     lost: Option<String>,
     /// Exchanges with other ranks that were broken off and are not reported yet.
@@ -111,9 +111,9 @@ impl<D: Device> EngineRank<D> {
     /// Joins the other ranks of an epoch with the weights already loaded.
     fn reuse(
         &mut self,
-        mut loaded: Loaded<D>,
+        mut loaded: LoadedShard<D>,
         collective: Box<dyn Collective>,
-        joining: &mut Joining<'_>,
+        joining: &mut Formation<'_>,
     ) -> Result<(), FormError> {
         loaded.engine.reconfigure(joining.form.engine.clone());
         let rested = rest_draft::<D>(&mut loaded.engine);
@@ -131,7 +131,7 @@ impl<D: Device> EngineRank<D> {
         &mut self,
         identity: Result<ModelIdentity, String>,
         collective: Box<dyn Collective>,
-        joining: &mut Joining<'_>,
+        joining: &mut Formation<'_>,
     ) -> Result<f64, FormError> {
         let began = Instant::now();
         let engine = loaded::load(&self.device, collective, joining).map_err(|error| {
@@ -143,7 +143,7 @@ impl<D: Device> EngineRank<D> {
         // Loading has nearly always named the files that cannot be read.
         let identity = identity.map_err(|message| FormError { message, permanent: true })?;
         let key = LoadedKey::new(joining.form, identity);
-        self.loaded = Some(Loaded { engine, key, is_new: true });
+        self.loaded = Some(LoadedShard { engine, key, is_new: true });
         Ok(began.elapsed().as_secs_f64())
     }
 
@@ -151,7 +151,7 @@ impl<D: Device> EngineRank<D> {
     fn ready(&mut self, form: &Form, load_seconds: f64) -> Result<RankReady, FormError> {
         let sizes = &form.engine;
         let permanent = |message| FormError { message, permanent: true };
-        let Some(Loaded { engine, key, .. }) = &mut self.loaded else {
+        let Some(LoadedShard { engine, key, .. }) = &mut self.loaded else {
             return Err(FormError { message: NOTHING_LOADED.to_owned(), permanent: false });
         };
         let kv_bytes = match self.device.kv_bytes(engine, sizes.kv_cache_bytes) {
@@ -185,8 +185,12 @@ impl<D: Device> EngineRank<D> {
             engine.drop_host_blocks();
         }
         let kv_blocks = if on_host { kv_blocks } else { 0 };
-        host::fits(engine, Asked { kv_blocks, host_blocks, swap_bytes }, host::ranks_here(form))
-            .map_err(|message| FormError { message, permanent: false })?;
+        host::fits(
+            engine,
+            HostMemoryNeed { kv_blocks, host_blocks, swap_bytes },
+            host::ranks_here(form),
+        )
+        .map_err(|message| FormError { message, permanent: false })?;
         Ok(ready)
     }
 }
@@ -196,18 +200,18 @@ impl<D: Device> Rank for EngineRank<D> {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        news: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         let form = &self.located(form)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
         all.add(collective.abort_handle());
         abort.set(form.epoch, all.clone());
-        let mut joining = Joining { form, abort, all: &all, news };
+        let mut joining = Formation { form, abort, all: &all, news };
         let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
         // Loaded weights do not need their files: if those can no longer be read, nothing suggests
         // that other weights are wanted.
-        let is_wanted = |loaded: &Loaded<D>| {
+        let is_wanted = |loaded: &LoadedShard<D>| {
             let identity = *identity.as_ref().unwrap_or(&loaded.key.identity);
             loaded.key == LoadedKey::new(form, identity)
         };
@@ -225,7 +229,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let loaded = self.loaded.as_mut().ok_or(NOTHING_LOADED)?;
         // Other processes may have taken memory since it was formed.
         let kv_blocks = if self.device.computes_on_host() { num_blocks } else { 0 };
-        host::fits(&loaded.engine, Asked { kv_blocks, host_blocks, swap_bytes: 0 }, 1)?;
+        host::fits(&loaded.engine, HostMemoryNeed { kv_blocks, host_blocks, swap_bytes: 0 }, 1)?;
         if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
             // The host is out of memory, not the device.
             let KernelError::OutOfMemory { bytes, .. } = &error else {

@@ -21,7 +21,7 @@ use shared::wire::frame::BODY_MAX;
 use tokio::sync::oneshot;
 
 use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
-use crate::rank::{AbortSlot, ExchangeStats, FormNews, Rank, StepSource};
+use crate::rank::{AbortSlot, ExchangeStats, FormObserver, Rank, StepSource};
 
 /// How long the executor's owner waits for the thread to end.
 const END_PATIENCE: Duration = Duration::from_millis(200);
@@ -253,7 +253,7 @@ impl StepSource for EpochSteps<'_, '_> {
 }
 
 /// Passes on what a rank reports while it is being formed.
-struct News<'a, O> {
+struct FormReporter<'a, O> {
     link: u64,
     epoch: Epoch,
     /// When progress was last reported.
@@ -262,7 +262,7 @@ struct News<'a, O> {
     commands: &'a Receiver,
 }
 
-impl<O: Outbox> FormNews for News<'_, O> {
+impl<O: Outbox> FormObserver for FormReporter<'_, O> {
     fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
         self.commands.advances();
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
@@ -336,7 +336,7 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let link = self.entered;
-        let mut news = News { link, epoch, last: None, outbox: &mut self.outbox, commands };
+        let mut news = FormReporter { link, epoch, last: None, outbox: &mut self.outbox, commands };
         match self.rank.form(form, &self.abort, &mut news) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));

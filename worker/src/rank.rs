@@ -27,7 +27,7 @@ pub trait Rank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        news: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError>;
 
     /// Allocates the KV cache, and blocks in host memory to swap to.
@@ -72,7 +72,7 @@ pub trait Rank {
 }
 
 /// What a rank reports while it is being formed.
-pub trait FormNews {
+pub trait FormObserver {
     /// `done` bytes of weights are loaded, of `total`.
     fn progress(&mut self, done: u64, total: u64);
     /// Rank 0's NCCL unique id, for the other ranks.

@@ -12,15 +12,15 @@ use shared::ids::Epoch;
 use shared::protocol::{CollectiveSpec, Form};
 
 use crate::device::Device;
-use crate::rank::{AbortSlot, FormError, FormNews};
+use crate::rank::{AbortSlot, FormError, FormObserver};
 
 /// A formation in progress.
-pub(super) struct Joining<'a> {
+pub(super) struct Formation<'a> {
     pub(super) form: &'a Form,
     pub(super) abort: &'a AbortSlot,
     /// Everything that an abort must end.
     pub(super) all: &'a AbortAll,
-    pub(super) news: &'a mut dyn FormNews,
+    pub(super) news: &'a mut dyn FormObserver,
 }
 
 /// Connects the collective; `listener` accepts TCP collectives.
@@ -54,9 +54,9 @@ pub(super) fn connect(
 /// Lets the devices of the epoch's ranks exchange data without their hosts, if they can.
 pub(super) fn join<D: Device>(
     backend: &mut D::Backend,
-    joining: &mut Joining<'_>,
+    joining: &mut Formation<'_>,
 ) -> Result<(), KernelError> {
-    let Joining { form, abort, all, news } = joining;
+    let Formation { form, abort, all, news } = joining;
     let (epoch, abort) = (form.epoch, *abort);
     if form.world_size == 1 {
         return Ok(());
@@ -76,7 +76,7 @@ pub(super) fn join<D: Device>(
 struct LinkRelay<'a> {
     epoch: Epoch,
     abort: &'a AbortSlot,
-    news: &'a mut dyn FormNews,
+    news: &'a mut dyn FormObserver,
 }
 
 impl Relay for LinkRelay<'_> {

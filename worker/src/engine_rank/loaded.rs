@@ -6,7 +6,7 @@ use kernels::{Collective, KernelError};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Dtype, Form, Lora, Quantization};
 
-use super::joining::{Joining, join};
+use super::joining::{Formation, join};
 use crate::device::{Device, ShardOptions, bytes_text};
 use crate::engine::Engine;
 use crate::model::ModelError;
@@ -61,7 +61,7 @@ impl LoadedKey {
 }
 
 /// A loaded shard.
-pub(super) struct Loaded<D: Device> {
+pub(super) struct LoadedShard<D: Device> {
     pub(super) engine: Engine<D::Backend>,
     pub(super) key: LoadedKey,
     /// It has not served yet.
@@ -75,7 +75,7 @@ pub(super) struct Loaded<D: Device> {
 pub(super) fn load<D: Device>(
     device: &D,
     collective: Box<dyn Collective>,
-    joining: &mut Joining<'_>,
+    joining: &mut Formation<'_>,
 ) -> Result<Engine<D::Backend>, ModelError> {
     let form = joining.form;
     let folder = Path::new(&form.model);

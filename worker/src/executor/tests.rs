@@ -79,7 +79,7 @@ impl Rank for ScriptedRank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormNews,
+        news: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         if form.model == "corrupt" {
             return Err(FormError {
