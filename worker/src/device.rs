@@ -16,7 +16,7 @@ use kernels::weights::Int4Groups;
 use kernels::{Backend, Collective, CpuBackend, KernelError};
 use shared::protocol::{Dtype, EngineConfig, Quantization};
 
-use crate::engine::{Engine, Warmed};
+use crate::engine::{Engine, WarmUp};
 use crate::model::ModelError;
 use crate::model::config::ModelConfig;
 use crate::model::draft::DraftFiles;
@@ -246,7 +246,7 @@ impl CudaDevice {
             tracing::warn!(reason, "decode steps are captured again");
             warmed = engine.warm(&rows, patience);
         }
-        let Warmed { kinds, of } = match warmed {
+        let WarmUp { kinds, of } = match warmed {
             // One rank goes on without graphs: the next step gives up on them. Several form anew.
             Err(KernelError::Again(reason)) if !engine.backend().samples_everywhere() => {
                 tracing::warn!(reason, "decode steps are not captured");

@@ -60,7 +60,7 @@ struct Rows {
 
 /// A sequence for which tokens are drafted.
 #[derive(Debug)]
-struct Drafting {
+struct DraftedSequence {
     seq: SeqId,
     /// Position of its last token.
     start: u32,
@@ -192,7 +192,11 @@ impl<B: Backend> Draft<B> {
 
     /// Lists the sequences to draft for, those that miss the least first, so that one that misses
     /// much does not keep others from drafting.
-    fn asked(&mut self, sequences: &HashMap<SeqId, Sequence>, plan: &StepPlan) -> Vec<Drafting> {
+    fn asked(
+        &mut self,
+        sequences: &HashMap<SeqId, Sequence>,
+        plan: &StepPlan,
+    ) -> Vec<DraftedSequence> {
         let tables = &mut self.rows.block_tables;
         tables.clear();
         let (mut all, mut at) = (Vec::new(), 0);
@@ -202,7 +206,7 @@ impl<B: Backend> Draft<B> {
             if let Some(seq) = sequences.get(&entry.seq).filter(|_| most > 0) {
                 let first = tables.len();
                 tables.extend_from_slice(&seq.blocks);
-                all.push(Drafting {
+                all.push(DraftedSequence {
                     seq: entry.seq,
                     start: entry.start,
                     most,
@@ -228,7 +232,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         sequences: &HashMap<SeqId, Sequence>,
         config: &EngineConfig,
-        all: &mut [Drafting],
+        all: &mut [DraftedSequence],
     ) {
         self.rows.clear();
         let mut budget = config.max_num_batched_tokens;
@@ -252,7 +256,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         shared: &mut B,
         sequences: &HashMap<SeqId, Sequence>,
-        all: &[Drafting],
+        all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         for _ in 0..AGAIN {
             match self.try_pass(shared, sequences, all) {
@@ -269,7 +273,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         shared: &mut B,
         sequences: &HashMap<SeqId, Sequence>,
-        all: &[Drafting],
+        all: &[DraftedSequence],
     ) -> Result<(), KernelError> {
         let Self { backend, decoder, cache, rows, sampled, .. } = self;
         let backend = backend.as_mut().unwrap_or(shared);
@@ -320,7 +324,7 @@ impl<B: Backend> Draft<B> {
         &mut self,
         sequences: &mut HashMap<SeqId, Sequence>,
         config: &EngineConfig,
-        all: &mut [Drafting],
+        all: &mut [DraftedSequence],
         out: &mut [u32],
     ) {
         self.rows.clear();
@@ -346,7 +350,7 @@ impl<B: Backend> Draft<B> {
     }
 }
 
-impl Drafting {
+impl DraftedSequence {
     /// Whether the pass that is laid out samples another token for it.
     fn goes_on(&self) -> bool {
         self.has_caught_up && self.drafted < self.most
@@ -364,7 +368,13 @@ impl Rows {
     }
 
     /// Adds these positions of a sequence; samples after the last one if it has caught up.
-    fn push(&mut self, seq: &Sequence, drafting: &Drafting, positions: Range<u32>, size: u32) {
+    fn push(
+        &mut self,
+        seq: &Sequence,
+        drafting: &DraftedSequence,
+        positions: Range<u32>,
+        size: u32,
+    ) {
         let row_start = self.ids.len() as u32;
         let num_rows = positions.end - positions.start;
         self.ids.extend_from_slice(&seq.tokens[positions.start as usize..positions.end as usize]);
