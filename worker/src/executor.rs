@@ -20,7 +20,7 @@ use shared::wire::codec;
 use shared::wire::frame::BODY_MAX;
 use tokio::sync::oneshot;
 
-use self::queue::{COMMANDS_MAX, Commands, Queued, Receiver, queue};
+use self::queue::{COMMANDS_MAX, Commands, QueuedCommand, Receiver, queue};
 use crate::rank::{AbortSlot, ExchangeStats, FormObserver, Rank, StepSource};
 
 /// How long the executor's owner waits for the thread to end.
@@ -214,11 +214,11 @@ impl Drop for Executor {
 /// Commands in order; the next one can be looked at before it is taken.
 struct Inbox<'a> {
     commands: &'a Receiver,
-    held: Option<Queued>,
+    held: Option<QueuedCommand>,
 }
 
 impl Inbox<'_> {
-    fn take(&mut self) -> Option<Queued> {
+    fn take(&mut self) -> Option<QueuedCommand> {
         self.held.take().or_else(|| self.commands.take())
     }
 }

@@ -160,7 +160,7 @@ struct Slot {
 }
 
 /// A link's number, which grows from link to link, and an epoch that came over it.
-type Term = (u64, Epoch);
+type LinkEpoch = (u64, Epoch);
 
 #[derive(Default)]
 struct SlotState {
@@ -169,12 +169,12 @@ struct SlotState {
     /// The link over which the executor's current command came.
     entered: u64,
     /// The last term that has ended, and all before it.
-    aborted: Term,
-    current: Option<(Term, Arc<dyn AbortHandle>)>,
+    aborted: LinkEpoch,
+    current: Option<(LinkEpoch, Arc<dyn AbortHandle>)>,
     /// Group id from rank 0 of an epoch.
-    group_id: Option<(Term, Vec<u8>)>,
+    group_id: Option<(LinkEpoch, Vec<u8>)>,
     /// Masks of steps that have not ended, oldest first.
-    masks: VecDeque<(Term, StepMasks)>,
+    masks: VecDeque<(LinkEpoch, StepMasks)>,
 }
 
 impl fmt::Debug for SlotState {
@@ -328,7 +328,7 @@ impl AbortSlot {
 }
 
 impl SlotState {
-    fn abort(&mut self, term: Term) {
+    fn abort(&mut self, term: LinkEpoch) {
         self.aborted = self.aborted.max(term);
         let aborted = self.aborted;
         self.masks.retain(|(of, _)| *of > aborted);
