@@ -29,7 +29,7 @@ use shared::wire::frame::Frame;
 use shared::wire::keyring::Keyring;
 use tokio::sync::oneshot;
 
-use self::fetching::Fetching;
+use self::fetching::ModelFetch;
 pub use self::uplink::Uplink;
 use crate::executor::{Executor, ExecutorCommand, ExecutorError};
 
@@ -122,7 +122,7 @@ pub struct WorkerActor {
     /// What the last coordinator wanted it to fetch.
     to_fetch: Option<ToFetch>,
     /// The fetching under way; called off when this is dropped.
-    fetching: Option<Fetching>,
+    fetching: Option<ModelFetch>,
 }
 
 impl WorkerActor {

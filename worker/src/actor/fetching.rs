@@ -16,9 +16,9 @@ const TRIED_AGAIN: Duration = Duration::from_secs(15);
 
 /// A fetching under way.
 #[derive(Debug)]
-pub(super) struct Fetching(Arc<DownloadHandle>);
+pub(super) struct ModelFetch(Arc<DownloadHandle>);
 
-impl Drop for Fetching {
+impl Drop for ModelFetch {
     fn drop(&mut self) {
         self.0.cancel();
     }
@@ -69,7 +69,7 @@ impl WorkerActor {
         };
         self.to_fetch = Some(to_fetch);
         let watch = Arc::new(DownloadHandle::default());
-        self.fetching = Some(Fetching(watch.clone()));
+        self.fetching = Some(ModelFetch(watch.clone()));
         let addr = ctx.address();
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         let spawned = thread.spawn(move || {
