@@ -1,6 +1,6 @@
 //! What follows the QKV product, and attention over the cache: tiles of prompt rows, split
 //! sequences for decoding, and a generic kernel for head dimensions without kernels of their own.
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::addend_at;
@@ -54,7 +54,7 @@ impl AttentionOps for CudaBackend {
         }
         let most = x.rows_max().min(q_out.rows_max());
         let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
-        let qkv = Rows { ptr: self.scratch(Which::Wide, count * width * 4)?, stride: width };
+        let qkv = Rows { ptr: self.scratch(ScratchKind::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
         if let Some(addend) = addend {
             let call = launch::add(qkv.ptr, addend, width, count, live);
@@ -132,7 +132,7 @@ impl AttentionOps for CudaBackend {
         }
         if counts.items > 0 {
             let (out, ml) = Partials::elements(shape, counts.seqs);
-            let ptr = self.scratch(Which::Partials, (out + ml) * 4)?;
+            let ptr = self.scratch(ScratchKind::Partials, (out + ml) * 4)?;
             let partials = Partials { out: ptr, ml: ptr.offset(out * 4) };
             let (parts, live_parts, parts_most) = self.step.parts(shape.sliding_window)?;
             let work = DecodeWork {

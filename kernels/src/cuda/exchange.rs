@@ -2,7 +2,7 @@
 //! order, if the ranks have joined a group; otherwise through host memory.
 use std::time::{Duration, Instant};
 
-use super::backend::{CudaBackend, Exchanged, Which};
+use super::backend::{CudaBackend, ExchangeScratch, ScratchKind};
 use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
@@ -30,7 +30,11 @@ impl ExchangeOps for CudaBackend {
             // measurements.
             let rows = if self.is_skinny(rows) { rows } else { SKINNY_MAX };
             let bytes = self.world_size() as usize * rows * width * 4;
-            return if self.alone { self.reserve(Exchanged::Gathered, bytes) } else { Ok(()) };
+            return if self.alone {
+                self.reserve(ExchangeScratch::Gathered, bytes)
+            } else {
+                Ok(())
+            };
         }
         self.count(rows * width * 4);
         if grouped {
@@ -102,8 +106,8 @@ impl ExchangeOps for CudaBackend {
             // As above, also for graphs that are made for more rows.
             let Launched { rows: most, .. } =
                 self.step.launched_samples(op, rows, local.rows_max())?;
-            self.reserve(Exchanged::Gathered, world * most * width * 4)?;
-            self.reserve(Exchanged::Best, best_bytes(world, most))?;
+            self.reserve(ExchangeScratch::Gathered, world * most * width * 4)?;
+            self.reserve(ExchangeScratch::Best, best_bytes(world, most))?;
             return if rank == 0 || grouped { full.set_rows(rows) } else { Ok(()) };
         }
         if rank == 0 || grouped {
@@ -186,7 +190,7 @@ impl CudaBackend {
             let reduced = group.call(|group| group.all_reduce_sum(device, at, rows * width));
             return reduced.unwrap_or(Ok(()));
         }
-        let all = self.scratch(Which::Gathered, ranks * bytes)?;
+        let all = self.scratch(ScratchKind::Gathered, ranks * bytes)?;
         let device = &self.device;
         let gathered = device.context.group.call(|group| group.all_gather(device, at, all, bytes));
         gathered.unwrap_or(Ok(()))?;
@@ -217,7 +221,7 @@ impl CudaBackend {
         let most = local.rows_max().min(full.rows_max());
         let Launched { rows: count, live } = self.step.launched_samples(op, rows, most)?;
         let bytes = count * width * 4;
-        let all = self.scratch(Which::Gathered, world * bytes)?;
+        let all = self.scratch(ScratchKind::Gathered, world * bytes)?;
         let device = &self.device;
         let gathered =
             device.context.group.call(|group| group.all_gather(device, from.ptr, all, bytes));

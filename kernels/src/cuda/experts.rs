@@ -1,6 +1,6 @@
 //! Mixtures of experts on the GPU: rows are routed, grouped by expert and multiplied without
 //! involving the host, so a decode step with experts is recorded like any other.
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
@@ -143,7 +143,7 @@ impl ExpertOps for CudaBackend {
         }
         let most = x.rows_max().min(routes.rows_max);
         let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
-        let logits = self.scratch(Which::Wide, count * num_experts * 4)?;
+        let logits = self.scratch(ScratchKind::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
         // Always this project's own product, whose order of sums depends only on k: another
         // algorithm, on another rank or for another number of rows, could choose another expert
@@ -257,7 +257,7 @@ impl ExpertOps for CudaBackend {
             // Also copies unused slots, as many as were launched for.
             let slots = count * top_k;
             let stride = cols.next_multiple_of(8);
-            let copy = Rows { ptr: self.scratch(Which::Narrow, slots * stride * 2)?, stride };
+            let copy = Rows { ptr: self.scratch(ScratchKind::Narrow, slots * stride * 2)?, stride };
             let call = launch::copy_columns(from, copy, first, cols, slots, DevicePtr::default());
             // SAFETY: the scratch was made for it; the columns were checked.
             unsafe { self.device.launch(call) }?;
@@ -265,7 +265,7 @@ impl ExpertOps for CudaBackend {
         }
         for chunk in 0..routes.chunks(count) {
             let own = routes.rows_of(count, chunk);
-            let made = self.scratch(Which::Wide, own.len() * top_k * width * 4)?;
+            let made = self.scratch(ScratchKind::Wide, own.len() * top_k * width * 4)?;
             let parts = Rows { ptr: made, stride: width };
             let grouped = routes.grouped(count, chunk);
             let first_slot = own.start * top_k;

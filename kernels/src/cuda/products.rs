@@ -1,7 +1,7 @@
 //! Matrix products: by this project's kernels for few rows, by cuBLASLt for more.
 use std::time::Duration;
 
-use super::backend::{CudaBackend, Which};
+use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::device::Device;
 use super::launch::{self, Rows};
@@ -74,7 +74,7 @@ impl ProductOps for CudaBackend {
             from.ptr = from.ptr.offset(first * 2);
         } else {
             let stride = cols.next_multiple_of(8);
-            let copy = Rows { ptr: self.scratch(Which::Narrow, count * stride * 2)?, stride };
+            let copy = Rows { ptr: self.scratch(ScratchKind::Narrow, count * stride * 2)?, stride };
             let call = launch::copy_columns(from, copy, first, cols, count, live);
             // SAFETY: the scratch was made for it; the columns were checked.
             unsafe { self.device.launch(call) }?;
@@ -120,7 +120,7 @@ impl ProductOps for CudaBackend {
         let mut done = 0;
         while done < count {
             let part = (count - done).min(GATE_UP_ROWS);
-            let both = self.scratch(Which::Wide, part * features * 4)?;
+            let both = self.scratch(ScratchKind::Wide, part * features * 4)?;
             let x = Rows { ptr: from.ptr.offset(done * from.stride * 2), ..from };
             let y = Rows { ptr: to.ptr.offset(done * to.stride * 2), ..to };
             let wide = Rows { ptr: both, stride: features };
@@ -164,7 +164,7 @@ impl ProductOps for CudaBackend {
         }
         if self.alone {
             // For other steps, which compute the log-probabilities of prompts.
-            self.scratch(Which::Index, size_of_val(rows))?;
+            self.scratch(ScratchKind::Index, size_of_val(rows))?;
         }
         let own = self.step.has_sample_rows(rows);
         if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
@@ -175,7 +175,7 @@ impl ProductOps for CudaBackend {
             (index, self.step.counts().samples, self.step.at(live::SAMPLES))
         } else {
             ensure!(op, !self.step.is_graph(), "the rows are not those the step began with");
-            let index = self.scratch(Which::Index, size_of_val(rows))?;
+            let index = self.scratch(ScratchKind::Index, size_of_val(rows))?;
             self.index_upload(rows)?;
             (index, rows.len(), DevicePtr::default())
         };
@@ -243,7 +243,7 @@ impl CudaBackend {
             None => x,
             Some(index) => {
                 let stride = k.next_multiple_of(8);
-                let ptr = self.scratch(Which::Narrow, rows * stride * 2)?;
+                let ptr = self.scratch(ScratchKind::Narrow, rows * stride * 2)?;
                 let gathered = Rows { ptr, stride };
                 let call = launch::gather_rows(x, index, gathered, k, rows, live);
                 // SAFETY: the scratch was made for it; the callers have checked the row numbers.
@@ -263,7 +263,7 @@ impl CudaBackend {
             return Ok(w.at.ptr);
         }
         let n = weight.rows();
-        let widened = self.scratch(Which::Widened, n * w.at.stride * 2)?;
+        let widened = self.scratch(ScratchKind::Widened, n * w.at.stride * 2)?;
         let call = match w.groups {
             None => launch::widen_int8(w.at, widened, n),
             Some(groups) => launch::widen_int4(w.at, groups, widened, n, weight.cols()),

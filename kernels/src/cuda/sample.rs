@@ -1,7 +1,7 @@
 //! Step framing, sampling and log-probabilities on the GPU.
 use std::time::Instant;
 
-use super::backend::{CudaBackend, Part, Which};
+use super::backend::{CudaBackend, ScratchKind, VocabShard};
 use super::batch::live;
 use super::edits::{self, Together};
 use super::exchange::best_bytes;
@@ -67,7 +67,7 @@ impl StepOps for CudaBackend {
 
     fn keeps_logits_apart(&mut self, first_id: u32, count: usize) -> bool {
         let apart = !self.alone && self.step.is_open() && self.step.may_be_in_parts();
-        self.apart = apart.then_some(Part { first_id, count });
+        self.apart = apart.then_some(VocabShard { first_id, count });
         apart
     }
 
@@ -227,12 +227,12 @@ impl CudaBackend {
     fn pick(
         &mut self,
         logits: Rows,
-        part: Part,
+        part: VocabShard,
         rows: &[SampleRow<'_>],
         late: bool,
     ) -> Result<(), KernelError> {
         let op = "sample";
-        let Part { first_id, count } = part;
+        let VocabShard { first_id, count } = part;
         let masked = if late {
             self.step.close(&self.device.stream)?;
             let Self { sampling, device, step, .. } = self;
@@ -252,7 +252,7 @@ impl CudaBackend {
                 }
             };
             let (bytes, ranks) = (rows * 8, self.world_size() as usize);
-            let own = self.scratch(Which::Best, best_bytes(ranks, rows))?;
+            let own = self.scratch(ScratchKind::Best, best_bytes(ranks, rows))?;
             let all = own.offset(bytes);
             let Self { device, sampling, .. } = self;
             let sizes = (count, first_id);
