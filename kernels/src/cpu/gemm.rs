@@ -44,9 +44,9 @@ pub(crate) use layout::{Activations, prepare};
 pub(crate) use one_term::round_row;
 pub(crate) use pairs::{multiply_pairs, pair_panels};
 
-use layout::{Layout, Part};
+use layout::{ActivationRows, Layout};
 #[cfg(target_arch = "x86_64")]
-use one_term::Ahead;
+use one_term::Prefetch;
 
 /// Maximum number of rows per tile: 6 x 64 sums fill 24 of the 32 vector registers.
 const TILE_ROWS: usize = 6;
@@ -138,7 +138,7 @@ fn run_panels(
     pool: &mut Pool,
     acts: &Activations<'_>,
     weight: Panels<'_>,
-    task: &(dyn Fn(&Part<'_>, Range<usize>, usize) + Sync),
+    task: &(dyn Fn(&ActivationRows<'_>, Range<usize>, usize) + Sync),
 ) -> Result<(), KernelError> {
     let panels = weight.num_panels();
     let cost = weight.num_pairs() * acts.rows;
@@ -347,7 +347,7 @@ impl Product<'_> {
             _ => (0, 0),
         };
         let distance = if tiles == 1 { AHEAD } else { pairs.len() };
-        let ahead = Ahead { line, lines, distance };
+        let ahead = Prefetch { line, lines, distance };
         let mut run = |acc: &mut [&mut Acc; M]| {
             // SAFETY: only an instruction set that this machine has lays out rows.
             unsafe { one_term::tile(&acts, weights, room, acc, first, ahead) }
