@@ -9,7 +9,7 @@ use cudarc::driver::sys;
 
 use super::failure;
 use super::group::GroupSlot;
-use super::libraries::{self, Missing, Wanted};
+use super::libraries::{self, CudaLibrary, LibraryError};
 use crate::error::KernelError;
 
 /// Minimum driver: the CUDA version whose API the embedded kernels were built for, 13.0.
@@ -70,8 +70,8 @@ impl Driver {
     /// # Errors
     /// [`KernelError::Unsupported`], in one line: no driver, too old, or no GPU visible.
     pub fn load(folders: &[PathBuf]) -> Result<Self, KernelError> {
-        let unusable = |missing: Missing| KernelError::Unsupported(missing.to_string());
-        libraries::find(Wanted::Driver, folders).map_err(unusable)?;
+        let unusable = |missing: LibraryError| KernelError::Unsupported(missing.to_string());
+        libraries::find(CudaLibrary::Driver, folders).map_err(unusable)?;
         let mut version: c_int = 0;
         // SAFETY: writes one int; may be called before cuInit.
         let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
