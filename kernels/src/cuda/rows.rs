@@ -4,7 +4,7 @@
 //! compared with a recorded one, then launch. Activations that products read are bf16, all others
 //! f32.
 use super::backend::CudaBackend;
-use super::batch::{Capacity, Cut, live};
+use super::batch::{AttentionTiling, Capacity, live};
 use super::device::Device;
 use super::launch;
 use super::step::Launched;
@@ -37,7 +37,16 @@ impl RowOps for CudaBackend {
             let capacity = Capacity { rows: ids.len(), ..Capacity::default() };
             let empty = Batch { positions: &[], slots: &[], seqs: &[], block_tables: &[] };
             let Device { context, stream, .. } = &self.device;
-            self.step.stage(context, stream, capacity, ids, (&[], &[]), &empty, Cut::NONE, &[])?;
+            self.step.stage(
+                context,
+                stream,
+                capacity,
+                ids,
+                (&[], &[]),
+                &empty,
+                AttentionTiling::NONE,
+                &[],
+            )?;
         }
         if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()

@@ -3,7 +3,7 @@ use std::time::Instant;
 
 use super::backend::{CudaBackend, ScratchKind, VocabShard};
 use super::batch::live;
-use super::edits::{self, Together};
+use super::edits::{self, SampleLaunch};
 use super::exchange::best_bytes;
 use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
@@ -318,12 +318,12 @@ impl CudaBackend {
             true => (step.at(step.layout().params), DevicePtr::default()),
             false => (sent.params, sent.masks),
         };
-        let together = edits::together(&lists.edited, edits::at_once(vocab));
-        let scratch = sampling.scratch(device, vocab, &together)?;
+        let sample_launches = edits::sample_launches(&lists.edited, edits::rows_at_once(vocab));
+        let scratch = sampling.scratch(device, vocab, &sample_launches)?;
         let top_n = lists.top;
         let results = sampling.results()?;
         let top = results.top(device, rows.len(), top_n)?;
-        for Together { first, count, edited } in together {
+        for SampleLaunch { first, count, edited } in sample_launches {
             let skip = first * top_n as usize * 4;
             let io = SampleIo {
                 logits: Rows { ptr: logits.ptr.offset(first * logits.stride * 4), ..logits },

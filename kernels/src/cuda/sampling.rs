@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use super::device::{Device, Scratch};
-use super::edits::{self, Together};
+use super::edits::{self, SampleLaunch};
 use super::launch::{self, Rows};
 use super::memory::DevicePtr;
 use super::results::Results;
@@ -47,7 +47,7 @@ pub(super) struct Sampling {
 }
 
 /// Addresses of rows' lists on the device.
-pub(super) struct Sent {
+pub(super) struct ListAddresses {
     pub(super) params: DevicePtr,
     pub(super) masks: DevicePtr,
     pub(super) biases: DevicePtr,
@@ -146,8 +146,8 @@ impl Sampling {
         device: &Device,
         lists: &'a SampleLists,
         staged: bool,
-    ) -> Result<Sent, KernelError> {
-        let fed = if staged { edits::fed_ids(&lists.params, &self.fed) } else { None };
+    ) -> Result<ListAddresses, KernelError> {
+        let fed = if staged { edits::fed_tokens(&lists.params, &self.fed) } else { None };
         let index: &[u32] = fed.as_ref().map_or(&[], |fed| &fed.rows);
         let only = |wanted: bool, list: &'a [u32]| if wanted { list } else { &[] };
         let parts = [
@@ -182,7 +182,7 @@ impl Sampling {
             // beginning; lists reach as far as the last token that is fed.
             unsafe { device.launch(call) }?;
         }
-        Ok(Sent { params, masks, biases, ids })
+        Ok(ListAddresses { params, masks, biases, ids })
     }
 
     /// Scratch for edited logits and counts of as many rows as are sampled together.
@@ -190,12 +190,14 @@ impl Sampling {
         &mut self,
         device: &Device,
         vocab: usize,
-        together: &[Together],
+        sample_launches: &[SampleLaunch],
     ) -> Result<Option<(DevicePtr, DevicePtr)>, KernelError> {
-        let edited = together.iter().filter(|together| together.edited);
-        let Some(most) = edited.map(|together| together.count).max() else { return Ok(None) };
+        let edited = sample_launches.iter().filter(|sample_launches| sample_launches.edited);
+        let Some(most) = edited.map(|sample_launches| sample_launches.count).max() else {
+            return Ok(None);
+        };
         // Few distinct sizes, so that it does not grow row by row.
-        let bytes = most.next_power_of_two().min(edits::at_once(vocab)).max(most) * vocab * 4;
+        let bytes = most.next_power_of_two().min(edits::rows_at_once(vocab)).max(most) * vocab * 4;
         let (logits, _) = self.edited.get(device, bytes)?;
         // New memory is zeroed, and the kernel leaves the counts zero.
         let (counts, _) = self.counts.get(device, bytes)?;

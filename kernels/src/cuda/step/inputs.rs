@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::{Counts, Step};
 use crate::backend::{AttentionShape, Batch};
 use crate::check::ensure;
-use crate::cuda::batch::{Capacity, Cut, Layout, largest, live, sizes};
+use crate::cuda::batch::{AttentionTiling, Capacity, Layout, largest, live, sizes};
 use crate::cuda::context::Context;
 use crate::cuda::memory::{DeviceMemory, DevicePtr, Pinned};
 use crate::cuda::parts::Windows;
@@ -27,9 +27,9 @@ pub(in crate::cuda) struct Launched {
 
 impl Step {
     /// How attention's queries are cut into tiles.
-    pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> Cut {
+    pub(in crate::cuda) fn cut(&self, shape: &AttentionShape, windows: Windows) -> AttentionTiling {
         let group = shape.num_heads / shape.num_kv_heads.max(1);
-        Cut { group, all_tiles: self.all_tiles, windows }
+        AttentionTiling { group, all_tiles: self.all_tiles, windows }
     }
 
     /// Lays out and uploads the inputs of a step, or of a call outside of one.
@@ -42,7 +42,7 @@ impl Step {
         ids: &[u32],
         (feed, adapters): (&[u32], &[u32]),
         batch: &Batch<'_>,
-        cut: Cut,
+        cut: AttentionTiling,
         samples: &[u32],
     ) -> Result<(), KernelError> {
         let layout = Layout::new(capacity);
