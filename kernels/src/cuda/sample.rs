@@ -9,7 +9,7 @@ use super::launch::{self, Rows, SampleIo};
 use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
 use super::sample_lists::{PARAMS, TOP_MAX};
-use super::sampling::Queued;
+use super::sampling::PendingTokens;
 use super::step::Launched;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::{StepInputs, StepOps, Tensors as _};
@@ -117,7 +117,7 @@ impl StepOps for CudaBackend {
         let slot = self.launch_sampling(at, vocab, 0, rows)?;
         let wanted = rows.iter().map(|row| row.params.logprobs).collect();
         let (top, since) = (self.step.lists.top, Instant::now());
-        self.sampling.queued.push_back(Queued { slot, wanted, top, vocab, since });
+        self.sampling.queued.push_back(PendingTokens { slot, wanted, top, vocab, since });
         Ok(())
     }
 

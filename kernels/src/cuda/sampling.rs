@@ -17,7 +17,7 @@ use crate::sampling::Sampled;
 
 /// A step's tokens on their way to the host.
 #[derive(Debug)]
-pub(super) struct Queued {
+pub(super) struct PendingTokens {
     /// Slot of the results.
     pub(super) slot: usize,
     /// For each row, the number of most likely tokens requested with its log-probability, or `None`
@@ -35,7 +35,7 @@ pub(super) struct Queued {
 pub(super) struct Sampling {
     results: Option<Results>,
     /// Steps with tokens in flight, oldest first.
-    pub(super) queued: VecDeque<Queued>,
+    pub(super) queued: VecDeque<PendingTokens>,
     pub(super) next: usize,
     /// For each row that the open step samples, the row of the previous step whose token is its
     /// last.
@@ -107,7 +107,7 @@ impl Sampling {
 
     /// Whether the oldest queued tokens have arrived.
     pub(super) fn is_done(&mut self) -> Result<bool, KernelError> {
-        let Some(&Queued { slot, .. }) = self.queued.front() else { return Ok(true) };
+        let Some(&PendingTokens { slot, .. }) = self.queued.front() else { return Ok(true) };
         self.results()?.host[slot].1.is_done()
     }
 
@@ -118,7 +118,7 @@ impl Sampling {
         out: &mut Vec<Sampled>,
     ) -> Result<(), KernelError> {
         out.clear();
-        let Some(Queued { slot, wanted, top, vocab, .. }) = self.queued.pop_front() else {
+        let Some(PendingTokens { slot, wanted, top, vocab, .. }) = self.queued.pop_front() else {
             return Err(KernelError::Shape {
                 op: "take_sampled",
                 message: "nothing is queued".to_owned(),
