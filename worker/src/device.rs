@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use kernels::backend::prelude::*;
 use kernels::collective::single_rank;
 pub use kernels::cpu::{Isa, Precision};
-pub use kernels::cuda::Exchange;
+pub use kernels::cuda::ExchangePolicy;
 use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
 use kernels::cuda::capacity::{Measured, Need, check_fit};

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::backend::CudaBackend;
-use super::choice::{CAPABILITY_BYTES, Capability, Choice, Chosen, Exchange, choose, unlike};
+use super::choice::{
+    CAPABILITY_BYTES, Capability, ExchangeDecision, ExchangeMethod, ExchangePolicy, choose, unlike,
+};
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
@@ -95,11 +97,11 @@ impl CudaBackend {
         let timeout = setup.timeout;
         let mut reason = chosen.reason.clone();
         let group: Option<Box<dyn DeviceGroup>> = match chosen.choice {
-            Choice::Host => None,
-            Choice::Nccl if chosen.insists => {
+            ExchangeMethod::Host => None,
+            ExchangeMethod::Nccl if chosen.insists => {
                 Some(Box::new(self.connect_nccl(&mut setup, timeout)?))
             }
-            Choice::Nccl => match self.try_nccl(&mut setup)? {
+            ExchangeMethod::Nccl => match self.try_nccl(&mut setup)? {
                 Ok(group) => Some(Box::new(group)),
                 Err(why) => {
                     reason = format!("NCCL cannot connect the ranks: {why}");
@@ -171,7 +173,7 @@ impl CudaBackend {
         &mut self,
         group: Option<Box<dyn DeviceGroup>>,
         capabilities: &[Capability],
-        chosen: &Chosen,
+        chosen: &ExchangeDecision,
         setup: &mut GroupSetup<'_>,
         reason: &mut String,
     ) -> Result<Option<Box<dyn DeviceGroup>>, KernelError> {
@@ -192,7 +194,7 @@ impl CudaBackend {
                 *reason = format!("{}; {reason}", group.describe());
                 Ok(Some(Box::new(group)))
             }
-            Err(AgreeError::Without(why)) if self.options.exchange == Exchange::Peers => {
+            Err(AgreeError::Without(why)) if self.options.exchange == ExchangePolicy::Peers => {
                 Err(CollectiveError::Setup(format!("--cuda-exchange peers: {why}")).into())
             }
             Err(AgreeError::Without(why)) => {
@@ -208,8 +210,10 @@ impl CudaBackend {
     fn capability(&self) -> (Capability, Option<String>) {
         let CudaOptions { folders, nccl_lib, exchange, .. } = &self.options;
         let nccl = match exchange {
-            Exchange::Host | Exchange::Peers => Ok(0),
-            Exchange::Auto | Exchange::Nccl => nccl::library::version(folders, nccl_lib.as_deref()),
+            ExchangePolicy::Host | ExchangePolicy::Peers => Ok(0),
+            ExchangePolicy::Auto | ExchangePolicy::Nccl => {
+                nccl::library::version(folders, nccl_lib.as_deref())
+            }
         };
         let shares = std::env::var_os("NCCL_MULTI_RANK_GPU_ENABLE").is_some_and(|on| on == "1");
         let compute: [u32; 2] = self.device.context.info().capability.into();

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::time::Duration;
 
-use super::choice::Exchange;
+use super::choice::ExchangePolicy;
 use super::context::{Context, Driver};
 use super::failure;
 use super::fatbin;
@@ -47,7 +47,7 @@ pub struct CudaOptions {
     /// How long a step may take before the GPU is considered hung.
     pub patience: Duration,
     /// How ranks exchange data.
-    pub exchange: Exchange,
+    pub exchange: ExchangePolicy,
     /// Message sizes up to which this project's own exchanges are used; measured if `None`.
     pub thresholds: Option<Thresholds>,
     /// Largest message to measure for the thresholds, in bytes; the same on all ranks.
@@ -68,7 +68,7 @@ impl Default for CudaOptions {
             batch_invariant: false,
             expert_slots: EXPERT_SLOTS,
             patience: Duration::from_secs(60),
-            exchange: Exchange::Auto,
+            exchange: ExchangePolicy::Auto,
             thresholds: None,
             measured_most: usize::MAX,
             nccl_lib: None,
