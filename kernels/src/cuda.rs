@@ -64,6 +64,6 @@ mod uploads;
 
 pub use backend::CudaBackend;
 pub use choice::ExchangePolicy;
-pub use connect::{GroupSetup, Joining, Relay};
+pub use connect::{GroupSetup, JoinedGroup, Relay};
 pub use device::{CudaOptions, has_kernels};
 pub use experts::{CudaRoutes, CudaStack};

@@ -8,7 +8,7 @@ pub use kernels::cpu::{Isa, Precision};
 pub use kernels::cuda::ExchangePolicy;
 use kernels::cuda::bucket::decode_buckets;
 pub use kernels::cuda::capacity::bytes_text;
-use kernels::cuda::capacity::{Measured, Need, check_fit};
+use kernels::cuda::capacity::{MeasuredMemory, MemoryNeed, check_fit};
 pub use kernels::cuda::devices::{Survey, survey_for};
 pub use kernels::cuda::nccl::environment::prepare as prepare_nccl;
 use kernels::cuda::{CudaBackend, CudaOptions, GroupSetup};
@@ -261,9 +261,9 @@ impl CudaDevice {
         Ok(())
     }
 
-    fn measure(&self, backend: &CudaBackend) -> Result<Measured, KernelError> {
+    fn measure(&self, backend: &CudaBackend) -> Result<MeasuredMemory, KernelError> {
         let (free, total) = backend.memory()?;
-        Ok(Measured { total, free, utilization: self.memory_utilization })
+        Ok(MeasuredMemory { total, free, utilization: self.memory_utilization })
     }
 }
 
@@ -331,12 +331,12 @@ impl Device for CudaDevice {
             && backend.widens_int8(sizes.max_num_batched_tokens as usize);
         let keeps_int4 = |groups: &Int4Groups, is_stack: bool| backend.keeps_int4(groups, is_stack);
         let tokens = sizes.max_num_batched_tokens as usize;
-        let need = |shard: &Shard| -> Result<Need, ModelError> {
+        let need = |shard: &Shard| -> Result<MemoryNeed, ModelError> {
             let (matrices, room) = adapters.bytes(config, shard, tokens)?;
             let weights = size::weight_bytes(config, shard, quantization, &keeps_int4) + matrices;
             let activations = size::activation_bytes(config, shard, widens, sizes) + room;
             let (drafting, drafted) = draft.map_or((0, 0), |draft| draft.step_bytes(sizes));
-            Ok(Need {
+            Ok(MemoryNeed {
                 degree: u32::try_from(shard.degree).unwrap_or(u32::MAX),
                 weights: weights + draft.map_or(0, |draft| draft.weight_bytes(&keeps_int4)),
                 activations: activations + drafting,
@@ -344,7 +344,7 @@ impl Device for CudaDevice {
             })
         };
         let own = u32::try_from(shard.degree).unwrap_or(u32::MAX);
-        let others: Vec<Need> = (own.saturating_add(1)..=64)
+        let others: Vec<MemoryNeed> = (own.saturating_add(1)..=64)
             .filter_map(|degree| need(&Shard::new(config, 0, degree).ok()?).ok())
             .collect();
         check_fit(&self.measure(backend)?, &need(shard)?, &others).map_err(ModelError::Fit)

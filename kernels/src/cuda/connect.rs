@@ -51,7 +51,7 @@ pub trait Relay {
 
 /// Result of joining.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Joining {
+pub struct JoinedGroup {
     /// How the ranks exchange data: `nccl`, `host`, ..
     pub algorithm: &'static str,
     /// Reason for it, in one line.
@@ -83,7 +83,7 @@ impl CudaBackend {
     ///
     /// # Errors
     /// [`KernelError::Collective`]; [`KernelError::Device`].
-    pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<Joining, KernelError> {
+    pub fn join(&mut self, mut setup: GroupSetup<'_>) -> Result<JoinedGroup, KernelError> {
         let began = Instant::now();
         let (own, mut missing) = self.capability();
         let all = gather_bytes(self.collective.as_mut(), &own.to_bytes())?;
@@ -124,7 +124,7 @@ impl CudaBackend {
             // Reserved now, since this rank would otherwise do it later than others.
             self.reserve_exchanged()?;
         }
-        Ok(Joining { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
+        Ok(JoinedGroup { algorithm, reason, missing, unlike: unlike(&all), took: began.elapsed() })
     }
 
     fn connect_nccl(

@@ -8,7 +8,7 @@
 use std::rc::Rc;
 
 use super::batch::{Capacity, Layout, sizes};
-use super::bucket::{Stage, StagedCache};
+use super::bucket::{CacheStage, StagedCache};
 use super::context::Context;
 use super::memory::{DeviceMemory, DevicePtr, Pinned};
 use super::parts::{Splits, Windows};
@@ -244,8 +244,8 @@ impl Step {
         };
         // Only now, since making room for the inputs may have dropped all graphs.
         self.planned = match key.map(|key| (self.graphs.stage(key), key)) {
-            Some((Stage::Make, key)) => Mode::Record(key),
-            Some((Stage::Use, key)) => Mode::Replay(key),
+            Some((CacheStage::Make, key)) => Mode::Record(key),
+            Some((CacheStage::Use, key)) => Mode::Replay(key),
             _ => Mode::Eager,
         };
         Ok(())

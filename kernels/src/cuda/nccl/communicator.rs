@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::library::{Comm, Config, Nccl, Status, UNIQUE_ID_BYTES, UniqueId};
 use crate::collective::AbortHandle;
-use crate::cuda::context::{Context, Current};
+use crate::cuda::context::{Context, ContextHandle};
 use crate::error::{CollectiveError, KernelError};
 
 /// Interval between checks for errors that NCCL detects by itself.
@@ -40,7 +40,7 @@ struct Shared {
     /// The same as in `calls`, for use without its lock.
     comm: CommPtr,
     /// The GPU's context, for the watcher.
-    context: Current,
+    context: ContextHandle,
     /// Held during NCCL's calls.
     calls: Mutex<Calls>,
     /// Set once the communicator is, or is about to be, aborted: no call begins any more.
