@@ -11,7 +11,7 @@ use super::choice::{
 use super::device::CudaOptions;
 use super::group::DeviceGroup;
 use super::nccl::{self, NcclGroup};
-use super::peer::{AgreeError, PeerGroup, Site, agree, process_id};
+use super::peer::{AgreeError, PeerGroup, SetupContext, agree, process_id};
 use crate::backend::Tensors as _;
 use crate::collective::{AbortHandle, Collective};
 use crate::error::{CollectiveError, KernelError};
@@ -181,7 +181,7 @@ impl CudaBackend {
             return Ok(group);
         }
         let mut large = group;
-        let site = Site {
+        let site = SetupContext {
             device: &self.device,
             collective: self.collective.as_mut(),
             capabilities,

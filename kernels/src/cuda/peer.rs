@@ -22,8 +22,8 @@ use super::launch::{self, PEER_SLOT};
 use super::memory::{DeviceMemory, DevicePtr};
 use crate::collective::{AbortAll, AbortHandle};
 use crate::error::{CollectiveError, KernelError};
-pub(super) use connect::{AgreeError, Site, agree, process_id};
-use memory::{Mapped, Words};
+pub(super) use connect::{AgreeError, SetupContext, agree, process_id};
+use memory::{Mapped, SignalWords};
 use tuning::{AllReduceAlgorithm, Thresholds};
 
 /// Memory that was shared with other processes, to be freed once those have closed it.
@@ -38,7 +38,7 @@ pub(super) struct PeerGroup {
     own: Option<DeviceMemory>,
     /// Other ranks' memory, mapped here; unmapped before `own` is retired.
     mapped: Vec<Mapped>,
-    words: Arc<Words>,
+    words: Arc<SignalWords>,
     abort: Arc<AbortAll>,
     thresholds: Thresholds,
     large: Option<Box<dyn DeviceGroup>>,
