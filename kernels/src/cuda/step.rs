@@ -38,24 +38,24 @@ enum Mode {
 }
 
 /// Identity of a slice: within a step, equal places mean the same slice.
-type Place = (usize, usize);
+type SliceId = (usize, usize);
 
-fn place<T>(slice: &[T]) -> Place {
+fn place<T>(slice: &[T]) -> SliceId {
     (slice.as_ptr().addr(), slice.len())
 }
 
-fn batch_place(batch: &Batch<'_>) -> [Place; 4] {
+fn batch_place(batch: &Batch<'_>) -> [SliceId; 4] {
     [place(batch.positions), place(batch.slots), place(batch.seqs), place(batch.block_tables)]
 }
 
 /// The slices that a step began with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Identity {
-    ids: Place,
-    batch: [Place; 4],
-    sample_rows: Place,
-    sampling: Place,
-    adapters: Place,
+    ids: SliceId,
+    batch: [SliceId; 4],
+    sample_rows: SliceId,
+    sampling: SliceId,
+    adapters: SliceId,
 }
 
 /// Numbers of items that launches are made for: those of the step, or those of its graph.
