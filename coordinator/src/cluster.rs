@@ -65,7 +65,7 @@ pub struct Cluster {
     epoch: Epoch,
     /// Processes told to end, why, and whether they are to be started again. Kept because a link
     /// may break before the process hears it.
-    let_go: BTreeMap<WorkerId, (Incarnation, String, bool)>,
+    dismissed: BTreeMap<WorkerId, (Incarnation, String, bool)>,
     /// Workers that computed much slower than the others of their replica when last observed.
     slow: BTreeSet<WorkerId>,
     /// Ranks told to form that have not answered.
@@ -94,7 +94,7 @@ impl Cluster {
         Self {
             config,
             held: BTreeMap::new(),
-            let_go: BTreeMap::new(),
+            dismissed: BTreeMap::new(),
             slow: BTreeSet::new(),
             pending_answers: PendingAnswers::default(),
             failed_formations: FailedFormations::default(),
@@ -120,7 +120,7 @@ impl Cluster {
     }
 
     /// Adopts what operators told the last leader. Call it before any worker joins.
-    pub fn go_by(&mut self, desired: Desired) {
+    pub fn adopt_desired(&mut self, desired: Desired) {
         self.desired = desired;
     }
 
@@ -178,7 +178,7 @@ impl Cluster {
             self.worker_left(now, worker, incarnation, "it restarted", effects);
         }
         let (worker, incarnation) = (member.worker, member.incarnation);
-        let told = self.let_go.get(&worker).filter(|(told, ..)| *told == incarnation);
+        let told = self.dismissed.get(&worker).filter(|(told, ..)| *told == incarnation);
         let told = told.map(|(_, reason, again)| (reason.clone(), *again)).or_else(|| {
             // An earlier leader was told to drain it but did not inform the worker.
             let drained = self.desired.drains(&member.node, incarnation.0);
@@ -187,9 +187,9 @@ impl Cluster {
         self.members.insert(worker, member);
         self.release_held();
         match told {
-            Some((reason, again)) => self.let_go(now, worker, &reason, again, effects),
+            Some((reason, again)) => self.dismiss_worker(now, worker, &reason, again, effects),
             None => {
-                self.let_go.remove(&worker);
+                self.dismissed.remove(&worker);
                 self.reconcile(now, effects);
             }
         }
@@ -234,7 +234,7 @@ impl Cluster {
             return;
         };
         let reason = format!("{}: {reason}", member.node);
-        self.let_go(now, worker, &reason, false, effects);
+        self.dismiss_worker(now, worker, &reason, false, effects);
     }
 
     /// A worker reports that its device failed; the process is about to end.

@@ -83,10 +83,10 @@ impl World {
 
     /// The acting coordinator begins to lead and obeys these commands, which must be those
     /// promised.
-    pub(crate) fn go_by(&mut self, told: Option<Desired>) {
+    pub(crate) fn adopt_desired(&mut self, told: Option<Desired>) {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
-            self.coordinator.core.go_by(told.clone());
+            self.coordinator.core.adopt_desired(told.clone());
             self.desire(who, told);
         }
         let run = self.seats[self.coordinator.seat].incarnation;

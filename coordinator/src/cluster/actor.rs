@@ -205,7 +205,7 @@ impl ClusterActor {
         if let Some(supervised) = supervised {
             // Written again so that an etcd that lost its data has it, too.
             desires.send_replace(Some(supervised.clone()));
-            self.core.go_by(supervised);
+            self.core.adopt_desired(supervised);
         }
         self.desires = Some(desires);
         self
@@ -385,7 +385,7 @@ impl ClusterActor {
 
     /// Notices actors that panicked. Their requests are gone, and the clients see them end. Their
     /// ranks are formed again for a new actor.
-    fn miss_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+    fn detect_crashed_replicas(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let gone: Vec<ReplicaId> = self
             .replicas
             .iter()
@@ -455,7 +455,7 @@ impl Actor for ClusterActor {
                 }
                 actor.roster.given_up(worker);
             }
-            actor.miss_replicas(now, &mut effects);
+            actor.detect_crashed_replicas(now, &mut effects);
             actor.hub.observer().record().forget_frontends(now, EXPECTED_FOR);
             actor.core.tick(now, &mut effects);
             if !effects.is_empty() {

@@ -26,7 +26,7 @@ impl Cluster {
         }
         let to = self.replicas.in_epoch(worker, epoch, |replica| {
             replica.advanced(now);
-            replica.relay(worker)
+            replica.group_id_recipients(worker)
         });
         let send = |worker| Effect::Send { worker, epoch, message: ToWorker::GroupId(id.clone()) };
         effects.extend(to.into_iter().flatten().map(send));
@@ -118,7 +118,7 @@ impl Cluster {
             effects.push(Effect::Unservable { replica: id, reason });
         } else if all_answer {
             self.failed_formations.failed(&ranks);
-            self.give_way(now, id, effects);
+            self.replace_failing_rank(now, id, effects);
         }
     }
 

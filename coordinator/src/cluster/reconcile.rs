@@ -80,13 +80,13 @@ impl Cluster {
         }
         self.desired.drain(&node, incarnation.0);
         effects.push(Effect::Desire(self.desired.clone()));
-        self.let_go(now, worker, &format!("{node} is drained"), false, effects);
+        self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
         Ok(())
     }
 
     /// Makes its replica continue without the worker and tells that to end; `again`: to be started
     /// again, even if it hangs.
-    pub(super) fn let_go(
+    pub(super) fn dismiss_worker(
         &mut self,
         now: Duration,
         worker: WorkerId,
@@ -96,7 +96,7 @@ impl Cluster {
     ) {
         if let Some(member) = self.members.get_mut(&worker) {
             member.draining = true;
-            self.let_go.insert(worker, (member.incarnation, reason.to_owned(), again));
+            self.dismissed.insert(worker, (member.incarnation, reason.to_owned(), again));
         }
         if let Some(id) = self.replicas.of(worker) {
             self.break_replica(now, id, EpochEnd::Planned, reason, effects);
@@ -119,7 +119,7 @@ impl Cluster {
         self.remove_surplus(now, effects);
         self.fill_vacancies();
         self.shrink(now, effects);
-        self.relieve(now, effects);
+        self.replace_slow_ranks(now, effects);
         self.grow(now, effects);
         self.add_replicas(now);
         let due: Vec<ReplicaId> = self
@@ -234,14 +234,19 @@ impl Cluster {
                     "{} again did not answer while its replica was formed",
                     self.named(worker)
                 );
-                self.let_go(now, worker, &reason, true, effects);
+                self.dismiss_worker(now, worker, &reason, true, effects);
             }
         }
     }
 
     /// A replica's formations come to nothing: one of its ranks gives way to the spare that failed
     /// least often, if there is one that failed less often than it and answers.
-    pub(super) fn give_way(&mut self, now: Duration, id: ReplicaId, effects: &mut Vec<Effect>) {
+    pub(super) fn replace_failing_rank(
+        &mut self,
+        now: Duration,
+        id: ReplicaId,
+        effects: &mut Vec<Effect>,
+    ) {
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         let Some(worker) = self.failed_formations.to_replace(&ranks) else { return };
         let failures = |worker| self.failed_formations.failures(worker);
@@ -261,7 +266,7 @@ impl Cluster {
     }
 
     /// Replaces slow ranks with spares that are not known to be slow, if there are any.
-    fn relieve(&mut self, now: Duration, effects: &mut Vec<Effect>) {
+    fn replace_slow_ranks(&mut self, now: Duration, effects: &mut Vec<Effect>) {
         let slow: Vec<WorkerId> = self.slow.iter().copied().collect();
         for worker in slow {
             let serving = |id: &ReplicaId| self.replicas.get(*id).is_some_and(Replica::is_serving);
@@ -286,7 +291,7 @@ impl Cluster {
             let surplus = self
                 .replicas
                 .iter()
-                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.born()))
+                .max_by_key(|(_, replica)| (!replica.is_serving(), replica.creation_order()))
                 .map(|(id, _)| id);
             let Some(id) = surplus else { return };
             self.remove(now, id, "fewer replicas are wanted", effects);
@@ -349,7 +354,7 @@ impl Cluster {
             }
             // None of the waiting replicas can be formed by itself: the youngest gives its workers
             // to the others.
-            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::born);
+            let born = |id: &&ReplicaId| self.replicas.get(**id).map(Replica::creation_order);
             let (Some(youngest), true) =
                 (waiting.iter().max_by_key(born).copied(), waiting.len() > 1)
             else {
@@ -411,7 +416,7 @@ impl Cluster {
         let most = rules.affordable(free, degree, free / degree.max(1), self.replicas.len());
         let mut groups = if most == 0 { Vec::new() } else { self.place(degree) };
         groups.truncate(most);
-        if groups.is_empty() && self.replicas.is_empty() && self.short_for(now) {
+        if groups.is_empty() && self.replicas.is_empty() && self.is_short_of_workers(now) {
             // A small replica is better than none.
             let degrees = self.config.degrees.iter().map(|degree| *degree as usize);
             let mut placed = degrees.map(|degree| self.place(degree));
@@ -476,7 +481,7 @@ impl Cluster {
     }
 
     /// Whether there have been too few workers for a whole replica for longer than joining takes.
-    fn short_for(&mut self, now: Duration) -> bool {
+    fn is_short_of_workers(&mut self, now: Duration) -> bool {
         if self.free().is_empty() {
             self.short_since = None;
             return false;

@@ -101,7 +101,7 @@ fn the_next_coordinator_goes_by_what_the_last_one_was_told() {
     assert!(refused.is_err() && *cluster.desired() == said, "a refusal is not kept");
 
     let (mut next, mut effects) = (Cluster::new(bounded), Vec::new());
-    next.go_by(said);
+    next.adopt_desired(said);
     for worker in 0..4 {
         next.worker_joined(secs(2), member(worker, 1, "b"), &mut effects);
     }
