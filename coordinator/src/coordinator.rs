@@ -154,7 +154,7 @@ impl Coordinator {
             view_sender,
             actors.clone(),
         );
-        let cluster = led(cluster, leadership.as_ref()).start();
+        let cluster = with_leadership(cluster, leadership.as_ref()).start();
         let listener = tokio::net::TcpListener::from_std(bound.listener).map_err(|error| {
             StartError::Listen { address: cluster_addr, option: "--cluster-listen", error }
         })?;
@@ -417,7 +417,7 @@ fn identity(options: &CoordinatorOptions) -> Option<ModelIdentity> {
 }
 
 /// Prepares the cluster's actor to continue where the last leader ended, if there was one.
-fn led(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
+fn with_leadership(cluster: ClusterActor, leadership: Option<&Leadership>) -> ClusterActor {
     let Some(leadership) = leadership else { return cluster };
     let told = leadership.view.borrow().desired.clone();
     if let Some(replicas) = told.as_ref().and_then(|told| told.replicas) {
