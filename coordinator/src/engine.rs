@@ -374,7 +374,7 @@ impl EngineHandle {
             mpsc::error::TrySendError::Full(_) => EngineError::QueueFull {
                 queued: COMMAND_QUEUE_MAX as u32,
                 max: COMMAND_QUEUE_MAX as u32,
-                retry_after_s: soon(id),
+                retry_after_s: retry_after_seconds(id),
             },
             mpsc::error::TrySendError::Closed(_) => EngineError::ShuttingDown,
         })?;
@@ -432,7 +432,7 @@ impl Drop for Generation {
 /// Returns the seconds after which a request may retry if what it found full empties within
 /// moments. Each request has its own, so that those refused together do not retry together.
 #[must_use]
-pub fn soon(request: RequestId) -> u32 {
+pub fn retry_after_seconds(request: RequestId) -> u32 {
     1 + (mix(request.0, &[0]) % 3) as u32
 }
 

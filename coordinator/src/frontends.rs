@@ -40,7 +40,9 @@ use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
 use self::slots::{Admitted, Replaced, Slots};
 use crate::cluster::actor::Refusal;
-use crate::engine::{EngineCommand, EngineError, EventSender, GenerateRequest, soon};
+use crate::engine::{
+    EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
+};
 use crate::http::gate::Gate;
 use crate::http::params::Limits;
 use crate::http::state::ReadinessCheck;
@@ -261,7 +263,7 @@ impl Frontends {
 
     /// Passes a request to the engine.
     fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
-        let retry_after_s = soon(request.id);
+        let retry_after_s = retry_after_seconds(request.id);
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
             && let EngineCommand::Submit { events, .. } = command

@@ -10,7 +10,7 @@ use tokio::sync::Semaphore;
 
 use super::resume::resume;
 use super::{Frontends, RemoteEvents};
-use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, soon};
+use crate::engine::{EngineError, EventSender, GenerateRequest, TokenGuide, retry_after_seconds};
 use crate::guide::{Grammar, GrammarError, Guide};
 use crate::text::stream::StopRules;
 
@@ -99,9 +99,10 @@ impl PendingRequests {
 fn engine_error(id: RequestId, error: GrammarError) -> EngineError {
     match error {
         GrammarError::Refused(message) => EngineError::Guide { message },
-        GrammarError::Busy => {
-            EngineError::Overloaded { message: error.to_string(), retry_after_s: soon(id) }
-        }
+        GrammarError::Busy => EngineError::Overloaded {
+            message: error.to_string(),
+            retry_after_s: retry_after_seconds(id),
+        },
         GrammarError::Broke => EngineError::Broke { message: error.to_string() },
     }
 }
