@@ -209,7 +209,7 @@ impl Watcher {
         loop {
             let ended = match self.spawn() {
                 Ok((child, monitor, stderr)) => {
-                    match self.watch_and_tell(child, monitor, stderr).await {
+                    match self.watch_and_report(child, monitor, stderr).await {
                         // The coordinator told it to end: it is no longer wanted.
                         Some(status) if status.success() || !self.is_wanted() => {
                             return self.left().await;
@@ -276,7 +276,7 @@ impl Watcher {
     }
 
     /// Watches a process and reports its end.
-    async fn watch_and_tell(
+    async fn watch_and_report(
         &mut self,
         child: Child,
         monitor: HeartbeatMonitor,

@@ -113,7 +113,7 @@ pub(crate) fn find(
     };
     let wanted = RequestedModel { name, revision: requested };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let fetched = at_work(move |watch| hub.fetch(&wanted, part, watch))?;
+    let fetched = run_until_signalled(move |watch| hub.fetch(&wanted, part, watch))?;
     let HubModel { name, commit } = fetched.model.clone();
     Ok(LocatedModel {
         folder: fetched.folder,
@@ -142,7 +142,7 @@ pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<Str
     };
     let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let model = at_work(move |watch| match here {
+    let model = run_until_signalled(move |watch| match here {
         true => hub.fetch(&wanted, ModelPart::Weights, watch).map(|it| it.model),
         false => hub.resolve(&wanted, watch),
     })?;
@@ -159,7 +159,9 @@ pub(crate) fn find_adapters(lora: &Lora, args: &HubArgs) -> Result<(Lora, Lora),
             ModelArgument::Hub(name) => {
                 let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
                 let hub = args.cache.hub().map_err(CliError::Usage)?;
-                let fetched = at_work(move |watch| hub.fetch(&wanted, ModelPart::Adapter, watch))?;
+                let fetched = run_until_signalled(move |watch| {
+                    hub.fetch(&wanted, ModelPart::Adapter, watch)
+                })?;
                 LocatedModel {
                     folder: fetched.folder,
                     source: fetched.model.to_string(),
@@ -200,7 +202,7 @@ pub(crate) fn cached(
 
 /// Does what blocks, until it is done or this process is told to end: also as the first process of
 /// a container, which signals do not end by themselves. From then on it has to listen to them.
-fn at_work<T: Send + 'static>(
+fn run_until_signalled<T: Send + 'static>(
     work: impl FnOnce(&Arc<DownloadHandle>) -> Result<T, HubError> + Send + 'static,
 ) -> Result<T, CliError> {
     let failed = |error: std::io::Error| CliError::Failed(format!("cannot download: {error}"));

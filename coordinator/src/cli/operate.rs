@@ -215,7 +215,7 @@ fn table(status: &Status) -> Vec<String> {
 }
 
 /// Formats how long ago a time in seconds since 1970 was.
-fn ago(at: u64) -> String {
+fn elapsed_text(at: u64) -> String {
     let seconds = since_1970().as_secs().saturating_sub(at);
     match seconds {
         0..120 => format!("{seconds} s"),
@@ -236,7 +236,7 @@ fn dead(status: &Status) -> Vec<String> {
             dead.node,
             dead.slot.map_or_else(|| "-".to_owned(), |slot| slot.to_string()),
             dead.pid,
-            ago(dead.at),
+            elapsed_text(dead.at),
             dead.exit.as_deref().unwrap_or("-"),
             dead.lines,
             dead.reason

@@ -84,7 +84,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
                 signals.next().await;
                 finish(&coordinator, patience, &mut signals).await;
             } => Ok(()),
-            outcome = watch_over(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
+            outcome = supervise(&coordinator, view, ends, &kick, scaling, (&mut children, least)) => outcome,
         };
         print_line("stopping");
         coordinator.stop(true).await;
@@ -175,7 +175,7 @@ async fn scale(
 
 /// Shows progress, announces readiness, and ends only when continuing makes no sense: for example
 /// with fewer than the `least` workers that a replica needs.
-async fn watch_over(
+async fn supervise(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,

@@ -282,7 +282,7 @@ fn access(url: &str, options: &EtcdOptions) -> Finding {
             let database_usage =
                 runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE)));
             let database_usage = database_usage.unwrap_or_default();
-            if let Some(finding) = filled(url, database_usage) {
+            if let Some(finding) = database_finding(url, database_usage) {
                 return finding;
             }
             let tls = if options.tls.is_some() { " over TLS" } else { "" };
@@ -333,12 +333,12 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
     let database_usage =
         runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE))).ok()?;
-    filled(url, database_usage).filter(|finding| finding.level == Level::Fail)
+    database_finding(url, database_usage).filter(|finding| finding.level == Level::Fail)
 }
 
 /// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
 /// with old revisions that nobody compacts.
-fn filled(url: &str, database_usage: DatabaseUsage) -> Option<Finding> {
+fn database_finding(url: &str, database_usage: DatabaseUsage) -> Option<Finding> {
     let DatabaseUsage { size, quota, no_space, corrupt } = database_usage;
     let size_text = mib(size);
     if corrupt {
@@ -389,14 +389,16 @@ mod tests {
 
     #[test]
     fn an_etcd_that_fills_up_is_said_before_it_is_full() {
-        let level =
-            |database_usage| filled("http://e:2379", database_usage).map(|finding| finding.level);
+        let level = |database_usage| {
+            database_finding("http://e:2379", database_usage).map(|finding| finding.level)
+        };
         let of = |size| DatabaseUsage { size, ..DatabaseUsage::default() };
         assert_eq!(level(of(1 << 30)), None);
         assert_eq!(level(of(3 << 29)), Some(Level::Warn));
         assert_eq!(level(DatabaseUsage { quota: Some(8 << 30), ..of(3 << 29) }), None);
         assert_eq!(level(DatabaseUsage { no_space: true, ..of(1) }), Some(Level::Fail));
-        let finding = filled("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
+        let finding =
+            database_finding("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
         assert!(finding.found.contains("CORRUPT") && finding.level == Level::Fail);
     }
 
