@@ -181,7 +181,7 @@ impl Scheduler {
                 continue;
             }
             let count = wanted.min(builder.budget);
-            if !self.may_report(seq, count, &builder.step) {
+            if !self.has_report_room(seq, count, &builder.step) {
                 continue;
             }
             // A sequence preempted to make room comes after this one or is this one, so `index`
@@ -248,7 +248,7 @@ impl Scheduler {
         takes: FrameUse,
     ) -> AdmissionDecision {
         let whole = (seq.tokens.len() as u32).saturating_sub(seq.computed);
-        if !self.may_report(seq, whole, &builder.step) {
+        if !self.has_report_room(seq, whole, &builder.step) {
             return AdmissionDecision::Wait;
         }
         let is_first = builder.plan.admitted.is_empty();
@@ -257,7 +257,7 @@ impl Scheduler {
         if !full && takes.masks > 0 && taken.masks > 0 && masks > weight::MASKS_MAX {
             return AdmissionDecision::Skip;
         }
-        if full || self.would_blur_blame(seq.request) {
+        if full || self.would_hide_culprit(seq.request) {
             return AdmissionDecision::Wait;
         }
         AdmissionDecision::Admit
@@ -402,7 +402,7 @@ impl Scheduler {
 
     /// Whether a step's report has room for this share: the embeddings that a step completes are
     /// reported together.
-    fn may_report(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
+    fn has_report_room(&self, seq: &Sequence, count: u32, step: &InFlight) -> bool {
         let completes = seq.embeds_at(seq.computed + count);
         !completes || step.embeddings < weight::embeddings_max(&self.config)
     }
@@ -410,7 +410,7 @@ impl Scheduler {
     /// Whether this request in the batch would leave open who ends an epoch: a suspect does not run
     /// with others that have made no progress since their admission. If the epoch ends again, it
     /// was the suspect.
-    fn would_blur_blame(&self, request: RequestId) -> bool {
+    fn would_hide_culprit(&self, request: RequestId) -> bool {
         let sequence = |slot: &usize| self.sequences[*slot].as_ref();
         let mut others = self.running().filter(|seq| seq.request != request && !seq.progressed);
         let mut own = self.requests.get(&request).into_iter().flat_map(|owner| &owner.live);
