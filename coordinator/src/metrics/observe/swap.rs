@@ -68,7 +68,7 @@ impl Recording<'_> {
     }
 
     /// No sequence of the request is in the batch any more; one is in host memory, or all wait.
-    pub fn rests(&mut self, track: &mut RequestTrack, replica: ReplicaId, swapped: bool) {
+    pub fn left_batch(&mut self, track: &mut RequestTrack, replica: ReplicaId, swapped: bool) {
         let Some(cells) = self.cells.as_deref_mut() else { return };
         let waiting = Place::Waiting(replica, WaitingAt::Preempted);
         cells.move_to(track, if swapped { Place::Swapped(replica) } else { waiting });

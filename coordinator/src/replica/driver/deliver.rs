@@ -122,8 +122,8 @@ impl Delivery<'_> {
         let (track, id) = (&mut live.track, self.id);
         match place {
             RequestPlace::Running => self.recording.scheduled(track, id, self.now),
-            RequestPlace::Swapped => self.recording.rests(track, id, true),
-            RequestPlace::Waiting => self.recording.rests(track, id, false),
+            RequestPlace::Swapped => self.recording.left_batch(track, id, true),
+            RequestPlace::Waiting => self.recording.left_batch(track, id, false),
         }
     }
 
