@@ -47,7 +47,7 @@ impl Publication {
     }
 
     /// This process does not stand still.
-    pub fn beat(&self) {
+    pub fn record_progress(&self) {
         drop(self.published());
     }
 
@@ -91,13 +91,13 @@ impl Publication {
     }
 
     /// etcd answers but does not accept what this process has: another may lead.
-    pub fn kept(&self) {
-        self.published().kept(self.clock.now());
+    pub fn keep_page(&self) {
+        self.published().keep_page(self.clock.now());
     }
 
     fn published(&self) -> MutexGuard<'_, Published<PageSnapshot>> {
         let mut published = self.published.lock().unwrap_or_else(PoisonError::into_inner);
-        published.beat(self.clock.now());
+        published.record_progress(self.clock.now());
         published
     }
 }
