@@ -248,7 +248,7 @@ impl MembershipCore {
     /// # Errors
     /// When the lease has ended.
     pub fn kept(&mut self, now: Duration, ttl: Duration) -> Result<(), SessionBroken> {
-        self.hears(now);
+        self.record_life(now);
         if ttl.is_zero() {
             self.lease = None;
             return Err(SessionBroken("the lease has ended".to_owned()));
@@ -275,7 +275,7 @@ impl MembershipCore {
     /// # Errors
     /// When the watch is over, or the process's own key is gone because someone revoked the lease.
     pub fn changed(&mut self, now: Duration, change: WatchUpdate) -> Result<(), SessionBroken> {
-        self.hears(now);
+        self.record_life(now);
         if let Some(session) = &mut self.session {
             session.heard = now;
         }
@@ -312,7 +312,7 @@ impl MembershipCore {
         if !self.registered {
             return Some(NextAction::Register);
         }
-        let first = self.run_after.is_none_or(|at| at <= now) || self.nobody_goes_on();
+        let first = self.run_after.is_none_or(|at| at <= now) || self.has_no_incumbent();
         let may_run = first && !self.is_replaced();
         if self.campaign && self.view.leader.is_none() && may_run {
             return Some(NextAction::Lead);
@@ -351,7 +351,7 @@ impl MembershipCore {
     }
 
     /// Whether the last leader has ended, so that nobody serves who might lead again.
-    fn nobody_goes_on(&self) -> bool {
+    fn has_no_incumbent(&self) -> bool {
         let gone = |led: &LastLeader| led.ended || led.record.node == self.record.node;
         self.view.last_leader.as_ref().is_some_and(gone)
     }
@@ -389,7 +389,7 @@ impl MembershipCore {
 
     /// Records a sign of life from etcd. If it was silent for so long that leases may have expired
     /// for that reason alone, it counts as having been away, although the session has survived.
-    fn hears(&mut self, now: Duration) {
+    fn record_life(&mut self, now: Duration) {
         let Some(session) = &mut self.session else { return };
         let silent = now.saturating_sub(std::mem::replace(&mut session.spoke, now));
         if silent > self.lease_ttl / 2 && !self.was_last_leader {

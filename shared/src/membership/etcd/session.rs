@@ -117,7 +117,8 @@ impl Member {
         session.lists = false;
         let (mut client, prefix) = (session.client(), self.prefix());
         let options = Some(GetOptions::new().with_prefix());
-        let listed = self.during(session, async move { client.get(prefix, options).await }).await?;
+        let listed =
+            self.keeping_lease(session, async move { client.get(prefix, options).await }).await?;
         let (revision, entries) = self.entries(&listed);
         self.core.listed(self.now(), revision, entries);
         self.confirm();
@@ -142,7 +143,7 @@ impl Member {
                     Ok(None) => Err(SessionEnd::Broken("etcd ended the watch".to_owned())),
                     Err(error) => Err(error.into()),
                 },
-                desired = told(&mut self.desired) => {
+                desired = next_command(&mut self.desired) => {
                     self.core.desire(desired);
                     Ok(())
                 }
@@ -156,7 +157,7 @@ impl Member {
             if let Err(ended) = outcome {
                 return ended;
             }
-            if let Err(ended) = self.take_place(session).await {
+            if let Err(ended) = self.act(session).await {
                 return ended;
             }
         }
@@ -164,7 +165,7 @@ impl Member {
 
     /// Waits for an answer from etcd and keeps the lease alive meanwhile: several slow answers in a
     /// row may take longer than the lease lives.
-    pub(super) async fn during<T>(
+    pub(super) async fn keeping_lease<T>(
         &mut self,
         session: &mut Session,
         answer: impl Future<Output = Result<T, Error>>,
@@ -194,7 +195,7 @@ impl Member {
     }
 
     /// Registers, runs for leader, holds the lead or stores commands, whichever is due.
-    pub(super) async fn take_place(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
+    pub(super) async fn act(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         if session.lists {
             self.list(session).await?;
         }
@@ -258,7 +259,7 @@ fn is_gone(error: &Error) -> bool {
 }
 
 /// Waits for the next command from operators.
-async fn told(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
+async fn next_command(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
     loop {
         if desired.changed().await.is_err() {
             // The sender is gone.

@@ -14,7 +14,8 @@ impl Member {
         let Some(lease) = self.core.lease() else { return Ok(()) };
         let key = self.key(self.core.key());
         let (mut client, wanted) = (session.client(), key.clone());
-        let got = self.during(session, async move { client.get(wanted, None).await }).await?;
+        let got =
+            self.keeping_lease(session, async move { client.get(wanted, None).await }).await?;
         let held = got.kvs().first();
         let held = held.map(|kv| KeyOwner { revision: kv.mod_revision(), record: decode(kv) });
         let Some(seen) = self.core.found(self.now(), held).map_err(SessionEnd::Fatal)? else {
@@ -26,7 +27,8 @@ impl Member {
         let put = TxnOp::put(key.as_str(), value, Some(put));
         let register = Txn::new().when([unchanged]).and_then([put]);
         let mut client = session.client();
-        let written = self.during(session, async move { client.txn(register).await }).await?;
+        let written =
+            self.keeping_lease(session, async move { client.txn(register).await }).await?;
         if written.succeeded() {
             self.core.registered();
             tracing::info!(key = self.core.key(), "registered with etcd");
@@ -44,10 +46,10 @@ impl Member {
             Compare::mod_revision(led.as_str(), CompareOp::Equal, self.core.last_leader_revision());
         let value = json(self.core.record())?;
         let lead = TxnOp::put(key, value, Some(PutOptions::new().with_lease(lease)));
-        let led = TxnOp::put(led, self.led(false)?, None);
+        let led = TxnOp::put(led, self.last_leader_json(false)?, None);
         let run = Txn::new().when([vacant, missed_nobody]).and_then([lead, led]);
         let mut client = session.client();
-        self.during(session, async move { client.txn(run).await }).await?;
+        self.keeping_lease(session, async move { client.txn(run).await }).await?;
         // Whoever leads now: the list shows it at once, the watch would show it a little later.
         self.list(session).await
     }
@@ -64,7 +66,7 @@ impl Member {
         let put = TxnOp::put(self.key(LEADER_KEY), json(self.core.record())?, Some(put));
         let hold = Txn::new().when([self.leads(epoch)]).and_then([put]);
         let mut client = session.client();
-        self.during(session, async move { client.txn(hold).await }).await?;
+        self.keeping_lease(session, async move { client.txn(hold).await }).await?;
         self.list(session).await
     }
 
@@ -74,7 +76,7 @@ impl Member {
         let put = TxnOp::put(self.key(DESIRED_KEY), json(desired)?, None);
         let store = Txn::new().when([self.leads(epoch)]).and_then([put]);
         let mut client = session.client();
-        self.during(session, async move { client.txn(store).await }).await?;
+        self.keeping_lease(session, async move { client.txn(store).await }).await?;
         // Either it is stored, or another process leads: the list shows which.
         self.list(session).await
     }
@@ -83,7 +85,7 @@ impl Member {
     /// so that nobody waits for it.
     pub(super) async fn hand_over(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         if let Some(epoch) = self.core.view().own().map(|leader| leader.epoch) {
-            let put = TxnOp::put(self.key(LAST_LEADER_KEY), self.led(true)?, None);
+            let put = TxnOp::put(self.key(LAST_LEADER_KEY), self.last_leader_json(true)?, None);
             session.client.txn(Txn::new().when([self.leads(epoch)]).and_then([put])).await?;
         }
         if let Some(lease) = self.core.lease() {
@@ -97,7 +99,7 @@ impl Member {
         Compare::create_revision(self.key(LEADER_KEY), CompareOp::Equal, epoch)
     }
 
-    pub(super) fn led(&self, ended: bool) -> Result<Vec<u8>, SessionEnd> {
+    pub(super) fn last_leader_json(&self, ended: bool) -> Result<Vec<u8>, SessionEnd> {
         json(&LastLeader { record: self.core.record().clone(), ended, revision: 0 })
     }
 }
