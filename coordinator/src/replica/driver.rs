@@ -298,7 +298,7 @@ impl ReplicaDriver {
     pub fn next_plan(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.plan(plan, &mut self.effects);
         if planned {
-            self.goes_out(now, plan);
+            self.record_sent(now, plan);
         }
         if !self.effects.is_empty() {
             self.deliver(now);
@@ -306,7 +306,7 @@ impl ReplicaDriver {
         planned
     }
 
-    fn goes_out(&mut self, now: Duration, plan: &StepPlan) {
+    fn record_sent(&mut self, now: Duration, plan: &StepPlan) {
         if self.in_flight.is_empty() {
             self.waited = Duration::ZERO;
         }
@@ -326,7 +326,7 @@ impl ReplicaDriver {
     pub fn canary(&mut self, now: Duration, plan: &mut StepPlan) -> bool {
         let planned = self.scheduler.canary(plan);
         if planned {
-            self.goes_out(now, plan);
+            self.record_sent(now, plan);
         }
         planned
     }
