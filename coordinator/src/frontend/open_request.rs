@@ -93,7 +93,7 @@ impl OpenRequest {
     }
 
     /// Frees its tokens: it cannot be sent again.
-    pub(super) fn let_go(&mut self) {
+    pub(super) fn free_tokens(&mut self) {
         self.is_kept = false;
         (self.tokens, self.besides) = (0, 0);
         self.submit.prompt = Vec::new();
@@ -108,7 +108,7 @@ impl OpenRequest {
     }
 
     /// Its coordinator is lost; returns how often that has happened.
-    pub(super) fn lose(&mut self) -> u32 {
+    pub(super) fn record_lost_link(&mut self) -> u32 {
         self.lost += 1;
         self.lost
     }
@@ -173,7 +173,7 @@ impl OpenRequest {
             tokens.push(token);
             self.tokens += 1;
             if self.weight() > SENT_AGAIN_MAX {
-                self.let_go();
+                self.free_tokens();
             }
         }
         Some(())

@@ -77,7 +77,7 @@ impl Requests {
     }
 
     /// A replica serves.
-    pub(super) fn settled(&mut self) {
+    pub(super) fn replica_serves(&mut self) {
         self.unsettled_since = None;
     }
 
@@ -109,7 +109,7 @@ impl Requests {
             }
             let message = FromFrontend::Submit(open_request.message(now));
             if self.live_tokens.saturating_add(open_request.weight()) > self.live_tokens_max {
-                open_request.let_go();
+                open_request.free_tokens();
             }
             self.live_tokens += open_request.weight();
             // The client may not have read an earlier coordinator's events yet.
@@ -161,7 +161,7 @@ impl Requests {
         self.live_tokens = self.live_tokens + live.open_request.weight() - before;
         if self.live_tokens > self.live_tokens_max {
             self.live_tokens -= live.open_request.weight();
-            live.open_request.let_go();
+            live.open_request.free_tokens();
         }
         let Some(event) = news else { return };
         // The HTTP side cancels the request of a client that left, but only if the command queue
@@ -206,7 +206,7 @@ impl Requests {
         let mut lost: Vec<(RequestId, RunningRequest)> = self.live.drain().collect();
         lost.sort_unstable_by_key(|(id, _)| *id);
         for (_, RunningRequest { mut open_request, events, .. }) in lost {
-            let why = match open_request.lose() {
+            let why = match open_request.record_lost_link() {
                 _ if !open_request.is_kept() => {
                     "; the request was not kept, since too many tokens were in progress"
                 }

@@ -322,7 +322,7 @@ impl Uplink {
         match message.map_err(|error| error.to_string())? {
             ToFrontend::Readiness { ready, message } => {
                 if ready {
-                    self.requests.settled();
+                    self.requests.replica_serves();
                 }
                 self.set_readiness(ready, message);
             }
