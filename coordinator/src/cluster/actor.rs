@@ -201,11 +201,11 @@ impl ClusterActor {
     /// With several coordinators: adopts what operators told the last leader, and leaves what they
     /// say to the next one.
     #[must_use]
-    pub fn desiring(mut self, supervised: Option<Desired>, desires: Desires) -> Self {
-        if let Some(supervised) = supervised {
+    pub fn desiring(mut self, desired: Option<Desired>, desires: Desires) -> Self {
+        if let Some(desired) = desired {
             // Written again so that an etcd that lost its data has it, too.
-            desires.send_replace(Some(supervised.clone()));
-            self.core.adopt_desired(supervised);
+            desires.send_replace(Some(desired.clone()));
+            self.core.adopt_desired(desired);
         }
         self.desires = Some(desires);
         self
