@@ -15,7 +15,7 @@ use ureq::Agent;
 use super::super::asking::{self, TrustArgs};
 use super::super::etcd::EtcdArgs;
 use super::host::mib;
-use super::{DoctorArgs, Finding, Level};
+use super::{DoctorArgs, Finding, Severity};
 
 /// Time limit for a peer's answer.
 const DEADLINE: Duration = Duration::from_secs(3);
@@ -69,7 +69,7 @@ fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     let outcome = match runtime {
         Ok(runtime) => runtime.block_on(probe(address, secret)),
-        Err(error) => Err(Refusal::new(error.to_string(), "free some resources of this host")),
+        Err(error) => Err(ProbeFailure::new(error.to_string(), "free some resources of this host")),
     };
     match outcome {
         Ok(()) => {
@@ -83,22 +83,22 @@ fn coordinator(address: &str, secret: Option<&Keyring>) -> Finding {
 
 /// Why it would not.
 #[derive(Debug)]
-struct Refusal {
+struct ProbeFailure {
     found: String,
     fix: String,
 }
 
-impl Refusal {
+impl ProbeFailure {
     fn new(found: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { found: found.into(), fix: fix.into() }
     }
 }
 
-async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
+async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), ProbeFailure> {
     let mut connection = Connection::dial(address, DEADLINE).await.map_err(|error| {
         let fix = "start the coordinator with --cluster-listen on an address that this host can \
                    reach, and open the port in any firewall between them";
-        Refusal::new(format!("cannot be reached: {error}"), fix)
+        ProbeFailure::new(format!("cannot be reached: {error}"), fix)
     })?;
     if let Some(secret) = secret {
         connection.authenticate_as_client(&secret.all(), DEADLINE).await.map_err(refusal)?;
@@ -111,11 +111,11 @@ async fn probe(address: &str, secret: Option<&Keyring>) -> Result<(), Refusal> {
             let reason: Result<String, _> = codec::decode_message(&frame.body);
             Err(refusal(CloseReason::Refused(reason.unwrap_or_else(|error| error.to_string()))))
         }
-        kind => Err(Refusal::new(format!("answers with {kind:?}"), "is it the same version?")),
+        kind => Err(ProbeFailure::new(format!("answers with {kind:?}"), "is it the same version?")),
     }
 }
 
-fn refusal(reason: CloseReason) -> Refusal {
+fn refusal(reason: CloseReason) -> ProbeFailure {
     let fix = match &reason {
         CloseReason::Auth(AuthError::WrongSecret) => {
             "copy the coordinator's secret file to this host"
@@ -145,7 +145,7 @@ fn refusal(reason: CloseReason) -> Refusal {
         }
         _ => "is it the coordinator's --cluster-listen, and does no firewall in between block it?",
     };
-    Refusal::new(reason.to_string(), fix)
+    ProbeFailure::new(reason.to_string(), fix)
 }
 
 /// Compares clock and version with a server's, from an HTTP answer.
@@ -333,7 +333,7 @@ fn runtime() -> Result<tokio::runtime::Runtime, ProbeError> {
 fn alarm(url: &str, options: &EtcdOptions) -> Option<Finding> {
     let database_usage =
         runtime().and_then(|it| it.block_on(options.database_usage(DEADLINE))).ok()?;
-    database_finding(url, database_usage).filter(|finding| finding.level == Level::Fail)
+    database_finding(url, database_usage).filter(|finding| finding.level == Severity::Fail)
 }
 
 /// Checks whether it is full, or soon will be. A cluster's data is small: the database fills up
@@ -375,14 +375,14 @@ mod tests {
         let at = |ms: u64| SystemTime::UNIX_EPOCH + Duration::from_millis(1_000_000_000 + ms);
         // The server's clock is cut to seconds: 0.9 s reads as 0.
         let level = |date, asked, answered| judge_skew(at(date), at(asked), at(answered)).level;
-        assert_eq!(level(5000, 5900, 5950), Level::Ok);
-        assert_eq!(level(5000, 4900, 5100), Level::Ok);
-        assert_eq!(level(5000, 8100, 8200), Level::Warn);
-        assert_eq!(level(5000, 2000, 2500), Level::Warn);
+        assert_eq!(level(5000, 5900, 5950), Severity::Ok);
+        assert_eq!(level(5000, 4900, 5100), Severity::Ok);
+        assert_eq!(level(5000, 8100, 8200), Severity::Warn);
+        assert_eq!(level(5000, 2000, 2500), Severity::Warn);
         // A slow answer is less precise.
-        assert_eq!(level(5000, 2000, 6000), Level::Ok);
-        assert_eq!(level(5000, 70_000, 70_100), Level::Fail);
-        assert_eq!(level(70_000, 5000, 5100), Level::Fail);
+        assert_eq!(level(5000, 2000, 6000), Severity::Ok);
+        assert_eq!(level(5000, 70_000, 70_100), Severity::Fail);
+        assert_eq!(level(70_000, 5000, 5100), Severity::Fail);
         let ahead = judge_skew(at(5000), at(70_000), at(70_100)).found;
         assert!(ahead.contains("ahead of"), "{ahead}");
     }
@@ -394,12 +394,12 @@ mod tests {
         };
         let of = |size| DatabaseUsage { size, ..DatabaseUsage::default() };
         assert_eq!(level(of(1 << 30)), None);
-        assert_eq!(level(of(3 << 29)), Some(Level::Warn));
+        assert_eq!(level(of(3 << 29)), Some(Severity::Warn));
         assert_eq!(level(DatabaseUsage { quota: Some(8 << 30), ..of(3 << 29) }), None);
-        assert_eq!(level(DatabaseUsage { no_space: true, ..of(1) }), Some(Level::Fail));
+        assert_eq!(level(DatabaseUsage { no_space: true, ..of(1) }), Some(Severity::Fail));
         let finding =
             database_finding("http://e:2379", DatabaseUsage { corrupt: true, ..of(1) }).unwrap();
-        assert!(finding.found.contains("CORRUPT") && finding.level == Level::Fail);
+        assert!(finding.found.contains("CORRUPT") && finding.level == Severity::Fail);
     }
 
     #[test]
