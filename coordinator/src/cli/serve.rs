@@ -35,10 +35,12 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
     let log = logging::init(&args.common.log_level);
     let lease = Duration::from_secs(args.leader_lease);
     let etcd = etcd::options(&args.etcd, lease)?;
-    let model =
-        ModelHints { weights: Weights::MayBeElsewhere, pinned: pinned(etcd.as_ref(), args)? };
+    let model = ModelHints {
+        weights: WeightsLocation::MayBeElsewhere,
+        pinned: pinned(etcd.as_ref(), args)?,
+    };
     let options = coordinator_options(&args.common, &args.serving, CLUSTER_LISTEN, model, log)?;
-    check_model(&options, Weights::MayBeElsewhere)?;
+    check_model(&options, WeightsLocation::MayBeElsewhere)?;
     let patience = Duration::from_secs(args.serving.drain_timeout);
     if let Some(etcd) = etcd {
         let interval = Duration::from_secs(args.checkpoint_interval);
@@ -111,7 +113,7 @@ pub(crate) fn coordinator_options(
     let (placement, api) = (args.placement.rules()?, api::options(&args.api, args.listen)?);
     let metrics_compat = compat(&args.metrics_compat)?;
     // All that can be wrong without the model has been looked at: it may take long to come.
-    let here = hints.weights == Weights::Here;
+    let here = hints.weights == WeightsLocation::Here;
     let part = if here { ModelPart::All } else { ModelPart::Text };
     let found = match &args.model {
         Some(model) => hub::find(model, &args.hub, part, hints.pinned)?,
@@ -216,14 +218,14 @@ pub(crate) fn check_least(args: &ServingArgs, degree: u32) -> Result<(), CliErro
 #[derive(Clone, Debug)]
 pub(crate) struct ModelHints {
     /// Where its weights are to be.
-    pub(crate) weights: Weights,
+    pub(crate) weights: WeightsLocation,
     /// The state of a model of the hub that the cluster serves.
     pub(crate) pinned: Option<Pinned>,
 }
 
 /// Where the model's weights are, as seen from a coordinator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Weights {
+pub(crate) enum WeightsLocation {
     /// On this host.
     Here,
     /// On its workers' hosts; this one may do without.
@@ -232,13 +234,16 @@ pub(crate) enum Weights {
 
 /// Checks what workers would reject about the model before there are any: its configuration, its
 /// degree, the headers of its files, its adapters. Loads nothing.
-pub(crate) fn check_model(options: &CoordinatorOptions, weights: Weights) -> Result<(), CliError> {
+pub(crate) fn check_model(
+    options: &CoordinatorOptions,
+    weights: WeightsLocation,
+) -> Result<(), CliError> {
     let CoordinatorOptions { model, tensor_parallel: degree, lora, .. } = options;
     let checks_adapters = || {
         let none = lora.adapters.is_empty();
         if none { Ok(()) } else { worker::check::adapters(model, lora, *degree).map(drop) }
     };
-    let elsewhere = weights == Weights::MayBeElsewhere;
+    let elsewhere = weights == WeightsLocation::MayBeElsewhere;
     let checked = if elsewhere && options.sources.pinned.is_some() {
         // Workers fetch them; what is here may be on its way.
         worker::check::degree(model, *degree).and_then(|()| checks_adapters())

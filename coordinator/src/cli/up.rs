@@ -14,7 +14,7 @@ use super::children::{ChildEvent, Children, WorkerCommand};
 use super::options::{TENSOR_PARALLEL, Workers};
 use super::output::print_line;
 use super::serve::{
-    BATCHED_TOKENS_GPU, ModelHints, Weights, check_model, coordinator_options, finish,
+    BATCHED_TOKENS_GPU, ModelHints, WeightsLocation, check_model, coordinator_options, finish,
 };
 use super::signals::Signals;
 use super::work::cores;
@@ -57,9 +57,9 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
     if on_gpus {
         serving.max_num_batched_tokens.get_or_insert(BATCHED_TOKENS_GPU);
     }
-    let model = ModelHints { weights: Weights::Here, pinned: None };
+    let model = ModelHints { weights: WeightsLocation::Here, pinned: None };
     let mut options = coordinator_options(&args.common, &serving, any_port, model, log)?;
-    check_model(&options, Weights::Here)?;
+    check_model(&options, WeightsLocation::Here)?;
     let (scaler, scaling) = mpsc::channel(8);
     options.workers = Some(scaler);
     let patience = Duration::from_secs(args.serving.drain_timeout);
