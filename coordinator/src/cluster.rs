@@ -212,7 +212,7 @@ impl Cluster {
         self.failed_formations.forget(worker);
         self.release_held();
         if self.slow.remove(&worker) {
-            effects.push(Effect::Pace { worker, slow: false });
+            effects.push(Effect::WorkerPace { worker, slow: false });
         }
         if let Some(id) = self.replicas.of(worker) {
             let reason = format!("{node}: {reason}");
@@ -241,7 +241,7 @@ impl Cluster {
     pub fn device_failed(&mut self, now: Duration, worker: WorkerId, effects: &mut Vec<Effect>) {
         let Some(member) = self.members.get(&worker) else { return };
         if let Some(lasts) = self.quarantine.failed(now, member.device()) {
-            effects.push(Effect::SetAside { worker, lasts });
+            effects.push(Effect::Quarantined { worker, lasts });
         }
     }
 
@@ -309,7 +309,7 @@ impl Cluster {
         }
         let changed = if slow { self.slow.insert(worker) } else { self.slow.remove(&worker) };
         if changed {
-            effects.push(Effect::Pace { worker, slow });
+            effects.push(Effect::WorkerPace { worker, slow });
         }
         self.reconcile(now, effects);
     }

@@ -37,16 +37,16 @@ impl World {
                 Effect::ReplicaReady { replica, epoch, ranks, num_blocks, host_blocks } => {
                     self.replica_ready(replica, epoch, ranks, (num_blocks, host_blocks));
                 }
-                Effect::Silent { worker, .. } => {
+                Effect::AnswerTimedOut { worker, .. } => {
                     self.say(|| format!("{worker} has not answered when it was formed"));
                     self.report.silent += 1;
                 }
-                Effect::GivesWay { worker, to } => {
+                Effect::RankReplaced { worker, to } => {
                     self.say(|| format!("{worker} gives way to {to}"));
                 }
                 // No device fails in the simulation.
-                Effect::SetAside { .. } => {}
-                Effect::Pace { worker, slow } => {
+                Effect::Quarantined { .. } => {}
+                Effect::WorkerPace { worker, slow } => {
                     self.coordinator.hub.observer().record().rank_slow(worker, slow);
                 }
                 Effect::ReplicaBroken { replica, epoch, end, reason } => {
@@ -72,7 +72,7 @@ impl World {
                         self.coordinator.migrations.expect(replica);
                     }
                 }
-                Effect::Desire(desired) => {
+                Effect::StoreDesired(desired) => {
                     let who = self.member_of(self.coordinator.seat);
                     self.desire(who, desired);
                 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use coordinator::cluster::records::ProcessExit;
-use coordinator::cluster::view::Frozen;
+use coordinator::cluster::view::UnresponsiveNodes;
 use shared::actor::supervise::{Decision, RestartPolicy, Supervisor};
 use shared::clock::{Clock, SystemClock};
 use shared::log::{LogLimits, SharedLog};
@@ -70,7 +70,7 @@ pub(crate) enum ChildEvent {
 pub(crate) struct Children {
     command: Arc<WorkerCommand>,
     events: mpsc::Sender<ChildEvent>,
-    kick: watch::Receiver<Frozen>,
+    kick: watch::Receiver<UnresponsiveNodes>,
     stop: watch::Sender<bool>,
     tasks: Vec<tokio::task::JoinHandle<()>>,
     /// Number of workers wanted; their nodes are numbered from 0.
@@ -87,7 +87,7 @@ impl Children {
         command: WorkerCommand,
         count: u32,
         events: mpsc::Sender<ChildEvent>,
-        kick: watch::Receiver<Frozen>,
+        kick: watch::Receiver<UnresponsiveNodes>,
     ) -> Self {
         let (stop, _) = watch::channel(false);
         let command = Arc::new(command);
@@ -194,7 +194,7 @@ struct Watcher {
     stopped: watch::Receiver<bool>,
     /// Nodes whose processes are alive but do not answer: they are killed, and restarted like
     /// crashed ones.
-    kick: watch::Receiver<Frozen>,
+    kick: watch::Receiver<UnresponsiveNodes>,
     /// Number of workers wanted: a worker above it is not restarted, however it ended.
     wanted: watch::Receiver<u32>,
 }
@@ -393,7 +393,7 @@ mod tests {
             patience: Duration::from_secs(1),
         };
         let (events, mut ends) = mpsc::channel(1);
-        let (_kick, kicked) = watch::channel(Frozen::new());
+        let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let children = Children::start(command, workers, events, kicked);
         let mut told = [0; 4];
         while told.iter().sum::<usize>() < wanted {

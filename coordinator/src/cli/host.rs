@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::sync::{mpsc, watch};
 
-use coordinator::cluster::view::Frozen;
+use coordinator::cluster::view::UnresponsiveNodes;
 
 use super::children::{ChildEvent, Children, WorkerCommand};
 use super::heartbeat::{beat_to_systemd, parent_gone};
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &WorkerArgs, given: &[OsString], workers: u32) -> Result
         print_line(&format!("{workers} {on} workers, {0}-0 to {0}-{1}", command.name, workers - 1));
         let (events, ends) = mpsc::channel(64);
         // Missing heartbeats reveal frozen workers; nothing else reports them here.
-        let (_kick, kicked) = watch::channel(Frozen::new());
+        let (_kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
             () = signals.next() => Ok(()),

@@ -4,7 +4,7 @@ mod progress;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use coordinator::cluster::view::{ClusterView, Frozen};
+use coordinator::cluster::view::{ClusterView, UnresponsiveNodes};
 use coordinator::coordinator::Coordinator;
 use coordinator::http::admin::ScaleWorkers;
 use tokio::sync::{mpsc, watch};
@@ -76,7 +76,7 @@ pub(crate) fn run(args: &UpArgs) -> Result<(), CliError> {
         ));
         let view = coordinator.view();
         let (events, ends) = mpsc::channel(64);
-        let (kick, kicked) = watch::channel(Frozen::new());
+        let (kick, kicked) = watch::channel(UnresponsiveNodes::new());
         let least = args.serving.min_tensor_parallel.unwrap_or(degree).min(degree);
         let mut children = Children::start(command, workers, events, kicked);
         let outcome = tokio::select! {
@@ -179,7 +179,7 @@ async fn supervise(
     coordinator: &Coordinator,
     mut view: watch::Receiver<ClusterView>,
     mut ends: mpsc::Receiver<ChildEvent>,
-    kick: &watch::Sender<Frozen>,
+    kick: &watch::Sender<UnresponsiveNodes>,
     mut scaling: mpsc::Receiver<ScaleWorkers>,
     (children, least): (&mut Children, u32),
 ) -> Result<(), CliError> {

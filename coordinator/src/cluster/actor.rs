@@ -35,7 +35,7 @@ use super::affinity::Affinity;
 use super::migration::{Candidate, Migrations};
 use super::records::Records;
 use super::roster::{LinkNumber, Roster};
-use super::view::{ClusterView, Frozen};
+use super::view::{ClusterView, UnresponsiveNodes};
 use super::{Cluster, ClusterConfig, Effect};
 use crate::engine::EngineError;
 use crate::links::WorkerLink;
@@ -113,7 +113,7 @@ pub struct ClusterActor {
     /// Why no replica's actor can be made.
     broken_config: Option<String>,
     /// Workers whose links were given up for silence, until they are back.
-    frozen: Frozen,
+    frozen: UnresponsiveNodes,
     tensor_parallel: u32,
     worker_stats: bool,
     /// What workers must have before they join.
@@ -172,7 +172,7 @@ impl ClusterActor {
             engine,
             view,
             broken_config: None,
-            frozen: Frozen::new(),
+            frozen: UnresponsiveNodes::new(),
             tensor_parallel,
             worker_stats,
             to_fetch,
@@ -253,10 +253,10 @@ impl ClusterActor {
                         self.migrations.expect(replica);
                     }
                 }
-                Effect::Pace { worker, slow } => {
+                Effect::WorkerPace { worker, slow } => {
                     self.hub.observer().record().rank_slow(worker, slow);
                 }
-                Effect::Silent { worker, lasts } => {
+                Effect::AnswerTimedOut { worker, lasts } => {
                     let (node, seconds) = (self.node_of(worker), lasts.as_secs());
                     tracing::warn!(
                         worker = node,
@@ -265,7 +265,7 @@ impl ClusterActor {
                         "the worker did not answer while its replica was formed"
                     );
                 }
-                Effect::GivesWay { worker, to } => {
+                Effect::RankReplaced { worker, to } => {
                     tracing::warn!(
                         worker = self.node_of(worker),
                         slot = worker.0,
@@ -274,7 +274,7 @@ impl ClusterActor {
                          whether the ranks reach each other"
                     );
                 }
-                Effect::SetAside { worker, lasts } => {
+                Effect::Quarantined { worker, lasts } => {
                     let member = self.core.member(worker);
                     let node = member.map_or("", |member| member.node.as_str());
                     let device = member.map_or("", |member| member.device());
@@ -287,7 +287,7 @@ impl ClusterActor {
                          scale` tries it again at once"
                     );
                 }
-                Effect::Desire(desired) => {
+                Effect::StoreDesired(desired) => {
                     if let Some(desires) = &self.desires {
                         desires.send_replace(Some(desired));
                     }

@@ -24,7 +24,7 @@ impl Cluster {
         self.release_held();
         self.quarantine.forgive();
         self.failed_formations.forget_all();
-        effects.push(Effect::Desire(self.desired.clone()));
+        effects.push(Effect::StoreDesired(self.desired.clone()));
         self.reconcile(now, effects);
     }
 
@@ -79,7 +79,7 @@ impl Cluster {
             ));
         }
         self.desired.drain(&node, incarnation.0);
-        effects.push(Effect::Desire(self.desired.clone()));
+        effects.push(Effect::StoreDesired(self.desired.clone()));
         self.dismiss_worker(now, worker, &format!("{node} is drained"), false, effects);
         Ok(())
     }
@@ -217,7 +217,7 @@ impl Cluster {
             let mut again = Vec::new();
             for worker in guilty {
                 let lasts = self.pending_answers.patience(worker, patience);
-                effects.push(Effect::Silent { worker, lasts });
+                effects.push(Effect::AnswerTimedOut { worker, lasts });
                 if self.pending_answers.strike(worker) {
                     again.push(worker);
                 } else if self.has_spare_for(id) {
@@ -262,7 +262,7 @@ impl Cluster {
             replica.dismiss(now, worker);
             replica.fill(&mut vec![&best], &group, rules);
         });
-        effects.push(Effect::GivesWay { worker, to: best.worker });
+        effects.push(Effect::RankReplaced { worker, to: best.worker });
     }
 
     /// Replaces slow ranks with spares that are not known to be slow, if there are any.

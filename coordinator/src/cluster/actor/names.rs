@@ -57,15 +57,15 @@ impl AffectedActors {
         for effect in effects {
             match effect {
                 Effect::Send { worker, .. }
-                | Effect::Pace { worker, .. }
-                | Effect::Silent { worker, .. }
-                | Effect::GivesWay { worker, .. }
-                | Effect::SetAside { worker, .. } => drop(affected.workers.insert(*worker)),
+                | Effect::WorkerPace { worker, .. }
+                | Effect::AnswerTimedOut { worker, .. }
+                | Effect::RankReplaced { worker, .. }
+                | Effect::Quarantined { worker, .. } => drop(affected.workers.insert(*worker)),
                 Effect::ReplicaReady { replica, .. }
                 | Effect::ReplicaBroken { replica, .. }
                 | Effect::ReplicaRemoved { replica }
                 | Effect::Unservable { replica, .. } => drop(affected.replicas.insert(*replica)),
-                Effect::Desire(_) => {}
+                Effect::StoreDesired(_) => {}
             }
         }
         affected

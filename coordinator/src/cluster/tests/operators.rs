@@ -4,7 +4,7 @@ use super::*;
 /// The last state to be stored for the next leader.
 fn desired(effects: &[Effect]) -> Option<&Desired> {
     effects.iter().rev().find_map(|effect| match effect {
-        Effect::Desire(desired) => Some(desired),
+        Effect::StoreDesired(desired) => Some(desired),
         _ => None,
     })
 }
