@@ -1,6 +1,6 @@
 //! Puts a coordinator together: listeners, cluster actor, replicas, HTTP, the stats log line. There
-//! are two steps: [`Prepared`] has checked everything and bound the addresses; [`Coordinator`]
-//! serves.
+//! are two steps: [`PreparedCoordinator`] has checked everything and bound the addresses;
+//! [`Coordinator`] serves.
 //!
 //! Everything except HTTP lives on one arbiter (thread): links, cluster and replicas exchange
 //! messages without crossing threads, and no step waits for a lock that another thread holds for
@@ -52,7 +52,7 @@ use crate::scheduler::{Scheduler, SchedulerConfig};
 
 pub use self::options::{CoordinatorOptions, LogStats, ModelSources, StartError};
 pub(crate) use self::prepared::BoundListener;
-pub use self::prepared::Prepared;
+pub use self::prepared::PreparedCoordinator;
 
 /// Deadline of a collective's set-up and of each of its operations.
 const COLLECTIVE_TIMEOUT: Duration = Duration::from_secs(30);
@@ -112,16 +112,27 @@ impl Coordinator {
     /// # Errors
     /// [`StartError`].
     pub fn start(options: CoordinatorOptions) -> Result<Self, StartError> {
-        Self::serve(Prepared::new(options)?, None)
+        Self::serve(PreparedCoordinator::new(options)?, None)
     }
 
     /// Starts to serve; with `leadership`, as the leader.
     ///
     /// # Errors
     /// [`StartError`].
-    pub fn serve(prepared: Prepared, leadership: Option<Leadership>) -> Result<Self, StartError> {
-        let Prepared { options, text, engine, scheduling, hub, http, cluster: bound, metrics } =
-            prepared;
+    pub fn serve(
+        prepared: PreparedCoordinator,
+        leadership: Option<Leadership>,
+    ) -> Result<Self, StartError> {
+        let PreparedCoordinator {
+            options,
+            text,
+            engine,
+            scheduling,
+            hub,
+            http,
+            cluster: bound,
+            metrics,
+        } = prepared;
         let (http_addr, cluster_addr) = (http.address, bound.address);
         let tls = options.api.tls.clone();
         let max_model_len = engine.max_model_len;

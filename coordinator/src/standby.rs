@@ -17,7 +17,7 @@ use shared::membership::View;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::coordinator::{BoundListener, Prepared, StartError};
+use crate::coordinator::{BoundListener, PreparedCoordinator, StartError};
 use crate::http::error::ApiError;
 use crate::http::server::{self, get, get_version};
 use crate::http::tls::Tls;
@@ -36,7 +36,10 @@ impl Standby {
     ///
     /// # Errors
     /// If an address cannot be used.
-    pub fn start(prepared: &Prepared, view: &watch::Receiver<View>) -> Result<Self, StartError> {
+    pub fn start(
+        prepared: &PreparedCoordinator,
+        view: &watch::Receiver<View>,
+    ) -> Result<Self, StartError> {
         let failed = |bound: &BoundListener, option| {
             let address = bound.address;
             move |error| StartError::Listen { address, option, error }

@@ -2,7 +2,9 @@
 use std::time::Duration;
 
 use coordinator::checkpoint::Checkpoints;
-use coordinator::coordinator::{Coordinator, CoordinatorOptions, Leadership, Prepared, StartError};
+use coordinator::coordinator::{
+    Coordinator, CoordinatorOptions, Leadership, PreparedCoordinator, StartError,
+};
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
 use shared::membership::{EtcdMembership, EtcdOptions, Pinned, Record, Role, View};
@@ -25,7 +27,7 @@ pub(crate) async fn run(
     let mut signals = Signals::listen()?;
     let (degree, incarnation) = (options.tensor_parallel, options.run);
     let pinned = options.sources.pinned.clone();
-    let prepared = Prepared::new(options).map_err(failed)?;
+    let prepared = PreparedCoordinator::new(options).map_err(failed)?;
     let endpoints = etcd.endpoints.join(",");
     let (address, http) =
         advertised(advertise, prepared.cluster_addr(), prepared.http_addr(), &etcd.endpoints)?;
@@ -89,7 +91,7 @@ pub(crate) async fn run(
 
 /// Serves until `ends`, continuing the previous leader's totals and saving them for the next.
 async fn lead(
-    prepared: Prepared,
+    prepared: PreparedCoordinator,
     mut leadership: Leadership,
     totals: Option<(EtcdOptions, Duration)>,
     hint: &str,

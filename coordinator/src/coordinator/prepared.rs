@@ -25,7 +25,7 @@ pub(crate) struct BoundListener {
 /// A coordinator that could serve at once: its options are checked, its tokenizer and templates are
 /// loaded, its addresses are bound.
 #[derive(Debug)]
-pub struct Prepared {
+pub struct PreparedCoordinator {
     pub(super) options: CoordinatorOptions,
     pub(super) text: Arc<TextModel>,
     pub(super) engine: EngineConfig,
@@ -36,7 +36,7 @@ pub struct Prepared {
     pub(crate) metrics: Option<BoundListener>,
 }
 
-impl Prepared {
+impl PreparedCoordinator {
     /// Checks the options, loads tokenizer and templates, binds the addresses.
     ///
     /// # Errors
