@@ -38,7 +38,7 @@ use tokio::sync::mpsc;
 pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
-use self::slots::{Admitted, Replaced, Slots};
+use self::slots::{AdmittedFrontend, Replaced, Slots};
 use crate::cluster::actor::Refusal;
 use crate::engine::{
     EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
@@ -67,14 +67,14 @@ pub struct Frontends {
     limits: Limits,
     readiness: ReadinessCheck,
     gate: Gate,
-    slots: Mutex<Slots<Linked>>,
+    slots: Mutex<Slots<LinkedFrontend>>,
     /// The next link's number; number 0 is this process's own front end.
     links: AtomicU64,
 }
 
 /// An open link.
 #[derive(Debug)]
-struct Linked {
+struct LinkedFrontend {
     /// Unique among all links ever made.
     number: u64,
     pid: u32,
@@ -129,7 +129,7 @@ impl Frontends {
         let waiting = || {
             let slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
             let links = || slots.linked().map(|(_, _, link)| link);
-            let waits = |link: &Linked| link.queue.capacity() < EVENTS_MAX;
+            let waits = |link: &LinkedFrontend| link.queue.capacity() < EVENTS_MAX;
             (links().count(), links().any(|link| waits(link) || link.handle.has_queued()))
         };
         let flushed = async {
@@ -152,7 +152,7 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
         drop(slots);
-        let Admitted { frontend, freed } = admitted?;
+        let AdmittedFrontend { frontend, freed } = admitted?;
         if let Some(closed) = freed {
             self.hub.retire(Source::Frontend(frontend), closed);
         }
@@ -187,7 +187,7 @@ impl Frontends {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let link = connection.start(LivenessConfig::default(), self.clock.clone(), sink);
         let (number, pid, handle) = (link_number, hello.pid, link.clone());
-        let linked = Linked { number, pid, handle, queue };
+        let linked = LinkedFrontend { number, pid, handle, queue };
         let joined = slots.joined(&hello.node, id, incarnation, linked);
         drop(slots);
         match joined {

@@ -35,7 +35,7 @@ struct Slot<L> {
 
 /// Permission for a front end to join.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Admitted {
+pub(super) struct AdmittedFrontend {
     /// Its slot.
     pub(super) frontend: FrontendId,
     /// The slot's previous process, if the slot was reassigned; it is not expected back.
@@ -72,7 +72,7 @@ impl<L> Slots<L> {
         node: &str,
         run: Incarnation,
         brought: Option<FrontendId>,
-    ) -> Result<Admitted, Refusal> {
+    ) -> Result<AdmittedFrontend, Refusal> {
         if self.closed.contains(&run) {
             let reason = "it was away for so long that its totals are closed: start it again";
             return Err(Refusal::Never(reason.to_owned()));
@@ -83,7 +83,7 @@ impl<L> Slots<L> {
                 let reason = format!("another process is linked as front end {node}");
                 return Err(Refusal::NotYet(reason));
             }
-            return Ok(Admitted { frontend, freed: None });
+            return Ok(AdmittedFrontend { frontend, freed: None });
         }
         let (frontend, freed) = if self.by_node.len() < SLOTS_MAX {
             (self.vacant(brought), None)
@@ -92,7 +92,7 @@ impl<L> Slots<L> {
         };
         self.by_node.insert(node.to_owned(), frontend);
         self.slots.insert(frontend, Slot { run: None, link: None, free_since: now });
-        Ok(Admitted { frontend, freed })
+        Ok(AdmittedFrontend { frontend, freed })
     }
 
     /// An admitted front end went away before it got its welcome: frees its slot if that was new.
@@ -185,8 +185,8 @@ mod tests {
         Duration::from_secs(secs)
     }
 
-    fn slot(admitted: Result<Admitted, Refusal>) -> u32 {
-        let Admitted { frontend, freed } = admitted.unwrap();
+    fn slot(admitted: Result<AdmittedFrontend, Refusal>) -> u32 {
+        let AdmittedFrontend { frontend, freed } = admitted.unwrap();
         assert_eq!(freed, None);
         frontend.0
     }
@@ -253,14 +253,14 @@ mod tests {
         let late = secs(0) + EXPECTED_FOR;
         let full = slots.admit(late - secs(1), "new", A, None).unwrap_err();
         assert!(matches!(full, Refusal::NotYet(why) if why.contains("4096 front ends")));
-        let freed = Admitted { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
+        let freed = AdmittedFrontend { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
         assert_eq!(slots.admit(late, "new", A, None), Ok(freed));
         assert!(slots.admit(late, "newer", B, None).is_err(), "the next one is expected still");
         // Its slot belongs to another process by now, or to none: its totals would be counted
         // twice.
         let back = slots.admit(late + secs(9), "pod-0", Incarnation(100), None).unwrap_err();
         assert!(matches!(back, Refusal::Never(why) if why.contains("start it again")));
-        let freed = Admitted { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
+        let freed = AdmittedFrontend { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
         assert_eq!(slots.admit(late + secs(9), "pod-0", B, None), Ok(freed));
     }
 }
