@@ -39,7 +39,7 @@ pub use self::events::RemoteEvents;
 use self::events::{LinkRequests, LinkState};
 use self::link::Receiver;
 use self::slots::{AdmittedFrontend, Replaced, Slots};
-use crate::cluster::actor::Refusal;
+use crate::cluster::actor::JoinRefusal;
 use crate::engine::{
     EngineCommand, EngineError, EventSender, GenerateRequest, retry_after_seconds,
 };
@@ -148,7 +148,7 @@ impl Frontends {
     ///
     /// # Errors
     /// Why this front end is rejected, as a sentence for its log.
-    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, Refusal> {
+    pub fn admit(&self, hello: &FrontendHello) -> Result<FrontendWelcome, JoinRefusal> {
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let admitted = slots.admit(self.clock.now(), &hello.node, hello.incarnation, hello.slot);
         drop(slots);

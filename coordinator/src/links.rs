@@ -23,7 +23,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use crate::addresses::Addresses;
-use crate::cluster::actor::{Admit, ClusterActor, Joined, NotJoined, Refusal};
+use crate::cluster::actor::{Admit, ClusterActor, JoinRefusal, Joined, NotJoined};
 use crate::frontends::Frontends;
 
 /// The address of one worker.
@@ -183,9 +183,9 @@ async fn shake_hands(
                 .and_then(|()| check_build(&hello.build, &hello.gpu));
             let admitted = match names.and_then(|()| hello.offer.check()) {
                 Ok(()) => cluster.send(Admit(hello.clone())).await.map_err(ended)?,
-                Err(reason) => Err(Refusal::Never(reason)),
+                Err(reason) => Err(JoinRefusal::Never(reason)),
             };
-            if let Err(Refusal::Fetch(to_fetch)) = &admitted {
+            if let Err(JoinRefusal::Fetch(to_fetch)) = &admitted {
                 // It is no stranger, and will be back.
                 let body = codec::encode(to_fetch).map_err(malformed)?;
                 return in_time(connection.send(FrameKind::Fetch, &body)).await;
@@ -206,7 +206,7 @@ async fn shake_hands(
         FrameKind::FrontendHello => {
             let hello: FrontendHello = decode(&frame.body)?;
             let admitted = check(&[("node", &hello.node)])
-                .map_err(Refusal::Never)
+                .map_err(JoinRefusal::Never)
                 .and_then(|()| frontends.admit(&hello));
             let welcome = answer(&mut connection, admitted).await;
             let welcome = welcome.inspect_err(|_| frontends.not_joined(&hello.node))?;
@@ -282,20 +282,20 @@ async fn in_time<E: Into<CloseReason>>(
 /// Sends the welcome or the refusal; returns the welcome.
 async fn answer<T: Serialize>(
     connection: &mut Connection,
-    admitted: Result<T, Refusal>,
+    admitted: Result<T, JoinRefusal>,
 ) -> Result<T, RejectedPeer> {
     let (kind, body) = match &admitted {
         Ok(welcome) => (FrameKind::Welcome, codec::encode(welcome)),
-        Err(Refusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
-        Err(Refusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
-        Err(Refusal::Fetch(to_fetch)) => (FrameKind::Fetch, codec::encode(to_fetch)),
+        Err(JoinRefusal::NotYet(reason)) => (FrameKind::NotYet, codec::encode(reason)),
+        Err(JoinRefusal::Never(reason)) => (FrameKind::Refused, codec::encode(reason)),
+        Err(JoinRefusal::Fetch(to_fetch)) => (FrameKind::Fetch, codec::encode(to_fetch)),
     };
     in_time(connection.send(kind, &body.map_err(malformed)?)).await?;
     admitted.map_err(|refusal| match refusal {
-        Refusal::NotYet(reason) | Refusal::Never(reason) => {
+        JoinRefusal::NotYet(reason) | JoinRefusal::Never(reason) => {
             RejectedPeer::new(HandshakeRefusal::Admission, reason)
         }
-        Refusal::Fetch(_) => {
+        JoinRefusal::Fetch(_) => {
             RejectedPeer::new(HandshakeRefusal::Admission, "it lacks the model's files")
         }
     })

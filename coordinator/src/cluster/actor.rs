@@ -29,7 +29,7 @@ use self::names::AffectedActors;
 pub use self::names::Supervised;
 pub use self::operator::{Drain, GetLogs, GetStatus, ProcessEnded, Scale};
 pub use self::requests::Command;
-pub use self::workers::{Admit, Joined, NotJoined, Refusal};
+pub use self::workers::{Admit, JoinRefusal, Joined, NotJoined};
 use super::absence::{Absences, EXPECTED_FOR};
 use super::affinity::Affinity;
 use super::migration::{Candidate, Migrations};

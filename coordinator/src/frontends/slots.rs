@@ -10,7 +10,7 @@ use shared::ids::Incarnation;
 use shared::protocol::FrontendId;
 
 use crate::cluster::absence::EXPECTED_FOR;
-use crate::cluster::actor::Refusal;
+use crate::cluster::actor::JoinRefusal;
 
 /// Maximum number of front ends, linked or gone, that have a slot.
 pub(super) const SLOTS_MAX: usize = 4096;
@@ -72,16 +72,16 @@ impl<L> Slots<L> {
         node: &str,
         run: Incarnation,
         brought: Option<FrontendId>,
-    ) -> Result<AdmittedFrontend, Refusal> {
+    ) -> Result<AdmittedFrontend, JoinRefusal> {
         if self.closed.contains(&run) {
             let reason = "it was away for so long that its totals are closed: start it again";
-            return Err(Refusal::Never(reason.to_owned()));
+            return Err(JoinRefusal::Never(reason.to_owned()));
         }
         if let Some(frontend) = self.by_node.get(node).copied() {
             let slot = self.slots.get(&frontend);
             if slot.is_some_and(|slot| slot.link.is_some() && slot.run != Some(run)) {
                 let reason = format!("another process is linked as front end {node}");
-                return Err(Refusal::NotYet(reason));
+                return Err(JoinRefusal::NotYet(reason));
             }
             return Ok(AdmittedFrontend { frontend, freed: None });
         }
@@ -115,13 +115,13 @@ impl<L> Slots<L> {
     }
 
     /// Frees the slot of the front end that has been gone longest and is no longer expected back.
-    fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), Refusal> {
+    fn free(&mut self, now: Duration) -> Result<(FrontendId, Option<Incarnation>), JoinRefusal> {
         let gone = |(id, slot): (&FrontendId, &Slot<L>)| {
             let long = now.saturating_sub(slot.free_since) >= EXPECTED_FOR;
             (slot.link.is_none() && long).then_some((slot.free_since, *id))
         };
         let Some((_, id)) = self.slots.iter().filter_map(gone).min() else {
-            return Err(Refusal::NotYet(format!(
+            return Err(JoinRefusal::NotYet(format!(
                 "{SLOTS_MAX} front ends are linked or were within the last {} minutes, which is \
                  the maximum",
                 EXPECTED_FOR.as_secs() / 60
@@ -185,7 +185,7 @@ mod tests {
         Duration::from_secs(secs)
     }
 
-    fn slot(admitted: Result<AdmittedFrontend, Refusal>) -> u32 {
+    fn slot(admitted: Result<AdmittedFrontend, JoinRefusal>) -> u32 {
         let AdmittedFrontend { frontend, freed } = admitted.unwrap();
         assert_eq!(freed, None);
         frontend.0
@@ -210,7 +210,7 @@ mod tests {
         let nobody = Replaced { run: None, link: None };
         assert_eq!(slots.joined("a", FrontendId(1), A, 7), Ok(nobody));
         let waits = slots.admit(secs(1), "a", B, None).unwrap_err();
-        assert!(matches!(waits, Refusal::NotYet(why) if why.contains("linked as front end a")));
+        assert!(matches!(waits, JoinRefusal::NotYet(why) if why.contains("linked as front end a")));
         // The process's own next link replaces the old one, which ends later.
         assert_eq!(slot(slots.admit(secs(1), "a", A, None)), 1);
         let own = Replaced { run: None, link: Some(7) };
@@ -252,14 +252,14 @@ mod tests {
         }
         let late = secs(0) + EXPECTED_FOR;
         let full = slots.admit(late - secs(1), "new", A, None).unwrap_err();
-        assert!(matches!(full, Refusal::NotYet(why) if why.contains("4096 front ends")));
+        assert!(matches!(full, JoinRefusal::NotYet(why) if why.contains("4096 front ends")));
         let freed = AdmittedFrontend { frontend: FrontendId(1), freed: Some(Incarnation(100)) };
         assert_eq!(slots.admit(late, "new", A, None), Ok(freed));
         assert!(slots.admit(late, "newer", B, None).is_err(), "the next one is expected still");
         // Its slot belongs to another process by now, or to none: its totals would be counted
         // twice.
         let back = slots.admit(late + secs(9), "pod-0", Incarnation(100), None).unwrap_err();
-        assert!(matches!(back, Refusal::Never(why) if why.contains("start it again")));
+        assert!(matches!(back, JoinRefusal::Never(why) if why.contains("start it again")));
         let freed = AdmittedFrontend { frontend: FrontendId(2), freed: Some(Incarnation(101)) };
         assert_eq!(slots.admit(late + secs(9), "pod-0", B, None), Ok(freed));
     }

@@ -29,12 +29,12 @@ const EVENTS_MAX: usize = 256;
 
 /// Asks whether this worker may join. Answered before its link is started.
 #[derive(Debug, Message)]
-#[rtype(result = "Result<Welcome, Refusal>")]
+#[rtype(result = "Result<Welcome, JoinRefusal>")]
 pub struct Admit(pub Hello);
 
 /// Why a worker may not join.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Refusal {
+pub enum JoinRefusal {
     /// Not now; it may dial again.
     NotYet(String),
     /// Never.
@@ -276,25 +276,27 @@ impl ClusterActor {
 }
 
 impl Handler<Admit> for ClusterActor {
-    type Result = Result<Welcome, Refusal>;
+    type Result = Result<Welcome, JoinRefusal>;
 
     fn handle(&mut self, Admit(hello): Admit, _ctx: &mut Self::Context) -> Self::Result {
         if self.stopping {
-            return Err(Refusal::NotYet("the coordinator is shutting down".to_owned()));
+            return Err(JoinRefusal::NotYet("the coordinator is shutting down".to_owned()));
         }
         let node = &hello.node;
         if hello.fetched != self.to_fetch.fingerprint() && self.to_fetch.fingerprint() != 0 {
             tracing::info!(worker = node, "the worker looks for the model's files first");
-            return Err(Refusal::Fetch(self.to_fetch.clone()));
+            return Err(JoinRefusal::Fetch(self.to_fetch.clone()));
         }
         let worker = match self.roster.admit(node, hello.incarnation, hello.rejoin.slot) {
             Admission::Slot(worker) => worker,
             Admission::Taken => {
-                return Err(Refusal::NotYet(format!("another process is linked as node {node}")));
+                return Err(JoinRefusal::NotYet(format!(
+                    "another process is linked as node {node}"
+                )));
             }
             Admission::Retired => {
                 let reason = format!("several other processes have been node {node} since");
-                return Err(Refusal::Never(format!("{reason}: start the worker again")));
+                return Err(JoinRefusal::Never(format!("{reason}: start the worker again")));
             }
         };
         for (worker, run) in self.roster.take_freed() {
