@@ -22,13 +22,13 @@ use crate::scheduler::EpochEnd;
 #[derive(Debug)]
 pub struct ReplicaActor {
     core: ReplicaCore,
-    outbound: Links,
+    outbound: ReplicaLinks,
     clock: Arc<dyn Clock>,
 }
 
 /// The ranks' links, and the cluster.
 #[derive(Debug)]
-struct Links {
+struct ReplicaLinks {
     id: ReplicaId,
     ranks: Vec<(WorkerId, WorkerLink)>,
     /// Notified when the epoch must end.
@@ -39,7 +39,7 @@ struct Links {
     paces: Recipient<RankPace>,
 }
 
-impl Outbound for Links {
+impl Outbound for ReplicaLinks {
     /// Encodes the message once and sends the same bytes to every rank.
     fn send(&mut self, epoch: Epoch, message: &ToWorker) -> Result<(), String> {
         let encoded = Encoded::new(message).map_err(|error| error.to_string())?;
@@ -203,7 +203,7 @@ impl ReplicaActor {
         migrations: Recipient<MigrateRequests>,
         paces: Recipient<RankPace>,
     ) -> Self {
-        let outbound = Links { id, ranks: Vec::new(), cluster, migrations, paces };
+        let outbound = ReplicaLinks { id, ranks: Vec::new(), cluster, migrations, paces };
         Self { core: ReplicaCore::new(driver, load), outbound, clock }
     }
 

@@ -11,9 +11,9 @@ use shared::ids::{Epoch, RequestId, StepId, WorkerId};
 use shared::protocol::{StepMasks, StepPlan, StepResult, ToWorker};
 
 use super::agreement::{Agreement, FinishedStep, RankReport};
-use super::deadlines::Overdue;
+use super::deadlines::OverdueStep;
 use super::driver::{MovedRequest, ReplicaDriver};
-use super::stragglers::{Pace, Stragglers};
+use super::stragglers::{PaceChange, Stragglers};
 use crate::cluster::migration::QueueShare;
 use crate::engine::{EngineError, EventSender, GenerateRequest};
 use crate::scheduler::EpochEnd;
@@ -275,7 +275,7 @@ impl ReplicaCore {
     /// Time passes.
     pub fn tick(&mut self, now: Duration, outbound: &mut impl Outbound) {
         let heard = !self.load.doubtful.load(Ordering::Relaxed);
-        if let Some(Overdue { waited, usual }) = self.driver.tick(now, heard)
+        if let Some(OverdueStep { waited, usual }) = self.driver.tick(now, heard)
             && !self.over
         {
             self.over = true;
@@ -362,7 +362,7 @@ impl ReplicaCore {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
-            for Pace { rank, slow, times } in self.stragglers.step(now, own_us) {
+            for PaceChange { rank, slow, times } in self.stragglers.step(now, own_us) {
                 if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
                     outbound.pace(epoch, rank.worker, slow, times);
                 }

@@ -20,7 +20,7 @@ use shared::mix::IdMap;
 use shared::protocol::{StepMasks, StepPlan, StepResult};
 
 use super::completions::Completions;
-use super::deadlines::{Deadlines, Overdue, StepSize};
+use super::deadlines::{Deadlines, OverdueStep, StepSize};
 use crate::engine::{
     EngineError, EngineEvent, EventSender, GenerateRequest, ReaderProgress, StopCheck,
 };
@@ -382,7 +382,7 @@ impl ReplicaDriver {
     /// Time passes: gives up what waited too long, finds clients that are gone. Returns for how
     /// long the oldest step in flight has run, when that is too long. `heard` is whether all ranks
     /// are heard of: the silence of one has a limit of its own.
-    pub fn tick(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
+    pub fn tick(&mut self, now: Duration, heard: bool) -> Option<OverdueStep> {
         self.find_gone(now);
         self.drop_gone(now);
         self.drop_late_masks(now);
@@ -401,12 +401,12 @@ impl ReplicaDriver {
         None
     }
 
-    fn overdue(&mut self, now: Duration, heard: bool) -> Option<Overdue> {
+    fn overdue(&mut self, now: Duration, heard: bool) -> Option<OverdueStep> {
         let passed = now.saturating_sub(std::mem::replace(&mut self.looked, now));
         let RunningStep { since, size } = *self.in_flight.front()?;
         let all = now.saturating_sub(since);
         if all >= self.limits.step_timeout {
-            return Some(Overdue { waited: all, usual: None });
+            return Some(OverdueStep { waited: all, usual: None });
         }
         // Who waits for masks is not slow.
         if heard && self.scheduler.masks_awaited().is_empty() {
