@@ -39,7 +39,7 @@ impl Outbound for Sent {
         self.hung = hung;
     }
 
-    fn pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
+    fn report_pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
 }
 
 impl Sent {

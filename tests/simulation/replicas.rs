@@ -85,7 +85,7 @@ impl Outbound for Outgoing<'_> {
         self.ends.push((epoch, reason, hung));
     }
 
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, _times: f64) {
         self.paces.push((epoch, worker, slow));
     }
 }

@@ -52,7 +52,7 @@ impl Outbound for ReplicaLinks {
         self.cluster.do_send(EpochFailed { replica: self.id, epoch, reason, hung });
     }
 
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64) {
         self.paces.do_send(RankPace { replica: self.id, epoch, worker, slow, times });
     }
 }

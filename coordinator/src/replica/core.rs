@@ -69,7 +69,7 @@ pub trait Outbound {
     fn end_epoch(&mut self, epoch: Epoch, reason: String, hung: Vec<WorkerId>);
     /// Tells that a rank has computed `times` as long as the others for a while, which is slow, or
     /// that it keeps pace.
-    fn pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
+    fn report_pace(&mut self, epoch: Epoch, worker: WorkerId, slow: bool, times: f64);
 }
 
 /// One replica in operation.
@@ -364,7 +364,7 @@ impl ReplicaCore {
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
             for PaceChange { rank, slow, times } in self.stragglers.step(now, own_us) {
                 if let (Some(epoch), Some(rank)) = (self.epoch, self.ranks.get(rank)) {
-                    outbound.pace(epoch, rank.worker, slow, times);
+                    outbound.report_pace(epoch, rank.worker, slow, times);
                 }
             }
             if !odd.is_empty() && !self.over {
