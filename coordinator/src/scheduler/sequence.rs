@@ -8,7 +8,7 @@ use shared::sampling::SamplingParams;
 use super::AwaitedMask;
 use super::blocks::Prefix;
 use super::effect::RequestPlace;
-use super::pace::Pace;
+use super::pace::DraftPace;
 use super::queue::QueueLoad;
 use super::speculate::NgramDrafter;
 use super::swap::SwappedBlocks;
@@ -74,7 +74,7 @@ pub(super) struct Sequence {
     /// Index of its n-grams; only while it is admitted, and only where drafts come from n-grams.
     pub(super) drafter: Option<Box<NgramDrafter>>,
     /// How many tokens a draft model drafts for it.
-    pub(super) pace: Pace,
+    pub(super) pace: DraftPace,
     /// Whether its next share is to have drafts, as decided before every plan.
     pub(super) wants_draft: bool,
     /// Drafts that the step in flight verifies; empty if there are none.
@@ -129,7 +129,7 @@ impl Sequence {
             prompt_logprobs: Vec::new(),
             prompt_logprobs_done: !wants_prompt,
             drafter: None,
-            pace: Pace::default(),
+            pace: DraftPace::default(),
             wants_draft: false,
             drafts: Drafts::none(),
         }
