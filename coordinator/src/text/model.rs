@@ -16,7 +16,7 @@ use shared::model_config;
 use shared::sampling::Pooling;
 use tokenizers::{PostProcessor as _, Tokenizer, TruncationDirection};
 
-use self::templates::Sources;
+use self::templates::TemplateSources;
 use super::bound;
 use super::dialect::Dialect;
 use super::reply::harmony;
@@ -289,7 +289,7 @@ fn load_template(
         }
         _ => String::new(),
     };
-    let sources = Sources::find(folder, chosen, config.get("chat_template"), &config_file)?;
+    let sources = TemplateSources::find(folder, chosen, config.get("chat_template"), &config_file)?;
     let template = sources.default.map(|(file, source)| {
         let named = |message| TextModelError::new(&file, message);
         let template = ChatTemplate::new(&source, token("bos_token"), token("eos_token"));
