@@ -22,7 +22,7 @@ pub mod settings;
 pub use self::fetch::{DownloadHandle, FetchedModel, Hub};
 pub use self::files::ModelPart;
 pub use self::name::{HubModel, ModelArgument, RequestedModel};
-pub use self::settings::Settings;
+pub use self::settings::HubSettings;
 
 /// Why a model is not here and cannot be had.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

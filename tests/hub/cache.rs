@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use shared::hub::{
-    DownloadHandle, FetchedModel, Hub, HubError, ModelPart, RequestedModel, Settings,
+    DownloadHandle, FetchedModel, Hub, HubError, HubSettings, ModelPart, RequestedModel,
 };
 use tempfile::TempDir;
 use testkit::fake_hub::FakeHub;
@@ -28,9 +28,9 @@ impl Rig {
         Self { hub, folder: tempfile::tempdir().unwrap(), commit }
     }
 
-    fn settings(&self) -> Settings {
+    fn settings(&self) -> HubSettings {
         let cache = self.folder.path().to_owned();
-        Settings { cache, endpoint: self.hub.url(), token: None, offline: false }
+        HubSettings { cache, endpoint: self.hub.url(), token: None, offline: false }
     }
 
     fn fetch(&self, part: ModelPart) -> Result<FetchedModel, HubError> {
@@ -51,7 +51,7 @@ impl Rig {
 }
 
 fn fetch(
-    settings: Settings,
+    settings: HubSettings,
     name: &str,
     revision: &str,
     part: ModelPart,
@@ -316,7 +316,7 @@ fn what_is_not_there_is_said_with_what_to_do() {
     let gguf =
         fetch(rig.settings(), "org/gguf", "main", ModelPart::Weights).unwrap_err().to_string();
     assert!(gguf.contains("only files in .gguf") && gguf.contains("safetensors"), "{gguf}");
-    let nobody = Settings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
+    let nobody = HubSettings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
     let nobody = fetch(nobody, NAME, "main", ModelPart::Text).unwrap_err();
     assert!(nobody.is_transient() && nobody.to_string().contains("http://127.0.0.1:9"), "{nobody}");
 }
@@ -324,7 +324,7 @@ fn what_is_not_there_is_said_with_what_to_do() {
 #[test]
 fn without_a_network_the_cache_is_enough() {
     let rig = Rig::new();
-    let offline = || Settings { offline: true, ..rig.settings() };
+    let offline = || HubSettings { offline: true, ..rig.settings() };
     let error = fetch(offline(), NAME, "main", ModelPart::Text).unwrap_err().to_string();
     assert!(error.contains("HF_HUB_OFFLINE") && error.contains(NAME), "{error}");
     let text = rig.fetch(ModelPart::Text).unwrap();
@@ -337,7 +337,7 @@ fn without_a_network_the_cache_is_enough() {
     );
     assert!(rig.hub.asked().is_empty());
     // A hub that is away, or lets nobody in any more, is none worse than that.
-    let away = Settings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
+    let away = HubSettings { endpoint: "http://127.0.0.1:9".to_owned(), ..rig.settings() };
     assert_eq!(fetch(away, NAME, "main", ModelPart::Text).unwrap(), text);
     rig.hub.restrict(NAME, "hf_new");
     assert_eq!(rig.fetch(ModelPart::Text).unwrap(), text);

@@ -6,7 +6,7 @@ use clap::Args;
 use shared::hub::cache::ModelCache;
 use shared::hub::name::{DEFAULT_REVISION, check_revision};
 use shared::hub::{
-    DownloadHandle, Hub, HubError, HubModel, ModelArgument, ModelPart, RequestedModel, Settings,
+    DownloadHandle, Hub, HubError, HubModel, HubSettings, ModelArgument, ModelPart, RequestedModel,
 };
 use shared::membership::Pinned;
 use shared::protocol::{Adapter, Lora};
@@ -28,7 +28,7 @@ pub(crate) struct CacheArgs {
 impl CacheArgs {
     /// The hub, or why there is none.
     pub(crate) fn hub(&self) -> Result<Hub, String> {
-        Settings::from_environment(self.download_dir.as_deref()).map(Hub::new)
+        HubSettings::from_environment(self.download_dir.as_deref()).map(Hub::new)
     }
 }
 

@@ -13,7 +13,7 @@ use ureq::tls::{Certificate, RootCerts, TlsConfig};
 use ureq::{Agent, Body};
 
 use super::name::{HubModel, RequestedModel, is_commit};
-use super::{HubError, Settings};
+use super::{HubError, HubSettings};
 
 /// Longest wait for a connection, for the beginning of an answer, and for more of it.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(15);
@@ -63,7 +63,7 @@ pub(super) struct Listing {
 }
 
 /// A file's content from some byte on.
-pub(super) struct Content {
+pub(super) struct ContentStream {
     /// Where it begins: where it was asked for, or at the file's beginning.
     pub(super) from: u64,
     pub(super) body: Box<dyn Read>,
@@ -73,12 +73,12 @@ pub(super) struct Content {
 #[derive(Debug)]
 pub(super) struct Client {
     agent: Agent,
-    settings: Settings,
+    settings: HubSettings,
 }
 
 impl Client {
     /// A client of the hub that `settings` name.
-    pub(super) fn new(settings: &Settings) -> Result<Self, HubError> {
+    pub(super) fn new(settings: &HubSettings) -> Result<Self, HubError> {
         let config = Agent::config_builder()
             .http_status_as_error(false)
             .max_redirects(0)
@@ -192,15 +192,15 @@ impl Client {
         model: &HubModel,
         file: &str,
         from: u64,
-    ) -> Result<Content, RequestError> {
+    ) -> Result<ContentStream, RequestError> {
         let address = self.address(model, file);
         let (headers, body) = self.ask(&model.wanted(), "GET", &address, Some(from))?;
         let body = Box::new(body.into_reader());
         let range = headers.get("content-range").and_then(|range| range.to_str().ok());
-        let Some(range) = range else { return Ok(Content { from: 0, body }) };
+        let Some(range) = range else { return Ok(ContentStream { from: 0, body }) };
         let begin = range.strip_prefix("bytes ").and_then(|rest| rest.split_once('-'));
         match begin.and_then(|(begin, _)| begin.parse::<u64>().ok()) {
-            Some(begin) if begin == from => Ok(Content { from, body }),
+            Some(begin) if begin == from => Ok(ContentStream { from, body }),
             _ => Err(RequestError::transient(format!(
                 "{file}: asked for bytes from {from}, got {range}"
             ))),

@@ -12,7 +12,7 @@ use super::client::{Client, FileInfo, Listing};
 use super::download::{MissingFile, download, failed, retry};
 use super::files::{self, CONFIG, INDEX, ModelPart, SMALL_MAX};
 use super::name::{HubModel, RequestedModel};
-use super::{HubError, Settings};
+use super::{HubError, HubSettings};
 
 /// Files that come at a time.
 const AT_A_TIME: usize = 4;
@@ -91,19 +91,19 @@ pub struct FetchedModel {
 /// The hub, and the cache of what comes from it.
 #[derive(Clone, Debug)]
 pub struct Hub {
-    settings: Settings,
+    settings: HubSettings,
 }
 
 impl Hub {
     /// The hub as `settings` say.
     #[must_use]
-    pub fn new(settings: Settings) -> Self {
+    pub fn new(settings: HubSettings) -> Self {
         Self { settings }
     }
 
     /// What it goes by.
     #[must_use]
-    pub fn settings(&self) -> &Settings {
+    pub fn settings(&self) -> &HubSettings {
         &self.settings
     }
 
