@@ -45,7 +45,7 @@ pub use effect::Effect;
 pub use placement::{PlacementRules, place};
 pub use replica::{ReplicaPhase, ReplicaStatus};
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 use shared::protocol::{HeldShard, LoadProgress, ToWorker};
 
 use self::failed_formations::FailedFormations;
@@ -78,7 +78,7 @@ pub struct Cluster {
     /// Nodes of workers that are about to join.
     expected: BTreeSet<String>,
     /// What operators asked for, of this coordinator and of earlier leaders.
-    desired: Desired,
+    desired: DesiredState,
     /// Since when some workers have been here while others were expected.
     settling_since: Option<Duration>,
     /// The replicas' revision at the start of the last pass.
@@ -100,7 +100,7 @@ impl Cluster {
             failed_formations: FailedFormations::default(),
             quarantine: Quarantine::default(),
             expected: BTreeSet::new(),
-            desired: Desired::default(),
+            desired: DesiredState::default(),
             settling_since: None,
             members: BTreeMap::new(),
             replicas: Replicas::default(),
@@ -120,13 +120,13 @@ impl Cluster {
     }
 
     /// Adopts what operators told the last leader. Call it before any worker joins.
-    pub fn adopt_desired(&mut self, desired: Desired) {
+    pub fn adopt_desired(&mut self, desired: DesiredState) {
         self.desired = desired;
     }
 
     /// What operators asked for, of this coordinator and of earlier leaders.
     #[must_use]
-    pub fn desired(&self) -> &Desired {
+    pub fn desired(&self) -> &DesiredState {
         &self.desired
     }
 

@@ -21,7 +21,7 @@ use shared::clock::{Clock, SystemClock, since_1970};
 use shared::host::HostThread;
 use shared::hub::HubModel;
 use shared::ids::{Incarnation, ReplicaId};
-use shared::membership::{Desires, Role, View};
+use shared::membership::{DesiredStateSender, Role, View};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{EngineConfig, Serving};
 use tokio::sync::{mpsc, watch};
@@ -72,7 +72,7 @@ pub struct Leadership {
     /// The cluster as etcd has it.
     pub view: watch::Receiver<View>,
     /// Where operators' commands are left for the next leader.
-    pub desires: Desires,
+    pub desires: DesiredStateSender,
     /// What `/metrics` shows, if totals outlive the leader.
     pub publication: Option<Arc<Publication>>,
 }

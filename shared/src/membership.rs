@@ -23,8 +23,8 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 pub use self::connect::{DatabaseUsage, EtcdOptions, FULL_REMEDY, ProbeError, Tls};
-pub use self::desired::Desired;
-pub use self::etcd::{Desires, EtcdMembership};
+pub use self::desired::DesiredState;
+pub use self::etcd::{DesiredStateSender, EtcdMembership};
 pub use self::view::View;
 
 /// Role of a process.
@@ -73,12 +73,12 @@ pub struct Record {
     pub version: String,
     /// Which state of a model of the hub a coordinator serves; none for others, and for folders.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub model: Option<Box<Pinned>>,
+    pub model: Option<Box<PinnedRevision>>,
 }
 
 /// Which commit a revision of a model on the hub was when a cluster began to serve it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Pinned {
+pub struct PinnedRevision {
     /// `ORG/NAME`.
     pub name: String,
     /// As it was asked for: a branch, a tag or a commit.

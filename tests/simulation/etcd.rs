@@ -6,7 +6,7 @@ use shared::membership::core::{Event, EventKind, KeyOwner, WatchUpdate};
 use shared::membership::view::{
     DESIRED_KEY, Entry, LAST_LEADER_KEY, LEADER_KEY, LastLeader, Value,
 };
-use shared::membership::{Desired, Record};
+use shared::membership::{DesiredState, Record};
 
 use crate::coordinator::Saved;
 use crate::scenario::{S, Time};
@@ -43,7 +43,7 @@ pub(crate) enum Request {
     },
     /// Store operators' commands, on condition of the leader's epoch.
     Store {
-        desired: Desired,
+        desired: DesiredState,
         epoch: i64,
     },
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use shared::membership::core::{
     DEADLINE, INCUMBENT_FIRST, MembershipCore, NextAction, RETRY_MAX, RETRY_MIN, WatchUpdate,
 };
-use shared::membership::{Desired, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
+use shared::membership::{DesiredState, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
 use crate::etcd::{Answer, MemberId, Request, Said};
 use crate::events::Event;
@@ -404,7 +404,7 @@ impl World {
     }
 
     /// An operator has given a leader a command.
-    pub(crate) fn desire(&mut self, who: MemberId, desired: Desired) {
+    pub(crate) fn desire(&mut self, who: MemberId, desired: DesiredState) {
         let Some(core) = &mut self.members[who].core else { return };
         core.desire(desired);
         if self.members[who].serving && self.members[who].request.is_none() {

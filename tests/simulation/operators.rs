@@ -2,7 +2,7 @@
 //! last command that was reported as stored, or a later one.
 use std::collections::BTreeMap;
 
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 
 use crate::coordinator::Life;
 use crate::world::World;
@@ -83,7 +83,7 @@ impl World {
 
     /// The acting coordinator begins to lead and obeys these commands, which must be those
     /// promised.
-    pub(crate) fn adopt_desired(&mut self, told: Option<Desired>) {
+    pub(crate) fn adopt_desired(&mut self, told: Option<DesiredState>) {
         if let Some(told) = told.filter(|_| !self.switches.commands_are_forgotten) {
             let who = self.member_of(self.coordinator.seat);
             self.coordinator.core.adopt_desired(told.clone());

@@ -7,7 +7,7 @@ use coordinator::coordinator::{
 };
 use coordinator::standby::{self, Standby};
 use shared::membership::view::Leader;
-use shared::membership::{EtcdMembership, EtcdOptions, Pinned, Record, Role, View};
+use shared::membership::{EtcdMembership, EtcdOptions, PinnedRevision, Record, Role, View};
 use tokio::sync::watch;
 
 use super::etcd::{advertised, no_thread};
@@ -135,7 +135,7 @@ fn superseded(leader: &Leader) -> CliError {
 
 /// Resolves when the cluster serves another state of the model of the hub than this process has
 /// found under the same name: its branch has moved between their starts.
-async fn other_state(mut view: watch::Receiver<View>, own: Option<Pinned>) -> CliError {
+async fn other_state(mut view: watch::Receiver<View>, own: Option<PinnedRevision>) -> CliError {
     loop {
         {
             let now = view.borrow_and_update();

@@ -8,7 +8,7 @@ use shared::hub::name::{DEFAULT_REVISION, check_revision};
 use shared::hub::{
     DownloadHandle, Hub, HubError, HubModel, HubSettings, ModelArgument, ModelPart, RequestedModel,
 };
-use shared::membership::Pinned;
+use shared::membership::PinnedRevision;
 use shared::protocol::{Adapter, Lora};
 use tokio::sync::oneshot;
 
@@ -54,7 +54,7 @@ pub(crate) struct LocatedModel {
     /// Where other processes find it: its folder, or its name on the hub.
     pub(crate) source: String,
     /// Which state of a model of the hub it is, if it is one.
-    pub(crate) pinned: Option<Pinned>,
+    pub(crate) pinned: Option<PinnedRevision>,
 }
 
 impl LocatedModel {
@@ -97,7 +97,7 @@ pub(crate) fn find(
     given: &Path,
     args: &HubArgs,
     part: ModelPart,
-    pinned: Option<Pinned>,
+    pinned: Option<PinnedRevision>,
 ) -> Result<LocatedModel, CliError> {
     let RequestedModel { name, revision } = match requested(given, args)? {
         Ok(wanted) => wanted,
@@ -105,7 +105,7 @@ pub(crate) fn find(
     };
     let pinned = pinned.filter(|it| it.name == name && it.revision == revision);
     let requested = match pinned {
-        Some(Pinned { commit, .. }) => {
+        Some(PinnedRevision { commit, .. }) => {
             tracing::info!(model = name, revision, commit, "the state that the cluster serves");
             commit
         }
@@ -118,7 +118,7 @@ pub(crate) fn find(
     Ok(LocatedModel {
         folder: fetched.folder,
         source: fetched.model.to_string(),
-        pinned: Some(Pinned { name, revision, commit }),
+        pinned: Some(PinnedRevision { name, revision, commit }),
     })
 }
 

@@ -9,7 +9,7 @@ use coordinator::replica::driver::DriverLimits;
 
 use shared::hub::{ModelArgument, ModelPart};
 use shared::log::SharedLog;
-use shared::membership::{EtcdOptions, Pinned};
+use shared::membership::{EtcdOptions, PinnedRevision};
 use shared::metrics::compat::Compat;
 use shared::protocol::Lora;
 
@@ -79,7 +79,10 @@ pub(crate) fn run(args: &CoordinatorArgs) -> Result<(), CliError> {
 
 /// Which state of a model of the hub the cluster serves, if this coordinator is to serve one and
 /// etcd says it.
-fn pinned(etcd: Option<&EtcdOptions>, args: &CoordinatorArgs) -> Result<Option<Pinned>, CliError> {
+fn pinned(
+    etcd: Option<&EtcdOptions>,
+    args: &CoordinatorArgs,
+) -> Result<Option<PinnedRevision>, CliError> {
     let (Some(etcd), Some(model)) = (etcd, &args.serving.model) else { return Ok(None) };
     if !matches!(hub::read("--model", model)?, ModelArgument::Hub(_)) {
         return Ok(None);
@@ -220,7 +223,7 @@ pub(crate) struct ModelHints {
     /// Where its weights are to be.
     pub(crate) weights: WeightsLocation,
     /// The state of a model of the hub that the cluster serves.
-    pub(crate) pinned: Option<Pinned>,
+    pub(crate) pinned: Option<PinnedRevision>,
 }
 
 /// Where the model's weights are, as seen from a coordinator.

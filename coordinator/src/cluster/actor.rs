@@ -21,7 +21,7 @@ use shared::actor::exchange::PeerId;
 use shared::actor::link::LinkHandle;
 use shared::clock::Clock;
 use shared::ids::{Epoch, Incarnation, ReplicaId, WorkerId};
-use shared::membership::{Desired, Desires};
+use shared::membership::{DesiredState, DesiredStateSender};
 use shared::protocol::{EngineConfig, ToFetch, ToWorker};
 use tokio::sync::watch;
 
@@ -138,7 +138,7 @@ pub struct ClusterActor {
     /// Whether the view has unpublished changes that are not urgent.
     unpublished: bool,
     /// Where operators' commands are left for the next leader, if there can be one.
-    desires: Option<Desires>,
+    desires: Option<DesiredStateSender>,
 }
 
 impl std::fmt::Debug for ClusterActor {
@@ -201,7 +201,7 @@ impl ClusterActor {
     /// With several coordinators: adopts what operators told the last leader, and leaves what they
     /// say to the next one.
     #[must_use]
-    pub fn desiring(mut self, desired: Option<Desired>, desires: Desires) -> Self {
+    pub fn desiring(mut self, desired: Option<DesiredState>, desires: DesiredStateSender) -> Self {
         if let Some(desired) = desired {
             // Written again so that an etcd that lost its data has it, too.
             desires.send_replace(Some(desired.clone()));

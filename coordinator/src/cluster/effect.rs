@@ -2,7 +2,7 @@
 use std::time::Duration;
 
 use shared::ids::{Epoch, ReplicaId, WorkerId};
-use shared::membership::Desired;
+use shared::membership::DesiredState;
 use shared::protocol::ToWorker;
 
 use crate::scheduler::EpochEnd;
@@ -77,7 +77,7 @@ pub enum Effect {
         lasts: Duration,
     },
     /// Operators want this now: store it for the next leader.
-    StoreDesired(Desired),
+    StoreDesired(DesiredState),
     /// Retrying cannot help (a corrupt model, an impossible degree).
     Unservable {
         /// The replica.

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use shared::log::SharedLog;
-use shared::membership::Pinned;
+use shared::membership::PinnedRevision;
 use shared::metrics::compat::Compat;
 use shared::protocol::{Dtype, Lora, Quantization};
 use shared::wire::auth::Secret;
@@ -111,7 +111,7 @@ pub struct ModelSources {
     /// The model that drafts, where one does.
     pub draft_model: Option<String>,
     /// Which state of the model of the hub that is, if it is one.
-    pub pinned: Option<Pinned>,
+    pub pinned: Option<PinnedRevision>,
 }
 
 /// How statistics are logged.

@@ -6,7 +6,7 @@ use etcd_client::{
     GetOptions, Identity, KeyValue, TlsOptions, Txn, TxnOp,
 };
 
-use super::Pinned;
+use super::PinnedRevision;
 use super::view::{Entry, Value, View};
 
 /// Interval between checks that an idle connection still works.
@@ -90,7 +90,7 @@ impl EtcdOptions {
     ///
     /// # Errors
     /// Why etcd cannot be asked.
-    pub async fn pinned(&self, deadline: Duration) -> Result<Option<Pinned>, String> {
+    pub async fn pinned(&self, deadline: Duration) -> Result<Option<PinnedRevision>, String> {
         let ask = async {
             let mut client = self.connect(deadline).await?;
             let prefix = format!("/{}/", self.cluster);

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::view::{Entry, LastLeader, View};
-use super::{Desired, FatalError, Record};
+use super::{DesiredState, FatalError, Record};
 use crate::clock::jittered;
 
 /// Longest wait for an answer from etcd.
@@ -135,7 +135,7 @@ pub struct MembershipCore {
     /// Whether this process has ever led.
     has_led: bool,
     /// Commands that it was given as the leader, to be stored for the next one.
-    desired: Option<Desired>,
+    desired: Option<DesiredState>,
     /// Time before which it must not run for leader.
     run_after: Option<Duration>,
 }
@@ -326,13 +326,13 @@ impl MembershipCore {
     }
 
     /// Records a command from operators to this process as the leader; it is to outlive it.
-    pub fn desire(&mut self, desired: Desired) {
-        self.desired = Some(Desired { by: self.record.incarnation, ..desired });
+    pub fn desire(&mut self, desired: DesiredState) {
+        self.desired = Some(DesiredState { by: self.record.incarnation, ..desired });
     }
 
     /// Returns the commands that are not stored yet, and the epoch in which they may be.
     #[must_use]
-    pub fn to_store(&self) -> Option<(i64, &Desired)> {
+    pub fn to_store(&self) -> Option<(i64, &DesiredState)> {
         let epoch = self.view.own()?.epoch;
         let desired = self.desired.as_ref().filter(|it| self.view.desired.as_ref() != Some(it))?;
         Some((epoch, desired))

@@ -19,7 +19,7 @@ use tokio::sync::{oneshot, watch};
 use self::session::{Session, SessionEnd};
 use super::connect::is_full;
 use super::core::{DEADLINE, MembershipCore, RETRY_MAX, RETRY_MIN};
-use super::{Desired, EtcdOptions, FatalError, Record, View};
+use super::{DesiredState, EtcdOptions, FatalError, Record, View};
 use crate::actor::link::join::Unreached;
 use crate::clock::{jittered, since_1970};
 
@@ -28,13 +28,13 @@ use crate::clock::{jittered, since_1970};
 #[derive(Debug)]
 pub struct EtcdMembership {
     view: watch::Receiver<View>,
-    desires: Desires,
+    desires: DesiredStateSender,
     leave: Option<oneshot::Sender<oneshot::Sender<()>>>,
     fatal: Option<oneshot::Receiver<FatalError>>,
 }
 
 /// Sender for commands that a leader received from operators; the view shows when they are stored.
-pub type Desires = watch::Sender<Option<Desired>>;
+pub type DesiredStateSender = watch::Sender<Option<DesiredState>>;
 
 impl EtcdMembership {
     /// Registers `record`, and campaigns to lead if asked to. Returns at once; the view shows
@@ -63,7 +63,7 @@ impl EtcdMembership {
 
     /// Returns the sender for commands that operators give to this process while it leads.
     #[must_use]
-    pub fn desires(&self) -> Desires {
+    pub fn desires(&self) -> DesiredStateSender {
         self.desires.clone()
     }
 
@@ -161,7 +161,7 @@ struct Member {
     /// When etcd last confirmed the view, in seconds since 1970.
     confirmed: u64,
     publish: watch::Sender<View>,
-    desired: watch::Receiver<Option<Desired>>,
+    desired: watch::Receiver<Option<DesiredState>>,
 }
 
 impl Member {
@@ -170,7 +170,7 @@ impl Member {
         record: Record,
         campaign: bool,
         publish: watch::Sender<View>,
-        desired: watch::Receiver<Option<Desired>>,
+        desired: watch::Receiver<Option<DesiredState>>,
     ) -> Self {
         let core = MembershipCore::new(record, campaign, options.lease_ttl);
         Self { options, core, start: Instant::now(), confirmed: 0, publish, desired }

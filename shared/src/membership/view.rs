@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Desired, Destination, Pinned, Record};
+use super::{DesiredState, Destination, PinnedRevision, Record};
 
 /// The cluster as far as this process knows it.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -16,7 +16,7 @@ pub struct View {
     /// The last leader, even if nobody leads now.
     pub last_leader: Option<LastLeader>,
     /// Operators' commands, as stored by the leaders.
-    pub desired: Option<Desired>,
+    pub desired: Option<DesiredState>,
     /// Whether etcd answers.
     pub connected: bool,
     /// Whether this process leads, as far as it knows.
@@ -73,7 +73,7 @@ pub enum Value {
     /// The value of [`LAST_LEADER_KEY`].
     LastLeader(LastLeader),
     /// The value of [`DESIRED_KEY`].
-    Desired(Desired),
+    Desired(DesiredState),
 }
 
 impl Value {
@@ -157,7 +157,7 @@ impl View {
     /// Which state of a model the cluster serves, as long as any of its processes lives: whoever
     /// leads next serves the same, whatever has come to the model's branch since.
     #[must_use]
-    pub fn pinned(&self) -> Option<&Pinned> {
+    pub fn pinned(&self) -> Option<&PinnedRevision> {
         let leader = self.leader.as_ref().map(|leader| &leader.record);
         let last = || {
             self.last_leader.as_ref().filter(|_| !self.records.is_empty()).map(|led| &led.record)
@@ -289,7 +289,8 @@ mod tests {
 
     #[test]
     fn a_model_s_state_is_the_cluster_s_while_anybody_of_it_lives() {
-        let pinned = Pinned { name: "o/m".into(), revision: "main".into(), commit: "c".into() };
+        let pinned =
+            PinnedRevision { name: "o/m".into(), revision: "main".into(), commit: "c".into() };
         let serving = |mut entry: Entry| {
             match &mut entry.value {
                 Value::Process(record) | Value::LastLeader(LastLeader { record, .. }) => {
@@ -314,7 +315,8 @@ mod tests {
 
     #[test]
     fn what_operators_want_is_known_until_it_is_deleted() {
-        let desired = Desired { by: 1, generation: 2, replicas: Some(3), ..Desired::default() };
+        let desired =
+            DesiredState { by: 1, generation: 2, replicas: Some(3), ..DesiredState::default() };
         let bytes = serde_json::to_vec(&desired).unwrap();
         let value = Value::decode(DESIRED_KEY, &bytes, 4).unwrap();
         let entry = Entry { key: DESIRED_KEY.to_owned(), value, created: 4, lease: 0 };

@@ -2,7 +2,7 @@
 use super::*;
 
 /// The last state to be stored for the next leader.
-fn desired(effects: &[Effect]) -> Option<&Desired> {
+fn desired(effects: &[Effect]) -> Option<&DesiredState> {
     effects.iter().rev().find_map(|effect| match effect {
         Effect::StoreDesired(desired) => Some(desired),
         _ => None,

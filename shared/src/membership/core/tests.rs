@@ -33,7 +33,7 @@ fn led(by: Record, ended: bool, revision: i64) -> Entry {
 }
 
 fn desired(by: u64, generation: u64) -> Entry {
-    let value = Value::Desired(Desired { by, generation, ..Desired::default() });
+    let value = Value::Desired(DesiredState { by, generation, ..DesiredState::default() });
     Entry { key: DESIRED_KEY.to_owned(), value, created: 1, lease: 0 }
 }
 
@@ -207,7 +207,7 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     let leads = || vec![own(), entry(LEADER_KEY, 1, 6), led(record(1), false, 6)];
     let mut core = registered();
     // Commands from before it led count once it leads.
-    core.desire(Desired { generation: 4, ..Desired::default() });
+    core.desire(DesiredState { generation: 4, ..DesiredState::default() });
     core.listed(at(0), 5, vec![own(), entry(LEADER_KEY, 2, 3)]);
     assert_eq!((core.next_action(at(0)), core.to_store()), (None, None));
     core.listed(at(0), 6, leads());
@@ -218,7 +218,7 @@ fn what_the_leader_was_told_is_stored_while_it_leads_and_until_it_is_there() {
     assert_eq!(core.next_action(at(0)), None);
     assert!(core.view().desired.as_ref().unwrap().has(1, 4));
     // Another command; and an etcd that has lost its data, with another epoch.
-    core.desire(Desired { generation: 5, ..Desired::default() });
+    core.desire(DesiredState { generation: 5, ..DesiredState::default() });
     assert_eq!(core.to_store().map(|(epoch, it)| (epoch, it.generation)), Some((6, 5)));
     core.closed();
     core.leased(at(9), 8);

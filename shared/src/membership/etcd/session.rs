@@ -12,7 +12,7 @@ use super::Member;
 use crate::membership::connect::{entry, explained};
 use crate::membership::core::{DEADLINE, Event, EventKind, NextAction, SessionBroken, WatchUpdate};
 use crate::membership::view::Entry;
-use crate::membership::{Desired, FatalError};
+use crate::membership::{DesiredState, FatalError};
 
 /// Why a session ended.
 pub(super) enum SessionEnd {
@@ -259,7 +259,7 @@ fn is_gone(error: &Error) -> bool {
 }
 
 /// Waits for the next command from operators.
-async fn next_command(desired: &mut watch::Receiver<Option<Desired>>) -> Desired {
+async fn next_command(desired: &mut watch::Receiver<Option<DesiredState>>) -> DesiredState {
     loop {
         if desired.changed().await.is_err() {
             // The sender is gone.
