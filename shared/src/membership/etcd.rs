@@ -49,7 +49,7 @@ impl EtcdMembership {
         let (desires, desired) = watch::channel(None);
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         std::thread::Builder::new().name("membership".into()).spawn(move || {
-            let member = Member::new(options, record, campaign, publish, desired);
+            let member = EtcdMember::new(options, record, campaign, publish, desired);
             runtime.block_on(member.run(left, die));
         })?;
         Ok(Self { view, desires, leave: Some(leave), fatal: Some(fatal) })
@@ -153,7 +153,7 @@ impl Outage {
     }
 }
 
-struct Member {
+struct EtcdMember {
     options: EtcdOptions,
     core: MembershipCore,
     /// Time zero of the core.
@@ -164,7 +164,7 @@ struct Member {
     desired: watch::Receiver<Option<DesiredState>>,
 }
 
-impl Member {
+impl EtcdMember {
     fn new(
         options: EtcdOptions,
         record: Record,

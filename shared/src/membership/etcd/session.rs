@@ -8,7 +8,7 @@ use etcd_client::{
 use tokio::sync::{oneshot, watch};
 use tokio::time::Interval;
 
-use super::Member;
+use super::EtcdMember;
 use crate::membership::connect::{entry, explained};
 use crate::membership::core::{DEADLINE, Event, EventKind, NextAction, SessionBroken, WatchUpdate};
 use crate::membership::view::Entry;
@@ -56,7 +56,7 @@ impl Session {
     }
 }
 
-impl Member {
+impl EtcdMember {
     /// Connects, obtains a lease, lists all keys and begins to watch them.
     pub(super) async fn open(&mut self) -> Result<Session, SessionEnd> {
         let mut client = self.options.connect(DEADLINE).await?;

@@ -2,13 +2,13 @@
 //! has a condition, so that nobody overwrites another process's key.
 use etcd_client::{Compare, CompareOp, KeyValue, PutOptions, Txn, TxnOp};
 
-use super::Member;
+use super::EtcdMember;
 use super::session::{Session, SessionEnd};
 use crate::membership::Record;
 use crate::membership::core::KeyOwner;
 use crate::membership::view::{DESIRED_KEY, LAST_LEADER_KEY, LEADER_KEY, LastLeader};
 
-impl Member {
+impl EtcdMember {
     /// Writes this process's key if no other process has it.
     pub(super) async fn register(&mut self, session: &mut Session) -> Result<(), SessionEnd> {
         let Some(lease) = self.core.lease() else { return Ok(()) };
