@@ -88,7 +88,7 @@ fn named(series: Option<SeriesId>) -> String {
 #[derive(Debug)]
 pub struct Merger {
     limits: Limits,
-    live: BTreeMap<(Source, Incarnation), Live>,
+    live: BTreeMap<(Source, Incarnation), LiveSource>,
     /// Counters and histograms of retired incarnations.
     retired: BTreeMap<SeriesId, BTreeMap<LabelValues, Value>>,
     gone: BTreeMap<Source, VecDeque<Incarnation>>,
@@ -105,7 +105,7 @@ pub struct Merger {
 }
 
 #[derive(Debug)]
-struct Live {
+struct LiveSource {
     sequence: u64,
     /// Its link is lost: its gauges do not count until it reports again.
     lost: bool,
@@ -194,7 +194,8 @@ impl Merger {
             let refused = self.applications.admit(&source.to_string(), before, &mut application);
             self.refused[ReportRefusal::Application.position()] += refused as u64;
         }
-        let live = Live { sequence, lost: false, series, left_out, application, other_catalogue };
+        let live =
+            LiveSource { sequence, lost: false, series, left_out, application, other_catalogue };
         if self.live.insert((source, incarnation), live).is_some_and(|old| old.lost) {
             self.lost.retain(|lost| *lost != (source, incarnation));
         }
@@ -349,7 +350,7 @@ fn is_gauge(id: SeriesId) -> bool {
     matches!(id.definition().kind, Kind::Gauge(_))
 }
 
-type Fault = (ReportRefusal, Option<SeriesId>);
+type ReportFault = (ReportRefusal, Option<SeriesId>);
 
 /// Compares a report with the last one of its incarnation, in one walk over both, which are sorted.
 /// Returns the label sets that are new in it.
@@ -357,7 +358,7 @@ fn check(
     source: Source,
     before: &[SeriesSnapshot],
     now: &[SeriesSnapshot],
-) -> Result<Vec<(SeriesId, LabelValues)>, Fault> {
+) -> Result<Vec<(SeriesId, LabelValues)>, ReportFault> {
     if !now.is_sorted_by(|a, b| (a.id, &a.labels) < (b.id, &b.labels)) {
         return Err((ReportRefusal::Malformed, None));
     }
@@ -389,7 +390,7 @@ fn check(
 }
 
 /// A counter or histogram that is no longer reported has fallen to nothing.
-fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), Fault> {
+fn must_be_gauge(missing: &SeriesSnapshot) -> Result<(), ReportFault> {
     match missing.value {
         Value::Gauge(_) => Ok(()),
         Value::Counter(_) | Value::Histogram(_) => {
