@@ -3,14 +3,14 @@
 //!
 //! The model keeps its own K and V in as many blocks as the KV cache has, with the same block
 //! tables. So whatever happens to blocks (shared, given away, swapped) needs nothing here:
-//! [`Written`] knows which positions hold its own K and V. What it has missed of a sequence it
-//! computes when it is to draft for it (a prompt's first token does not wait for that), within a
+//! [`ValidPositions`] knows which positions hold its own K and V. What it has missed of a sequence
+//! it computes when it is to draft for it (a prompt's first token does not wait for that), within a
 //! step's limit of rows; until it has caught up with a sequence, it drafts nothing for it.
 //!
 //! A draft is sampled like the token in its place will be, with the same random draw, from the
 //! draft model's own probabilities: so drafts of sampled text are right as often as the two models
 //! agree.
-mod written;
+mod valid_positions;
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use kernels::{Backend, KernelError};
 use shared::ids::SeqId;
 use shared::protocol::{Drafts, EngineConfig, StepPlan};
 
-use self::written::Written;
+use self::valid_positions::ValidPositions;
 use super::sequence::Sequence;
 use super::{AGAIN, Engine, EngineError, recycle};
 use crate::model::decoder::Decoder;
@@ -39,7 +39,7 @@ pub struct Draft<B: Backend> {
     cache: Option<B::KvCache>,
     /// Maximum sequence length that it can compute.
     positions: u32,
-    written: Written,
+    valid_positions: ValidPositions,
     rows: Rows,
     sampled: Vec<Sampled>,
 }
@@ -96,7 +96,7 @@ impl<B: Backend> Draft<B> {
             decoder,
             cache: None,
             positions,
-            written: Written::default(),
+            valid_positions: ValidPositions::default(),
             rows: Rows::default(),
             sampled: Vec::new(),
         }
@@ -143,24 +143,24 @@ impl<B: Backend> Draft<B> {
         let shape = self.decoder.kv_shape(block_size as usize, num_blocks as usize);
         let backend = self.backend.as_mut().unwrap_or(shared);
         self.cache = Some(backend.new_kv_cache(shape)?);
-        self.written = Written::new(block_size, num_blocks);
+        self.valid_positions = ValidPositions::new(block_size, num_blocks);
         Ok(())
     }
 
     /// Drops the cache.
     pub(super) fn release(&mut self) {
         self.cache = None;
-        self.written = Written::default();
+        self.valid_positions = ValidPositions::default();
     }
 
     /// Invalidates these positions of a sequence with this block table, which get other tokens.
     pub(super) fn overwrite(&mut self, table: &[u32], positions: Range<u32>) {
-        self.written.overwrite(table, positions);
+        self.valid_positions.overwrite(table, positions);
     }
 
     /// Invalidates these blocks, which hold something else now.
     pub(super) fn replace(&mut self, blocks: impl Iterator<Item = u32>) {
-        blocks.for_each(|block| self.written.replace(block));
+        blocks.for_each(|block| self.valid_positions.replace(block));
     }
 
     /// Drafts what the plan asks for: each sequence in turn has as many places in `out` as tokens
@@ -222,8 +222,10 @@ impl<B: Backend> Draft<B> {
             }
             at += asked as usize;
         }
-        let (written, tables) = (&self.written, &self.rows.block_tables);
-        all.sort_by_key(|it| it.start - written.missing(&tables[it.table.clone()], it.start));
+        let (valid_positions, tables) = (&self.valid_positions, &self.rows.block_tables);
+        all.sort_by_key(|it| {
+            it.start - valid_positions.missing(&tables[it.table.clone()], it.start)
+        });
         all
     }
 
@@ -242,7 +244,7 @@ impl<B: Backend> Draft<B> {
             // The first of several sequences that share a block writes it; the others read, in this
             // same pass, what it writes. No other sequence has the last token's position.
             let room = (config.max_num_seqs as usize).saturating_sub(self.rows.seqs.len());
-            let runs = self.written.take(table, drafting.start + 1, budget, room);
+            let runs = self.valid_positions.take(table, drafting.start + 1, budget, room);
             for run in runs {
                 budget -= run.end - run.start;
                 drafting.has_caught_up = run.end > drafting.start;
@@ -343,7 +345,7 @@ impl<B: Backend> Draft<B> {
             if drafting.goes_on() {
                 let position = drafting.start + drafting.drafted;
                 let table = &self.rows.block_tables[drafting.table.clone()];
-                self.written.write(table, position..position + 1);
+                self.valid_positions.write(table, position..position + 1);
                 self.rows.push(seq, drafting, position..position + 1, config.block_size);
             }
         }
