@@ -26,7 +26,7 @@ impl Drop for ModelFetch {
 
 #[derive(Message)]
 #[rtype(result = "()")]
-struct Fetched(Result<(), HubError>);
+struct FetchDone(Result<(), HubError>);
 
 /// What is to be fetched, with the part that is wanted of each.
 fn parts(to_fetch: &ToFetch) -> Result<Vec<(HubModel, ModelPart)>, String> {
@@ -74,7 +74,7 @@ impl WorkerActor {
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         let spawned = thread.spawn(move || {
             let outcome = fetch_all(&hub, &parts, &watch);
-            addr.do_send(Fetched(outcome));
+            addr.do_send(FetchDone(outcome));
         });
         if let Err(error) = spawned {
             self.cannot_fetch(ctx, format!("no thread to download with: {error}"));
@@ -87,10 +87,10 @@ impl WorkerActor {
     }
 }
 
-impl Handler<Fetched> for WorkerActor {
+impl Handler<FetchDone> for WorkerActor {
     type Result = ();
 
-    fn handle(&mut self, Fetched(outcome): Fetched, ctx: &mut Self::Context) {
+    fn handle(&mut self, FetchDone(outcome): FetchDone, ctx: &mut Self::Context) {
         self.fetching = None;
         let pause = match outcome {
             // Not the files that the coordinator serves: asking again at once would not help.
