@@ -81,9 +81,9 @@ type Acc = [[f32; 16]; 4];
 
 /// Weights converted to bf16. Aligned, so that no vector lies in two cache lines.
 #[repr(C, align(64))]
-struct Room<const PAIRS: usize>([PairRow; PAIRS]);
+struct ConvertedWeights<const PAIRS: usize>([PairRow; PAIRS]);
 
-impl<const PAIRS: usize> Room<PAIRS> {
+impl<const PAIRS: usize> ConvertedWeights<PAIRS> {
     fn new() -> Self {
         Self([[[0; 16]; 4]; PAIRS])
     }
@@ -194,8 +194,8 @@ impl Product<'_> {
         // No larger than needed: clearing it takes time.
         match self.room_pairs() {
             0 => self.panels_in(range, &mut []),
-            FEW_PAIRS => self.panels_in(range, &mut Room::<FEW_PAIRS>::new().0),
-            _ => self.panels_in(range, &mut Room::<ROOM_PAIRS>::new().0),
+            FEW_PAIRS => self.panels_in(range, &mut ConvertedWeights::<FEW_PAIRS>::new().0),
+            _ => self.panels_in(range, &mut ConvertedWeights::<ROOM_PAIRS>::new().0),
         }
     }
 

@@ -26,7 +26,7 @@ const CUT_TILES: usize = 8;
 /// Converted weights. Aligned, so that no vector lies in two cache lines; not cleared, which would
 /// take time for every panel.
 #[repr(C, align(64))]
-struct Room([Four; ROOM]);
+struct ConvertedWeights([Four; ROOM]);
 
 /// Sums of a group that is converted in parts.
 #[repr(C, align(64))]
@@ -63,7 +63,7 @@ struct Tile<'a> {
 impl Product<'_> {
     /// As [`Product::panels`], for 4-bit weights and activations of one term.
     pub(super) fn int4_one_term(&self, range: Range<usize>, stride: usize) {
-        let mut room = Room([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
+        let mut room = ConvertedWeights([const { [const { MaybeUninit::uninit() }; 4] }; ROOM]);
         let tiles = num_tiles(self.acts.rows);
         for index in range {
             let Some(panel) = self.weight.int4_panel(index) else { return };
@@ -94,7 +94,7 @@ impl Product<'_> {
         most: usize,
         stride: usize,
         tiles: Range<usize>,
-        room: &mut Room,
+        room: &mut ConvertedWeights,
         sums: &mut [Sums],
     ) {
         let rows = self.acts.rows;
@@ -124,7 +124,7 @@ impl Product<'_> {
         &self,
         rows: Range<usize>,
         tile: &Tile<'_>,
-        room: &mut Room,
+        room: &mut ConvertedWeights,
         sums: Option<&mut Sums>,
     ) {
         let Tile { stride, panel, is_whole, ref block, source } = *tile;
