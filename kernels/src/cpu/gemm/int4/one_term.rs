@@ -13,7 +13,7 @@ use super::super::{
 };
 use super::Sums;
 use super::blocks::{Block, Piece};
-use super::tile::{self, Four, converted, packed};
+use super::tile::{self, FourPairs, converted, packed};
 
 /// Maximum number of rows of words, four pairs each, that are converted at a time for several
 /// tiles.
@@ -26,7 +26,7 @@ const CUT_TILES: usize = 8;
 /// Converted weights. Aligned, so that no vector lies in two cache lines; not cleared, which would
 /// take time for every panel.
 #[repr(C, align(64))]
-struct ConvertedWeights([Four; ROOM]);
+struct ConvertedWeights([FourPairs; ROOM]);
 
 /// Sums of a group that is converted in parts.
 #[repr(C, align(64))]
@@ -49,7 +49,7 @@ enum Source {
 
 /// An inner loop: `packed` or `converted`.
 type Multiply<const M: usize> =
-    unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [Four], tile::Sums<'_, '_, M>);
+    unsafe fn(&[&[u32]; M], &Piece<'_>, &mut [FourPairs], tile::Sums<'_, '_, M>);
 
 struct Tile<'a> {
     stride: usize,
