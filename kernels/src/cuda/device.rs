@@ -8,7 +8,7 @@ use super::choice::ExchangePolicy;
 use super::context::{Context, Driver};
 use super::failure;
 use super::fatbin;
-use super::late::Late;
+use super::late::DelayedWrites;
 use super::launch::{Call, Entry, NAMES};
 use super::matmul::{Matmul, Product};
 use super::memory::{DeviceMemory, DevicePtr};
@@ -86,7 +86,7 @@ pub fn has_kernels() -> bool {
 pub(super) struct Device {
     kernels: Vec<Kernel>,
     pub(super) matmul: Result<Matmul, KernelError>,
-    pub(super) late: Late,
+    pub(super) late: DelayedWrites,
     pub(super) stream: Stream,
     pub(super) context: Rc<Context>,
 }
@@ -107,7 +107,7 @@ impl Device {
         let stream = Stream::new(&context, options.patience)?;
         // Products of few rows do without cuBLASLt; those of many are slow without it, but correct.
         let matmul = Matmul::new(&context, &options.folders);
-        let device = Self { kernels, matmul, late: Late::default(), stream, context };
+        let device = Self { kernels, matmul, late: DelayedWrites::default(), stream, context };
         if options.carveout.is_some() {
             device.set_carveout(options.carveout)?;
         }
