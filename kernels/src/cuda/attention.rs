@@ -4,7 +4,7 @@ use super::backend::{CudaBackend, ScratchKind};
 use super::batch::live;
 use super::launch::{self, AttentionIo, DecodeWork, HEAD_DIM_MAX, Partials, QkvFinish, Rows};
 use super::products::addend_at;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::swap::CudaHostKv;
 use super::tensors::{CudaBuffer, CudaKvCache, CudaMatrix, CudaVector, Element};
 use crate::backend::{AttentionAt, AttentionOps, AttentionShape, Buffer as _, QkvInput};
@@ -53,7 +53,7 @@ impl AttentionOps for CudaBackend {
             return Ok(());
         }
         let most = x.rows_max().min(q_out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let qkv = Rows { ptr: self.scratch(ScratchKind::Wide, count * width * 4)?, stride: width };
         self.product(from, None, &weights.weight, None, qkv, count, live)?;
         if let Some(addend) = addend {

@@ -7,7 +7,7 @@ use super::group::FusedNorm;
 use super::launch;
 use super::memory::DevicePtr;
 use super::products::SKINNY_MAX;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
 use crate::check;
@@ -79,7 +79,7 @@ impl ExchangeOps for CudaBackend {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
-        let Launched { rows, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows, live } = self.step.launched(op, rows, most)?;
         let io = FusedNorm { rows, live, ..io };
         let device = &self.device;
         let fused = device.context.group.call(|group| group.all_reduce_add_rmsnorm(device, &io));
@@ -104,7 +104,7 @@ impl ExchangeOps for CudaBackend {
         let grouped = self.is_grouped();
         if self.alone {
             // As above, also for graphs that are made for more rows.
-            let Launched { rows: most, .. } =
+            let LaunchRows { rows: most, .. } =
                 self.step.launched_samples(op, rows, local.rows_max())?;
             self.reserve(ExchangeScratch::Gathered, world * most * width * 4)?;
             self.reserve(ExchangeScratch::Best, best_bytes(world, most))?;
@@ -165,7 +165,7 @@ impl CudaBackend {
         if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
             return Ok(());
         }
-        let Launched { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
         self.sum_rows(at.ptr, (count, width), live)
     }
 
@@ -219,7 +219,7 @@ impl CudaBackend {
             return Ok(());
         }
         let most = local.rows_max().min(full.rows_max());
-        let Launched { rows: count, live } = self.step.launched_samples(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched_samples(op, rows, most)?;
         let bytes = count * width * 4;
         let all = self.scratch(ScratchKind::Gathered, world * bytes)?;
         let device = &self.device;

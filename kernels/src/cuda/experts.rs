@@ -5,7 +5,7 @@ use super::context::Context;
 use super::device::Device;
 use super::launch::{self, Rows, experts};
 use super::memory::{DeviceMemory, DevicePtr};
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::stream::Stream;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Buffer as _, Choices, ExpertActivation, ExpertOps, Routing};
@@ -142,7 +142,7 @@ impl ExpertOps for CudaBackend {
             return Ok(());
         }
         let most = x.rows_max().min(routes.rows_max);
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let logits = self.scratch(ScratchKind::Wide, count * num_experts * 4)?;
         let out = Rows { ptr: logits, stride: num_experts };
         // Always this project's own product, whose order of sums depends only on k: another
@@ -183,7 +183,7 @@ impl ExpertOps for CudaBackend {
         if staged.is_none() {
             routes.experts.upload(&self.device.stream, 0, experts)?;
         }
-        let Launched { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, routes.rows_max)?;
         let sizes = (count, routes.chunk_rows, routes.tiles_stride);
         let grouped = routes.grouped(count, 0);
         let call = experts::group(at, &grouped, &routes.routing, sizes, live);
@@ -212,7 +212,7 @@ impl ExpertOps for CudaBackend {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max() / top_k);
-        let Launched { rows: count, .. } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, .. } = self.step.launched(op, rows, most)?;
         for chunk in 0..routes.chunks(count) {
             let grouped = routes.grouped(count, chunk);
             let (w, sizes) = ((w, bias.map(CudaVector::ptr)), (top_k, inner, cols));
@@ -250,7 +250,7 @@ impl ExpertOps for CudaBackend {
             return Ok(());
         }
         let most = (x.rows_max() / top_k).min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         if first.is_multiple_of(8) {
             from.ptr = from.ptr.offset(first * 2);
         } else {

@@ -7,7 +7,7 @@ use super::device::Device;
 use super::launch::{self, Rows};
 use super::matmul::Product;
 use super::memory::DevicePtr;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Activation, Buffer as _, ProductOps};
 use crate::check::{self, ensure};
@@ -66,7 +66,7 @@ impl ProductOps for CudaBackend {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         // This project's kernels need rows aligned to 16 bytes; cuBLASLt has its best choice at
         // 256.
         let step = if self.is_skinny_with(count, weight) { 8 } else { 128 };
@@ -103,7 +103,7 @@ impl ProductOps for CudaBackend {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let bias = bias.map(CudaVector::ptr);
         if addend.is_none() && self.is_skinny_with(count, weight) {
             let sizes = (count, inner, weight.cols());

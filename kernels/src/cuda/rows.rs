@@ -7,7 +7,7 @@ use super::backend::CudaBackend;
 use super::batch::{AttentionTiling, Capacity, live};
 use super::device::Device;
 use super::launch;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaMatrix, CudaVector, Element};
 use crate::backend::{Batch, Buffer as _, RowOps};
 use crate::check::{self, ensure};
@@ -83,7 +83,7 @@ impl RowOps for CudaBackend {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add_rmsnorm((from, added), weight.ptr(), to, width, eps, count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }
@@ -109,7 +109,7 @@ impl RowOps for CudaBackend {
             return Ok(());
         }
         let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let added = (added, delta_weight.ptr());
         let call =
             launch::add_normed_rmsnorm(from, added, weight.ptr(), to, width, eps, count, live);
@@ -128,7 +128,7 @@ impl RowOps for CudaBackend {
             return Ok(());
         }
         let most = sum.rows_max().min(other.rows_max());
-        let Launched { rows: count, live } = self.step.launched(op, rows, most)?;
+        let LaunchRows { rows: count, live } = self.step.launched(op, rows, most)?;
         let call = launch::add(to, from, sum.width(), count, live);
         // SAFETY: shapes were checked.
         unsafe { self.device.launch(call) }

@@ -10,7 +10,7 @@ use super::memory::DevicePtr;
 use super::results::{QUEUED_MAX, SAMPLED};
 use super::sample_lists::{PARAMS, TOP_MAX};
 use super::sampling::PendingTokens;
-use super::step::Launched;
+use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, Element};
 use crate::backend::{StepInputs, StepOps, Tensors as _};
 use crate::check::{self, ensure};
@@ -244,8 +244,8 @@ impl CudaBackend {
         };
         let rows = rows.len();
         if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
-            let Launched { rows, live } = match late {
-                true => Launched { rows, live: DevicePtr::default() },
+            let LaunchRows { rows, live } = match late {
+                true => LaunchRows { rows, live: DevicePtr::default() },
                 false => {
                     let most = self.sampling.results()?.rows;
                     self.step.launched_samples(op, rows, most)?

@@ -20,9 +20,9 @@ use crate::error::KernelError;
 mod graphs;
 mod inputs;
 
-pub(super) use inputs::Launched;
+pub(super) use inputs::LaunchRows;
 
-use graphs::{GRAPHS_MAX, GraphKey, Recorded};
+use graphs::{GRAPHS_MAX, GraphKey, RecordedGraph};
 
 /// How calls are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +50,7 @@ fn batch_place(batch: &Batch<'_>) -> [SliceId; 4] {
 
 /// The slices that a step began with.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Identity {
+struct StepSlices {
     ids: SliceId,
     batch: [SliceId; 4],
     sample_rows: SliceId,
@@ -74,7 +74,7 @@ pub(super) struct Counts {
 #[derive(Debug)]
 pub(super) struct Step {
     // Graphs first: they refer to the memory below.
-    graphs: StagedCache<GraphKey, Recorded>,
+    graphs: StagedCache<GraphKey, RecordedGraph>,
     /// Attention treats sequences of one row like those of many.
     all_tiles: bool,
     /// Why graphs were given up, if they were.
@@ -95,7 +95,7 @@ pub(super) struct Step {
     /// Mode once the step is open.
     planned: Mode,
     signature: u64,
-    identity: Identity,
+    identity: StepSlices,
     /// Bounds that the step's batch is known to satisfy; every layer asks.
     checked: Vec<(&'static str, (usize, usize))>,
     layout: Layout,
@@ -128,7 +128,7 @@ impl Step {
             mode: Mode::Loose,
             planned: Mode::Loose,
             signature: 0,
-            identity: Identity::default(),
+            identity: StepSlices::default(),
             checked: Vec::new(),
             layout: Layout::new(Capacity::default()),
             windows: Windows::ALL,
@@ -235,7 +235,7 @@ impl Step {
             let (items, _) = cut.of_single_rows(rows);
             self.counts = Counts { rows, tiles, seqs, items, parts, samples };
         }
-        self.identity = Identity {
+        self.identity = StepSlices {
             ids: place(inputs.ids),
             batch: batch_place(&inputs.batch),
             sample_rows: place(inputs.sample_rows),
@@ -315,7 +315,7 @@ impl Step {
     pub(super) fn end(&mut self, stream: &Stream) -> Result<(), KernelError> {
         let closed = self.close(stream);
         self.mode = Mode::Loose;
-        self.identity = Identity::default();
+        self.identity = StepSlices::default();
         closed
     }
 
@@ -328,7 +328,7 @@ impl Step {
         self.mode = Mode::Loose;
         self.checked.clear();
         self.signature = 0;
-        self.identity = Identity::default();
+        self.identity = StepSlices::default();
         recorded
     }
 }

@@ -18,7 +18,7 @@ const UPLOAD_PATIENCE: Duration = Duration::from_secs(60);
 
 /// Rows that an operation is launched for.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::cuda) struct Launched {
+pub(in crate::cuda) struct LaunchRows {
     /// Number of rows: those of the step, or those of its graph.
     pub(in crate::cuda) rows: usize,
     /// Address of a word with the number of actual rows; null if all are.
@@ -139,7 +139,7 @@ impl Step {
         op: &'static str,
         rows: usize,
         most: usize,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let own = (self.actual.rows, self.counts.rows, live::ROWS);
         self.launched_of(op, rows, most, own, "a step of")
     }
@@ -150,7 +150,7 @@ impl Step {
         op: &'static str,
         rows: usize,
         most: usize,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let own = (self.actual.samples, self.counts.samples, live::SAMPLES);
         self.launched_of(op, rows, most, own, "a step that samples")
     }
@@ -164,12 +164,12 @@ impl Step {
         most: usize,
         (actual, count, word): (usize, usize, usize),
         what: &str,
-    ) -> Result<Launched, KernelError> {
+    ) -> Result<LaunchRows, KernelError> {
         let is_own = self.is_open() && rows == actual;
         ensure!(op, is_own || !self.is_graph(), "{rows} rows in {what} {actual}");
         let (rows, live) =
             if is_own { (count, self.at(word)) } else { (rows, DevicePtr::default()) };
         ensure!(op, rows <= most, "{rows} rows, room for {most}");
-        Ok(Launched { rows, live })
+        Ok(LaunchRows { rows, live })
     }
 }
