@@ -221,14 +221,14 @@ impl OwnMemory {
 }
 
 /// Every rank's memory, as seen from this rank.
-type Places = (Vec<DevicePtr>, Vec<Mapped>);
+type PeerAddresses = (Vec<DevicePtr>, Vec<Mapped>);
 
 fn open(
     device: &Device,
     capabilities: &[Capability],
     rank: usize,
     offers: &[Vec<u8>],
-) -> Result<Places, KernelError> {
+) -> Result<PeerAddresses, KernelError> {
     let mut mapped = Vec::new();
     let mut places = Vec::new();
     for (other, offer) in offers.iter().enumerate() {
