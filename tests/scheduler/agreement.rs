@@ -15,7 +15,7 @@ use tokio::sync::mpsc;
 use crate::rig::sizes;
 
 #[derive(Default)]
-pub(crate) struct Sent {
+pub(crate) struct SentMessages {
     pub(crate) plans: Vec<StepPlan>,
     /// Steps whose masks were sent.
     pub(crate) masks: Vec<StepId>,
@@ -24,7 +24,7 @@ pub(crate) struct Sent {
     pub(crate) hung: Vec<WorkerId>,
 }
 
-impl Outbound for Sent {
+impl Outbound for SentMessages {
     fn send(&mut self, _epoch: Epoch, message: &ToWorker) -> Result<(), String> {
         match message {
             ToWorker::Step(plan) => self.plans.push(plan.clone()),
@@ -42,7 +42,7 @@ impl Outbound for Sent {
     fn report_pace(&mut self, _epoch: Epoch, _worker: WorkerId, _slow: bool, _times: f64) {}
 }
 
-impl Sent {
+impl SentMessages {
     /// Returns a plan if the ranks have everything for it, including masks.
     pub(crate) fn runnable(&self, at: usize) -> Option<StepPlan> {
         let has_all = |plan: &&StepPlan| {
@@ -129,7 +129,7 @@ fn a_step_counts_once_all_ranks_agree_on_the_one_before() {
     for disagrees in [false, true] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
         let mut core = core(hub.observer());
-        let mut sent = Sent::default();
+        let mut sent = SentMessages::default();
         let (events, mut tokens) = mpsc::channel(64);
         let now = Duration::from_millis(1);
         core.submit(now, request(), EventSender::Local(events), &mut sent);
@@ -178,7 +178,7 @@ fn a_rank_that_answers_what_it_was_not_sent_ends_the_epoch() {
     for (rank, step) in [(0, 3), (1, 3), (0, u64::MAX), (1, u64::MAX), (0, 2), (1, 2)] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
         let mut core = core(hub.observer());
-        let mut sent = Sent::default();
+        let mut sent = SentMessages::default();
         let (events, mut tokens) = mpsc::channel(64);
         core.submit(now, request(), EventSender::Local(events), &mut sent);
         core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);
@@ -202,7 +202,7 @@ fn what_a_rank_says_again_counts_once() {
     let now = Duration::from_millis(1);
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let mut core = core(hub.observer());
-    let mut sent = Sent::default();
+    let mut sent = SentMessages::default();
     let (events, mut tokens) = mpsc::channel(64);
     core.submit(now, request(), EventSender::Local(events), &mut sent);
     core.epoch_formed(now, Epoch(3), 8, 0, WORKERS.to_vec(), &mut sent);

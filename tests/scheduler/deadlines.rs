@@ -12,7 +12,7 @@ use shared::ids::{Epoch, Incarnation};
 use shared::metrics::catalogue::STEPS_OVERDUE;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, config, core_with, request, result};
+use crate::agreement::{SentMessages, WORKERS, config, core_with, request, result};
 
 /// How long each step takes, as long as all is well.
 const STEP: Duration = Duration::from_millis(20);
@@ -20,7 +20,7 @@ const STEP: Duration = Duration::from_millis(20);
 struct Rig {
     hub: Hub,
     core: ReplicaCore,
-    sent: Sent,
+    sent: SentMessages,
     load: Arc<ReplicaLoad>,
     now: Duration,
     answered: usize,
@@ -42,7 +42,7 @@ impl Rig {
         let config = SchedulerConfig { max_model_len: 4096, ..config() };
         let core = core_with(config, hub.observer(), limits, load.clone());
         let now = Duration::from_millis(1);
-        let sent = Sent::default();
+        let sent = SentMessages::default();
         let mut rig = Self { hub, core, sent, load, now, answered: 0, unread: vec![] };
         rig.form(3);
         rig

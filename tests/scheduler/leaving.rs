@@ -15,7 +15,7 @@ use shared::protocol::StepPlan;
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{self, Sent, WORKERS, core, core_of, core_with, request, result};
+use crate::agreement::{self, SentMessages, WORKERS, core, core_of, core_with, request, result};
 use crate::rig::sizes;
 
 const REQUESTS: u64 = 1024;
@@ -65,7 +65,7 @@ fn a_thousand_requests_end_in_a_moment() {
 fn a_reader_that_stops_reading_is_given_up_and_a_slow_one_is_not() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let mut core = core(hub.observer());
-    let (mut sent, mut answered) = (Sent::default(), 0);
+    let (mut sent, mut answered) = (SentMessages::default(), 0);
     let (stopped, stopped_events) = mpsc::channel(64);
     let (slow, mut slow_events) = mpsc::channel(64);
     let ms = Duration::from_millis;
@@ -108,7 +108,7 @@ fn many_clients_that_leave_one_by_one_leave_in_a_moment() {
     let config = SchedulerConfig { max_queued_requests: 1 << 16, ..agreement::config() };
     let limits = agreement::limits();
     let mut core = core_with(config, hub.observer(), limits, Arc::default());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
     let mut events = Vec::new();
     for id in 0..WAITING {
         let (sender, taken) = mpsc::channel(64);
@@ -166,7 +166,7 @@ fn who_waits_too_long_for_a_first_step_is_told_and_who_runs_goes_on() {
     let wait = Some(Duration::from_secs(3));
     let limits = DriverLimits { max_queue_wait: wait, ..agreement::limits() };
     let mut core = core_of(hub.observer(), limits, Arc::default());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
     core.epoch_formed(secs(1), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);
     // Four run, the fifth waits.
     let mut events: Vec<_> = (0..5)
@@ -203,19 +203,20 @@ fn who_waits_too_long_for_a_first_step_is_told_and_who_runs_goes_on() {
 fn who_finds_the_queue_full_is_told_when_to_come_again_by_the_pace_of_late() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let mut core = core(hub.observer());
-    let (mut sent, secs) = (Sent::default(), Duration::from_secs);
-    let told = |core: &mut ReplicaCore, sent: &mut Sent, at: u64, ids: std::ops::Range<u64>| {
-        ids.filter_map(|id| {
-            let (sender, mut events) = mpsc::channel(64);
-            let request = GenerateRequest { id: RequestId(id), ..request() };
-            core.submit(secs(at), request, EventSender::Local(sender), sent);
-            match failure(&mut events) {
-                Some(EngineError::QueueFull { retry_after_s, .. }) => Some(retry_after_s),
-                _ => None,
-            }
-        })
-        .collect::<Vec<u32>>()
-    };
+    let (mut sent, secs) = (SentMessages::default(), Duration::from_secs);
+    let told =
+        |core: &mut ReplicaCore, sent: &mut SentMessages, at: u64, ids: std::ops::Range<u64>| {
+            ids.filter_map(|id| {
+                let (sender, mut events) = mpsc::channel(64);
+                let request = GenerateRequest { id: RequestId(id), ..request() };
+                core.submit(secs(at), request, EventSender::Local(sender), sent);
+                match failure(&mut events) {
+                    Some(EngineError::QueueFull { retry_after_s, .. }) => Some(retry_after_s),
+                    _ => None,
+                }
+            })
+            .collect::<Vec<u32>>()
+        };
     // Four may wait; none ends.
     let full = told(&mut core, &mut sent, 1, 0..40);
     assert_eq!(full.len(), 36);

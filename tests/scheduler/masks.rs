@@ -10,7 +10,7 @@ use shared::ids::{Epoch, Incarnation, RequestId};
 use shared::protocol::TokenMask;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, core, request, result};
+use crate::agreement::{SentMessages, WORKERS, core, request, result};
 
 /// A guide that knows what may come first, and then never gets further.
 #[derive(Debug)]
@@ -44,7 +44,7 @@ fn a_request_whose_mask_never_comes_ends_and_the_others_go_on() {
     for knows in [0, 1, 3] {
         let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
         let mut core = core(hub.observer());
-        let (mut sent, mut answered) = (Sent::default(), 0);
+        let (mut sent, mut answered) = (SentMessages::default(), 0);
         let (stuck, mut stuck_events) = mpsc::channel(64);
         let (other, mut other_events) = mpsc::channel(64);
         let guide = Stuck { first: TokenMask::Only(vec![7]), behind: 0, knows };
@@ -112,7 +112,7 @@ impl TokenGuide for Slow {
 fn masks_that_come_late_end_nothing() {
     let hub = Hub::new(Incarnation(1), shared::metrics::Limits::default());
     let mut core = core(hub.observer());
-    let (mut sent, mut answered) = (Sent::default(), 0);
+    let (mut sent, mut answered) = (SentMessages::default(), 0);
     let (events, mut received) = mpsc::channel(64);
     let guide = Slow { next: TokenMask::Only(vec![7]), asked: 0 };
     let guided = GenerateRequest { guides: vec![Box::new(guide)], ..request() };

@@ -11,7 +11,7 @@ use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation, ReplicaId, RequestId};
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, core, request};
+use crate::agreement::{SentMessages, WORKERS, core, request};
 
 const BLOCKS: u32 = 4;
 
@@ -21,10 +21,17 @@ type Stays = (mpsc::Receiver<EngineEvent>, ReplicaCore);
 /// A replica with a request that needs all its blocks and one that needs one block comes back with
 /// half of its blocks. Returns the requests that it gives up.
 fn outgrown(hub: &Hub) -> (Vec<MovedRequest>, mpsc::Receiver<EngineEvent>, Stays) {
-    let (mut core, mut sent) = (core(hub.observer()), Sent::default());
+    let (mut core, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(1);
     let ready = |core: &mut ReplicaCore, epoch, blocks| {
-        core.epoch_formed(at, Epoch(epoch), blocks, 0, WORKERS.to_vec(), &mut Sent::default())
+        core.epoch_formed(
+            at,
+            Epoch(epoch),
+            blocks,
+            0,
+            WORKERS.to_vec(),
+            &mut SentMessages::default(),
+        )
     };
     assert!(ready(&mut core, 1, BLOCKS).is_empty());
     let ((large, large_events), (small, small_events)) = (mpsc::channel(64), mpsc::channel(64));
@@ -65,12 +72,13 @@ fn what_has_no_room_any_more_goes_on_where_there_is_some() {
     assert!(placed.outgrown.is_empty() && placed.unplaced.is_empty());
     let (to, requests) = placed.by_replica.remove(0);
     assert_eq!((to, placed.by_replica.len()), (ReplicaId(1), 0));
-    let (mut other, mut sent) = (core(hub.observer()), Sent::default());
+    let (mut other, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(2);
     let none = other.epoch_formed(at, Epoch(3), BLOCKS, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());
     other.adopt(at, requests, &mut sent);
-    let admitted = |sent: &Sent| sent.plans.iter().map(|plan| plan.admitted.len()).sum::<usize>();
+    let admitted =
+        |sent: &SentMessages| sent.plans.iter().map(|plan| plan.admitted.len()).sum::<usize>();
     other.tick(at, &mut sent);
     assert_eq!(admitted(&sent), 1, "it runs there");
 }
@@ -99,7 +107,7 @@ fn it_waits_where_there_may_be_room_and_else_is_told_that_there_is_none() {
     assert_eq!((placed.outgrown.len(), placed.outgrown[0].1), (1, BLOCKS * 8));
     // A replica that took the request before it knew how many blocks it would have says the same.
     let (moved, mut large, _small) = outgrown(&hub);
-    let (mut other, mut sent) = (core(hub.observer()), Sent::default());
+    let (mut other, mut sent) = (core(hub.observer()), SentMessages::default());
     let at = Duration::from_millis(2);
     let none = other.epoch_formed(at, Epoch(3), 2, 0, WORKERS.to_vec(), &mut sent);
     assert!(none.is_empty());

@@ -10,7 +10,7 @@ use coordinator::scheduler::EpochEnd;
 use shared::ids::{Epoch, Incarnation};
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, core_of, limits, request, result};
+use crate::agreement::{SentMessages, WORKERS, core_of, limits, request, result};
 
 /// Times in ms: the canary is answered at 1,100, a prompt begins at 1,200; a step may take 9 s.
 #[test]
@@ -19,7 +19,7 @@ fn a_replica_is_ready_while_a_step_takes_long_and_no_longer_than_steps_may() {
     let load = Arc::new(ReplicaLoad::default());
     let is_ready = |ms: u64| load.is_ready(Duration::from_millis(ms));
     let mut core = core_of(hub.observer(), limits(), load.clone());
-    let mut sent = Sent::default();
+    let mut sent = SentMessages::default();
     let at = Duration::from_millis;
 
     core.epoch_formed(at(1000), Epoch(1), 8, 0, WORKERS.to_vec(), &mut sent);

@@ -14,7 +14,7 @@ use shared::metrics::catalogue::{
 use shared::sampling::SamplingParams;
 use tokio::sync::mpsc;
 
-use crate::agreement::{Sent, WORKERS, core, request, result};
+use crate::agreement::{SentMessages, WORKERS, core, request, result};
 
 const NOW: Duration = Duration::from_millis(1);
 
@@ -44,7 +44,7 @@ fn resumed(id: u32, choices: &[(usize, Option<FinishReason>)]) -> GenerateReques
 fn submit(
     core: &mut ReplicaCore,
     request: GenerateRequest,
-    sent: &mut Sent,
+    sent: &mut SentMessages,
 ) -> mpsc::Receiver<EngineEvent> {
     let (events, receiver) = mpsc::channel(64);
     core.submit(NOW, request, EventSender::Local(events), sent);
@@ -57,7 +57,7 @@ fn events(receiver: &mut mpsc::Receiver<EngineEvent>) -> Vec<EngineEvent> {
 
 #[test]
 fn what_has_run_goes_before_what_has_not_and_takes_nothing_of_the_queue() {
-    let (hub, mut sent) = (hub(), Sent::default());
+    let (hub, mut sent) = (hub(), SentMessages::default());
     let mut core = core(hub.observer());
     let mut kept = Vec::new();
     let fresh =
@@ -81,7 +81,7 @@ fn what_has_run_goes_before_what_has_not_and_takes_nothing_of_the_queue() {
 
 #[test]
 fn a_choice_whose_end_was_not_heard_ends_at_once_and_the_others_go_on() {
-    let (hub, mut sent) = (hub(), Sent::default());
+    let (hub, mut sent) = (hub(), SentMessages::default());
     let mut core = core(hub.observer());
     let stops = Some(FinishReason::StopString);
     let request = resumed(5, &[(2, None), (4, stops)]);
@@ -110,7 +110,7 @@ fn a_choice_whose_end_was_not_heard_ends_at_once_and_the_others_go_on() {
 
 #[test]
 fn what_a_smaller_cache_has_no_room_for_ends_as_it_does_anywhere() {
-    let (hub, mut sent) = (hub(), Sent::default());
+    let (hub, mut sent) = (hub(), SentMessages::default());
     let mut core = core(hub.observer());
     core.epoch_formed(NOW, Epoch(1), 2, 0, WORKERS.to_vec(), &mut sent);
     let open = GenerateRequest { open_ended: true, max_tokens: 60, ..resumed(5, &[(30, None)]) };
