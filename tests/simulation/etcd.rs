@@ -65,7 +65,7 @@ pub(crate) enum Answer {
 
 /// What etcd sends unasked.
 #[derive(Clone, Debug)]
-pub(crate) enum Said {
+pub(crate) enum EtcdNotice {
     Kept(Time),
     WatchUpdate(WatchUpdate),
 }

@@ -8,7 +8,7 @@ use shared::membership::core::{
 };
 use shared::membership::{DesiredState, LEADER_LEASE_TTL, LEASE_TTL, Record, Role, View};
 
-use crate::etcd::{Answer, MemberId, Request, Said};
+use crate::etcd::{Answer, EtcdNotice, MemberId, Request};
 use crate::events::Event;
 use crate::scenario::{MS, S, Time};
 use crate::world::World;
@@ -24,7 +24,7 @@ pub(crate) fn micros(duration: Duration) -> Time {
 #[derive(Debug)]
 enum Todo {
     Tick,
-    Said(Said),
+    EtcdNotice(EtcdNotice),
 }
 
 /// A process's membership thread, and its connection.
@@ -41,7 +41,7 @@ pub(crate) struct Member {
     sent: Time,
     answer: Option<Answer>,
     /// Messages in transit from etcd.
-    stream: VecDeque<Said>,
+    stream: VecDeque<EtcdNotice>,
     last_arrival: Time,
     held: u32,
     todo: VecDeque<Todo>,
@@ -162,11 +162,11 @@ impl World {
                 self.faulty_until(self.now + RELISTED);
                 continue;
             }
-            self.etcd_says(who, Said::WatchUpdate(change));
+            self.etcd_says(who, EtcdNotice::WatchUpdate(change));
         }
     }
 
-    fn etcd_says(&mut self, who: MemberId, said: Said) {
+    fn etcd_says(&mut self, who: MemberId, said: EtcdNotice) {
         let latency = self.random.range(100, 3 * MS);
         let member = &mut self.members[who];
         let at = (self.now + latency).max(member.last_arrival + 1);
@@ -182,7 +182,7 @@ impl World {
             return;
         }
         if let Some(said) = self.members[who].stream.pop_front() {
-            self.members[who].todo.push_back(Todo::Said(said));
+            self.members[who].todo.push_back(Todo::EtcdNotice(said));
             self.serve_member(who);
         }
     }
@@ -238,9 +238,9 @@ impl World {
             return;
         }
         let ttl = self.etcd.keep(lease, self.now);
-        self.etcd_says(who, Said::Kept(ttl));
+        self.etcd_says(who, EtcdNotice::Kept(ttl));
         if self.etcd.watches(who) {
-            self.etcd_says(who, Said::WatchUpdate(WatchUpdate::default()));
+            self.etcd_says(who, EtcdNotice::WatchUpdate(WatchUpdate::default()));
         }
     }
 
@@ -256,8 +256,10 @@ impl World {
                     keeps = core.lease();
                     lists = due && !switches.never_lists_again;
                 }),
-                Todo::Said(Said::Kept(ttl)) => core.kept(now, Duration::from_micros(ttl)),
-                Todo::Said(Said::WatchUpdate(change)) => {
+                Todo::EtcdNotice(EtcdNotice::Kept(ttl)) => {
+                    core.kept(now, Duration::from_micros(ttl))
+                }
+                Todo::EtcdNotice(EtcdNotice::WatchUpdate(change)) => {
                     if switches.compaction_is_ignored && change.is_last() {
                         continue;
                     }
