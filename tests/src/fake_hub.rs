@@ -15,7 +15,7 @@ type Files = BTreeMap<String, Arc<Vec<u8>>>;
 
 /// One request that came.
 #[derive(Clone, Debug)]
-pub struct Asked {
+pub struct RecordedRequest {
     /// It came to the server that has the weights.
     pub elsewhere: bool,
     /// Its method.
@@ -58,7 +58,7 @@ struct State {
     /// Which token a model wants.
     tokens: HashMap<String, String>,
     faults: Faults,
-    asked: Vec<Asked>,
+    asked: Vec<RecordedRequest>,
 }
 
 /// See the module's documentation.
@@ -144,7 +144,7 @@ impl FakeHub {
 
     /// What was asked since the last call.
     #[must_use]
-    pub fn asked(&self) -> Vec<Asked> {
+    pub fn asked(&self) -> Vec<RecordedRequest> {
         std::mem::take(&mut self.state().asked)
     }
 
@@ -173,7 +173,7 @@ impl FakeHub {
                     _ => {}
                 }
             }
-            let asked = Asked { elsewhere, method, path, range, authorization };
+            let asked = RecordedRequest { elsewhere, method, path, range, authorization };
             self.state().asked.push(asked.clone());
             if !self.answer(&stream, &asked)? {
                 return Ok(());
@@ -182,7 +182,7 @@ impl FakeHub {
     }
 
     /// Answers one request; returns whether the connection goes on.
-    fn answer(&self, stream: &TcpStream, asked: &Asked) -> std::io::Result<bool> {
+    fn answer(&self, stream: &TcpStream, asked: &RecordedRequest) -> std::io::Result<bool> {
         let next = {
             let mut state = self.state();
             if state.faults.answers.is_empty() {
@@ -222,7 +222,7 @@ impl FakeHub {
     fn files(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         revision: &str,
     ) -> std::io::Result<Option<(String, Files)>> {
@@ -252,7 +252,7 @@ impl FakeHub {
     fn info(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         revision: &str,
     ) -> std::io::Result<bool> {
@@ -283,7 +283,7 @@ impl FakeHub {
     fn tree(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         revision: &str,
     ) -> std::io::Result<bool> {
@@ -304,7 +304,7 @@ impl FakeHub {
     fn resolve(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         revision: &str,
         file: &str,
@@ -335,7 +335,7 @@ impl FakeHub {
     fn small(
         &self,
         stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         name: &str,
         commit: &str,
         file: &str,
@@ -348,7 +348,12 @@ impl FakeHub {
         self.content(stream, asked, file, content, &headers)
     }
 
-    fn weights(&self, stream: &TcpStream, asked: &Asked, path: &str) -> std::io::Result<bool> {
+    fn weights(
+        &self,
+        stream: &TcpStream,
+        asked: &RecordedRequest,
+        path: &str,
+    ) -> std::io::Result<bool> {
         let (sum, file) = path.split_once('/').unwrap_or_default();
         let found = {
             let state = self.state();
@@ -367,7 +372,7 @@ impl FakeHub {
     fn content(
         &self,
         mut stream: &TcpStream,
-        asked: &Asked,
+        asked: &RecordedRequest,
         file: &str,
         content: &[u8],
         headers: &str,
