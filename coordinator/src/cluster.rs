@@ -131,7 +131,7 @@ impl Cluster {
     }
 
     /// Notes which weights, if any, a worker that is about to join already holds.
-    pub fn holds(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
+    pub fn set_held_weights(&mut self, worker: WorkerId, shard: Option<HeldShard>) {
         match shard {
             Some(shard) => self.held.insert(worker, shard),
             None => self.held.remove(&worker),
@@ -151,7 +151,7 @@ impl Cluster {
     }
 
     /// Name by which operators know a worker.
-    fn named(&self, worker: WorkerId) -> String {
+    fn display_name(&self, worker: WorkerId) -> String {
         self.members.get(&worker).map_or_else(|| worker.to_string(), |member| member.node.clone())
     }
 
@@ -248,7 +248,7 @@ impl Cluster {
     /// Whether a worker gets no rank because its device failed again and again.
     #[must_use]
     pub fn is_aside(&self, worker: WorkerId) -> bool {
-        self.members.get(&worker).is_some_and(|member| self.quarantine.rests(member.device()))
+        self.members.get(&worker).is_some_and(|member| self.quarantine.is_resting(member.device()))
     }
 
     /// A rank reports the progress of loading its weights.

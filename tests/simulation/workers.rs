@@ -74,7 +74,7 @@ impl World {
         };
         let mut effects = Vec::new();
         let now = self.time();
-        self.coordinator.core.holds(worker, rejoin.shard);
+        self.coordinator.core.set_held_weights(worker, rejoin.shard);
         self.coordinator.core.worker_joined(now, member, &mut effects);
         self.carry_out(effects);
     }

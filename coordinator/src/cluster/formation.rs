@@ -69,7 +69,7 @@ impl Cluster {
         let node = |worker| self.members.get(worker).map_or("?", |member| member.node.as_str());
         let replica = self.replicas.of(worker).and_then(|id| self.replicas.get(id))?;
         let remedy = "copy the same files to both";
-        if let Some((other, identity)) = replica.differs(theirs) {
+        if let Some((other, identity)) = replica.rank_with_other_files(theirs) {
             return Some(format!(
                 "{} and {} have different models in {model} ({theirs} and {identity}): {remedy}",
                 node(&worker),
@@ -102,13 +102,13 @@ impl Cluster {
             // Another rank's report that it lost this one may come before the reason.
             let broke = |it: &Replica| !it.is_live() && it.epoch() == failure.epoch;
             if failure.permanent && self.replicas.get(id).is_some_and(broke) {
-                let why = format!("{}: {reason}", self.named(worker));
+                let why = format!("{}: {reason}", self.display_name(worker));
                 self.replicas.change(id, |replica| replica.fails_for_good(now, why));
                 effects.push(Effect::Unservable { replica: id, reason });
             }
             return;
         }
-        let why = format!("{}: {reason}", self.named(worker));
+        let why = format!("{}: {reason}", self.display_name(worker));
         let ranks = self.replicas.get(id).map(Replica::ranks).unwrap_or_default();
         // One that says nothing is waited for, and replaced, for that.
         let all_answer = !ranks.iter().any(|rank| self.pending_answers.is_unanswered(*rank));

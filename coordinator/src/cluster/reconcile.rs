@@ -67,7 +67,7 @@ impl Cluster {
             return Err(format!("{worker} is not a member"));
         };
         let (node, incarnation) = (member.node.clone(), member.incarnation);
-        let rests = |m: &Member| self.quarantine.rests(m.device());
+        let rests = |m: &Member| self.quarantine.is_resting(m.device());
         let able = |m: &Member| self.config.placement.lacks(m).is_none() && !rests(m);
         let member_able = able(member);
         let stays = |m: &&Member| !m.draining && m.worker != worker && able(m);
@@ -159,7 +159,7 @@ impl Cluster {
     fn free(&self) -> Vec<&Member> {
         let able = |member: &Member| self.config.placement.lacks(member).is_none();
         let holds = |member: &Member| self.replicas.of(member.worker).is_some();
-        let rests = |member: &Member| self.quarantine.rests(member.device());
+        let rests = |member: &Member| self.quarantine.is_resting(member.device());
         let free = |it: &&Member| !it.draining && !holds(it) && able(it) && !rests(it);
         let mut free: Vec<&Member> = self.members.values().filter(free).collect();
         // In slot order, doubtful ones last.
@@ -232,7 +232,7 @@ impl Cluster {
             for worker in again {
                 let reason = format!(
                     "{} again did not answer while its replica was formed",
-                    self.named(worker)
+                    self.display_name(worker)
                 );
                 self.dismiss_worker(now, worker, &reason, true, effects);
             }
@@ -274,7 +274,7 @@ impl Cluster {
             if !self.has_spare_for(id) {
                 continue;
             }
-            let reason = format!("{} is slow and is replaced", self.named(worker));
+            let reason = format!("{} is slow and is replaced", self.display_name(worker));
             self.break_replica(now, id, EpochEnd::Planned, &reason, effects);
             self.replicas.change(id, |replica| {
                 replica.dismiss(now, worker);

@@ -370,7 +370,10 @@ impl Replica {
     }
 
     /// Returns a rank that has formed already with other contents in its model folder.
-    pub(super) fn differs(&self, identity: ModelIdentity) -> Option<(WorkerId, ModelIdentity)> {
+    pub(super) fn rank_with_other_files(
+        &self,
+        identity: ModelIdentity,
+    ) -> Option<(WorkerId, ModelIdentity)> {
         let of = |slot: &Slot| Some((slot.worker?, slot.identity?));
         self.slots.iter().filter_map(of).find(|(_, other)| *other != identity)
     }

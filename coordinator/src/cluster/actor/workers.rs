@@ -402,7 +402,7 @@ impl Handler<Joined> for ClusterActor {
                 "workers run several builds; all ranks of a replica must run the same one"
             );
         }
-        self.core.holds(worker, hello.rejoin.shard);
+        self.core.set_held_weights(worker, hello.rejoin.shard);
         let mut effects = Vec::new();
         self.report_member(&member);
         self.core.worker_joined(self.clock.now(), member, &mut effects);
