@@ -262,7 +262,7 @@ impl Frontends {
     }
 
     /// Passes a request to the engine.
-    fn enter(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+    fn submit_to_engine(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
         let retry_after_s = retry_after_seconds(request.id);
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         if let Err(mpsc::error::TrySendError::Full(command)) = self.commands.try_send(command)
@@ -274,7 +274,7 @@ impl Frontends {
     }
 
     /// Passes a request to the engine as soon as its queue has room.
-    async fn enter_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
+    async fn submit_when_room(&self, request: Box<GenerateRequest>, events: RemoteEvents) {
         let command = EngineCommand::Submit { request, events: EventSender::Remote(events) };
         // If nobody takes it any more, dropping it reports its end.
         let _ = self.commands.send(command).await;

@@ -95,7 +95,9 @@ impl Receiver {
             FromFrontend::Submit(submit) => self.submit(*submit),
             FromFrontend::Cancel(id) => {
                 self.requests.cancel(id);
-                let Some(id) = self.global(id) else { return self.impossible(&over(id)) };
+                let Some(id) = self.engine_id(id) else {
+                    return self.protocol_violation(&id_out_of_range(id));
+                };
                 if self.pending.cancel(id) {
                     return true;
                 }
@@ -117,12 +119,12 @@ impl Receiver {
 
     /// The engine's number for a request of this link; `None` if `id` is out of range and would
     /// collide with another link's.
-    fn global(&self, id: RequestId) -> Option<RequestId> {
+    fn engine_id(&self, id: RequestId) -> Option<RequestId> {
         (id.0 >> LINK_SHIFT == 0).then_some(RequestId(self.link_number << LINK_SHIFT | id.0))
     }
 
     /// Logs a message that no working front end sends; the result ends the link.
-    fn impossible(&self, reason: &str) -> bool {
+    fn protocol_violation(&self, reason: &str) -> bool {
         tracing::error!(frontend = %self.id, %reason, "sent an impossible request");
         false
     }
@@ -132,30 +134,31 @@ impl Receiver {
         let visit = frontends.gate.enter();
         let late = visit.is_none();
         let Some(events) = self.requests.begin(submit.id, submit.choices_left(), visit) else {
-            return self.impossible(&format!("request number {} is already running", submit.id.0));
+            return self
+                .protocol_violation(&format!("request number {} is already running", submit.id.0));
         };
         if late {
             // The front end sends it to the next leader, and counts what it tells its client.
             let _ = events.send(EngineEvent::Failed(EngineError::ShuttingDown));
             return true;
         }
-        let request = match self.global(submit.id) {
+        let request = match self.engine_id(submit.id) {
             Some(id) => frontends.request(id, submit),
-            None => Err(over(submit.id)),
+            None => Err(id_out_of_range(submit.id)),
         };
         let request = match request {
             Ok(request) => Box::new(request),
-            Err(reason) => return self.impossible(&reason),
+            Err(reason) => return self.protocol_violation(&reason),
         };
         if PendingRequests::is_needed_for(&request) {
             self.pending.prepare(self.frontends.clone(), request, events);
         } else {
-            frontends.enter(request, events);
+            frontends.submit_to_engine(request, events);
         }
         true
     }
 }
 
-fn over(id: RequestId) -> String {
+fn id_out_of_range(id: RequestId) -> String {
     format!("request number {} is not below 2^{LINK_SHIFT}", id.0)
 }

@@ -59,8 +59,8 @@ impl PendingRequests {
             };
             match made {
                 // Its client has part of the answer: it must not fail because of momentary load.
-                Ok(request) if goes_on => frontends.enter_when_room(request, events).await,
-                Ok(request) => frontends.enter(request, events),
+                Ok(request) if goes_on => frontends.submit_when_room(request, events).await,
+                Ok(request) => frontends.submit_to_engine(request, events),
                 Err(error) => frontends.refuse(&EventSender::Remote(events), error),
             }
         });
