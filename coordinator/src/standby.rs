@@ -56,7 +56,7 @@ impl Standby {
         let cluster = prepared.cluster.listener.try_clone();
         let cluster = cluster.and_then(tokio::net::TcpListener::from_std);
         let cluster = cluster.map_err(failed(&prepared.cluster, "--cluster-listen"))?;
-        Ok(Self { servers, hanging_up: actix::spawn(hang_up(cluster)) })
+        Ok(Self { servers, hanging_up: actix::spawn(close_connections(cluster)) })
     }
 
     /// Stops. Connections from now on wait for the next listener on these addresses.
@@ -91,7 +91,7 @@ fn url(http: &str) -> String {
     format!("{scheme}{http}")
 }
 
-async fn hang_up(listener: tokio::net::TcpListener) {
+async fn close_connections(listener: tokio::net::TcpListener) {
     loop {
         if listener.accept().await.is_err() {
             tokio::time::sleep(Duration::from_millis(100)).await;
