@@ -9,7 +9,7 @@ pub(crate) struct Addresses(Arc<Mutex<HashMap<IpAddr, usize>>>);
 
 impl Addresses {
     /// Returns a place for one more connection of this address's party, if it has fewer than `max`.
-    pub(crate) fn enter(&self, address: IpAddr, max: usize) -> Option<ConnectionSlot> {
+    pub(crate) fn try_add(&self, address: IpAddr, max: usize) -> Option<ConnectionSlot> {
         let address = network(address);
         let mut taken = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let count = taken.entry(address).or_default();
@@ -75,7 +75,7 @@ mod tests {
     fn an_address_has_its_share_of_places_and_no_more() {
         const MAX: usize = 64;
         let addresses = Addresses::default();
-        let enter = |address: &str| addresses.enter(address.parse().unwrap(), MAX);
+        let enter = |address: &str| addresses.try_add(address.parse().unwrap(), MAX);
         let mut places: Vec<ConnectionSlot> = Vec::new();
         for _ in 0..MAX {
             places.push(enter("10.0.0.1").unwrap());

@@ -62,7 +62,7 @@ pub async fn accept(
                 continue;
             }
         };
-        let Some(place) = addresses.enter(peer.ip(), HALF_OPEN_PER_ADDRESS) else {
+        let Some(place) = addresses.try_add(peer.ip(), HALF_OPEN_PER_ADDRESS) else {
             frontends.hub().observer().record().handshake_refused(HandshakeRefusal::Crowded);
             warn_rejected(
                 &warnings,

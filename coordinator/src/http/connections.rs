@@ -68,7 +68,7 @@ impl Connections {
         Kept::watch(stream, data, self.kept);
         let Ok(peer) = stream.peer_addr() else { return };
         let Some(max) = self.most(peer.ip()) else { return };
-        match self.addresses.enter(peer.ip(), max) {
+        match self.addresses.try_add(peer.ip(), max) {
             Some(place) => {
                 data.insert(Counted(place));
             }
