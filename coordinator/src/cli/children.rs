@@ -205,14 +205,14 @@ impl Watcher {
         let policy = RestartPolicy::default();
         let mut supervisor = Supervisor::new(policy, u64::from(std::process::id()));
         let (node, max_restarts) = (self.node.clone(), policy.max_restarts);
-        self.tell(ChildEvent::Started { node, max_restarts }).await;
+        self.send_event(ChildEvent::Started { node, max_restarts }).await;
         loop {
             let ended = match self.spawn() {
                 Ok((child, monitor, stderr)) => {
                     match self.watch_and_report(child, monitor, stderr).await {
                         // The coordinator told it to end: it is no longer wanted.
                         Some(status) if status.success() || !self.is_wanted() => {
-                            return self.left().await;
+                            return self.send_left().await;
                         }
                         Some(status) => status.to_string(),
                         None => return,
@@ -224,17 +224,19 @@ impl Watcher {
                 Decision::RestartAfter(after) => {
                     let node = self.node.clone();
                     let event = ChildEvent::Restarting { node, status: ended, after };
-                    self.tell(event).await;
+                    self.send_event(event).await;
                     tokio::select! {
                         () = tokio::time::sleep(after) => if !self.is_wanted() {
-                            return self.left().await;
+                            return self.send_left().await;
                         },
                         _ = self.stopped.changed() => return,
                     }
                 }
                 Decision::GiveUp { reason } => {
                     let reason = format!("{reason}; last exit: {ended}");
-                    return self.tell(ChildEvent::GaveUp { node: self.node.clone(), reason }).await;
+                    return self
+                        .send_event(ChildEvent::GaveUp { node: self.node.clone(), reason })
+                        .await;
                 }
             }
         }
@@ -244,13 +246,13 @@ impl Watcher {
         self.index < *self.wanted.borrow()
     }
 
-    async fn left(&self) {
-        self.tell(ChildEvent::Left { node: self.node.clone() }).await;
+    async fn send_left(&self) {
+        self.send_event(ChildEvent::Left { node: self.node.clone() }).await;
     }
 
     /// Waits for room: a lost event is never made up for. Without a receiver, all workers are about
     /// to be stopped.
-    async fn tell(&self, event: ChildEvent) {
+    async fn send_event(&self, event: ChildEvent) {
         let _ = self.events.send(event).await;
     }
 
@@ -286,7 +288,7 @@ impl Watcher {
         let status = self.watch(child, monitor).await?;
         let (node, stderr) = (self.node.clone(), tail.lines().await);
         let ended = ProcessExit { node, pid, status: status.to_string(), stderr };
-        self.tell(ChildEvent::Ended(ended)).await;
+        self.send_event(ChildEvent::Ended(ended)).await;
         Some(status)
     }
 
@@ -305,7 +307,7 @@ impl Watcher {
                     return Some(status.unwrap_or_else(|_| ExitStatus::from_raw(1 << 8)));
                 }
                 changed = self.kick.changed() => {
-                    let frozen = changed.is_ok() && self.is_kicked(&child);
+                    let frozen = changed.is_ok() && self.kicked(&child);
                     if frozen {
                         let _ = child.start_kill();
                     }
@@ -326,7 +328,7 @@ impl Watcher {
         }
     }
 
-    fn is_kicked(&self, child: &Child) -> bool {
+    fn kicked(&self, child: &Child) -> bool {
         let kick = self.kick.borrow();
         kick.get(&self.node).is_some_and(|pid| child.id() == Some(*pid))
     }
