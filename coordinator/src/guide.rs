@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 pub(crate) use closed::{closed, without_unique_items};
 pub use compiler::{GrammarCompiler, GrammarError};
 pub use grammar::{Grammar, Guide};
-pub(crate) use grammar::{json_schema, whole};
+pub(crate) use grammar::{json_schema, without_anchors};
 use llguidance::ParserFactory;
 use llguidance::api::ParserLimits;
 use llguidance::earley::SlicedBiasComputer;

@@ -70,7 +70,7 @@ impl Grammar {
         let parser = factory.create_parser(top_level(spec)?);
         let lexer = parser.as_ref().map_or(0, |parser| parser.parser.lexer_stats().num_bytes);
         let mut matcher = Matcher::new(parser);
-        let mut first = matcher.compute_mask().map_err(|error| short(&error.to_string()))?;
+        let mut first = matcher.compute_mask().map_err(|error| one_line(&error.to_string()))?;
         let behind = Arc::new(mask(vocab, &first)?);
         for token in barred {
             first.disallow_token(*token);
@@ -117,7 +117,7 @@ fn top_level(spec: &GuideSpec) -> Result<TopLevelGrammar, String> {
         GuideSpec::Json { schema, whitespace } => {
             TopLevelGrammar::from_json_schema(json_schema(schema, whitespace)?)
         }
-        GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(whole(regex)),
+        GuideSpec::Regex(regex) => TopLevelGrammar::from_regex(without_anchors(regex)),
         GuideSpec::Choice(strings) => TopLevelGrammar::from_lark(grammar::choice("start", strings)),
         GuideSpec::Made(grammar) => lark(grammar)?,
         GuideSpec::Lark(grammar) if grammar.contains("::=") => {
@@ -168,7 +168,7 @@ pub(crate) fn json_schema(schema: &str, whitespace: &Whitespace) -> Result<Value
 }
 
 /// Removes the anchors of a regular expression, which matches the whole text anyway.
-pub(crate) fn whole(regex: &str) -> &str {
+pub(crate) fn without_anchors(regex: &str) -> &str {
     let regex = regex.strip_prefix('^').unwrap_or(regex);
     let Some(rest) = regex.strip_suffix('$') else { return regex };
     let escapes = rest.len() - rest.trim_end_matches('\\').len();
@@ -176,7 +176,7 @@ pub(crate) fn whole(regex: &str) -> &str {
 }
 
 /// The library's error in one line, without its internal state.
-fn short(error: &str) -> String {
+fn one_line(error: &str) -> String {
     // The library's own assertions mean nothing to a client.
     if error.contains("panic: ") || error.contains("panicked at") {
         return "is too large or too complex to compile: make it smaller or simpler".to_owned();
@@ -312,7 +312,7 @@ impl Guide {
         masks.run(Box::new(move || {
             // A panic must reach whoever waits: a whole batch waits with it.
             let allowed = guarded(|| {
-                let allowed = matcher.compute_mask().map_err(|it| short(&it.to_string()));
+                let allowed = matcher.compute_mask().map_err(|it| one_line(&it.to_string()));
                 allowed.and_then(|allowed| mask(vocab, &allowed))
             });
             let done = MaskWork::Done(matcher, allowed);
@@ -399,12 +399,12 @@ impl TokenGuide for Guide {
 
 /// Advances the matcher by one token.
 fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, String> {
-    let error = |error| short(&format!("{error}"));
+    let error = |error| one_line(&format!("{error}"));
     matcher.consume_token(token).map_err(error)?;
     if matcher.is_stopped() {
         return match matcher.stop_reason() {
             StopReason::NoExtension | StopReason::EndOfSentence => Ok(Guided::IsOver),
-            reason => Err(matcher.get_error().map_or(reason.to_string(), |it| short(&it))),
+            reason => Err(matcher.get_error().map_or(reason.to_string(), |it| one_line(&it))),
         };
     }
     // After its last character, only a number can continue; trailing whitespace is of no use.
@@ -420,7 +420,7 @@ fn take(matcher: &mut Matcher, token: u32, is_json: bool) -> Result<Guided, Stri
 
 #[cfg(test)]
 mod tests {
-    use super::{GuideEnd, guarded, short};
+    use super::{GuideEnd, guarded, one_line};
 
     #[test]
     fn a_panic_is_an_error_for_whoever_waits() {
@@ -434,8 +434,8 @@ mod tests {
 
     #[test]
     fn what_the_library_says_is_one_line_without_its_inner_state() {
-        let said = short("panic: assertion failed: grammar.symbols.len() < u16::MAX\n<state>x");
+        let said = one_line("panic: assertion failed: grammar.symbols.len() < u16::MAX\n<state>x");
         assert!(said.contains("make it smaller") && !said.contains("assert"), "{said}");
-        assert_eq!(short("no such\n3 | rule: a\n  | ^\nrule\n<state>x"), "no such rule");
+        assert_eq!(one_line("no such\n3 | rule: a\n  | ^\nrule\n<state>x"), "no such rule");
     }
 }
