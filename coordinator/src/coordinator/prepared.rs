@@ -101,7 +101,7 @@ impl PreparedCoordinator {
         let cluster = listen(options.cluster_listen, "--cluster-listen")?;
         let alone = options.metrics_listen;
         let alone = alone.map(|address| listen(address, "--metrics-listen")).transpose()?;
-        let make_hub = if options.metrics { Hub::new } else { Hub::off };
+        let make_hub = if options.metrics { Hub::new } else { Hub::disabled };
         let hub = Arc::new(make_hub(Incarnation(options.run), metrics::Limits::default()));
         Ok(Self { options, text, engine, scheduling, hub, http, cluster, metrics: alone })
     }

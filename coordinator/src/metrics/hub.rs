@@ -67,8 +67,8 @@ impl Hub {
 
     /// Makes a hub that measures nothing but HTTP: to find out what measuring costs.
     #[must_use]
-    pub fn off(incarnation: Incarnation, limits: Limits) -> Self {
-        Self { observer: Observer::off(), ..Self::new(incarnation, limits) }
+    pub fn disabled(incarnation: Incarnation, limits: Limits) -> Self {
+        Self { observer: Observer::disabled(), ..Self::new(incarnation, limits) }
     }
 
     /// Cells of this process's other threads.

@@ -206,7 +206,7 @@ impl Observer {
 
     /// Makes cells that record nothing: to find out what recording costs.
     #[must_use]
-    pub fn off() -> Self {
+    pub fn disabled() -> Self {
         Self { cells: None }
     }
 
@@ -329,7 +329,7 @@ impl Drop for Recording<'_> {
 
 impl Recording<'_> {
     /// Notes a gap between two tokens of a request.
-    fn gap(&mut self, gap: Duration, request: &Arc<str>, now: Duration) {
+    fn record_gap(&mut self, gap: Duration, request: &Arc<str>, now: Duration) {
         if self.gaps.0 != gap {
             self.count_gaps();
             self.gaps.0 = gap;

@@ -255,7 +255,7 @@ impl Recording<'_> {
         let gaps = if before.is_some() { count } else { count - 1 };
         let span = now.saturating_sub(before.unwrap_or(now));
         if gaps == 1 {
-            self.gap(span, &track.response_id, now);
+            self.record_gap(span, &track.response_id, now);
         } else if gaps > 1 {
             let gap = span.as_secs_f64() / f64::from(gaps);
             stats.observe_n(fixed.inter_token, gap, u64::from(gaps));
