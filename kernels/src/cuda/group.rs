@@ -141,16 +141,16 @@ impl GroupSlot {
 
     /// Reports errors that the group has detected.
     pub(super) fn poll(&self) -> Result<(), KernelError> {
-        self.look(None)
+        self.poll_group(None)
     }
 
     /// As [`GroupSlot::poll`], for a wait of this duration so far; aborts the group if it is too
     /// long.
     pub(super) fn check(&self, waited: Duration) -> Result<(), KernelError> {
-        self.look(Some(waited))
+        self.poll_group(Some(waited))
     }
 
-    fn look(&self, waited: Option<Duration>) -> Result<(), KernelError> {
+    fn poll_group(&self, waited: Option<Duration>) -> Result<(), KernelError> {
         if self.rests.get() {
             return Ok(());
         }
