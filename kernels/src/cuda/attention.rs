@@ -49,7 +49,9 @@ impl AttentionOps for CudaBackend {
         q_out.set_rows(rows)?;
         self.stage(batch, shape)?;
         let cache = cache.layer(layer);
-        if self.step.skips(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weights.weight.at().ptr.0, cache.keys.0])
+            || rows == 0
+        {
             return Ok(());
         }
         let most = x.rows_max().min(q_out.rows_max());
@@ -103,7 +105,7 @@ impl AttentionOps for CudaBackend {
         self.stage(batch, shape)?;
         let window = u64::from(shape.sliding_window.unwrap_or(0));
         let cache = cache.layer(layer);
-        if self.step.skips(op, [from.0, cache.keys.0, window]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, cache.keys.0, window]) || rows == 0 {
             return Ok(());
         }
         let layout = *self.step.layout();

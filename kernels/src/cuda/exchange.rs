@@ -75,7 +75,7 @@ impl ExchangeOps for CudaBackend {
         };
         out.set_rows(rows)?;
         self.count(rows * width * 4);
-        if self.step.skips(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [io.data.0, io.residual.0, io.weight.0]) || rows == 0 {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max()).min(delta.rows_max());
@@ -162,7 +162,7 @@ impl CudaBackend {
         let op = "all_reduce";
         let at = data.of(Element::F32, op, "data")?;
         let (rows, width) = (data.rows(), data.width());
-        if self.step.skips(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
+        if self.step.record_or_skip(op, [at.ptr.0, width as u64, 0]) || rows == 0 {
             return Ok(());
         }
         let LaunchRows { rows: count, live } = self.step.launched(op, rows, data.rows_max())?;
@@ -215,7 +215,7 @@ impl CudaBackend {
         let (rows, width, world) = (local.rows(), local.width(), self.world_size() as usize);
         let from = local.of(Element::F32, op, "local")?;
         let to = full.of(Element::F32, op, "full")?;
-        if self.step.skips(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, to.ptr.0, width as u64]) || rows == 0 {
             return Ok(());
         }
         let most = local.rows_max().min(full.rows_max());

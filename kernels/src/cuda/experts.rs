@@ -138,7 +138,7 @@ impl ExpertOps for CudaBackend {
         let rows = x.rows();
         (routes.rows, routes.assigned) = (rows, None);
         let what = [from.ptr.0, router.at().ptr.0, routes.experts.ptr().0];
-        if self.step.skips(op, what) || rows == 0 {
+        if self.step.record_or_skip(op, what) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(routes.rows_max);
@@ -177,7 +177,7 @@ impl ExpertOps for CudaBackend {
         );
         let at = staged.unwrap_or(routes.experts.ptr());
         (routes.rows, routes.assigned) = (rows, Some(at));
-        if self.step.skips(op, [at.0, routes.slots.ptr().0, 0]) || rows == 0 {
+        if self.step.record_or_skip(op, [at.0, routes.slots.ptr().0, 0]) || rows == 0 {
             return Ok(());
         }
         if staged.is_none() {
@@ -208,7 +208,7 @@ impl ExpertOps for CudaBackend {
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows * top_k)?;
         let w = weight.all.weight();
-        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, w.at.ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max() / top_k);
@@ -246,7 +246,7 @@ impl ExpertOps for CudaBackend {
         };
         out.set_rows(rows)?;
         let w = weight.all.weight();
-        if self.step.skips(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, w.at.ptr.0, to.0]) || rows == 0 {
             return Ok(());
         }
         let most = (x.rows_max() / top_k).min(out.rows_max());

@@ -62,7 +62,7 @@ impl ProductOps for CudaBackend {
         let to = out.of(Element::F32, op, "out")?;
         let rows = x.rows();
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
@@ -99,7 +99,7 @@ impl ProductOps for CudaBackend {
         let rows = x.rows();
         let addend = addend_at(op, addend)?;
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) || rows == 0 {
             return Ok(());
         }
         let most = x.rows_max().min(out.rows_max());
@@ -167,7 +167,7 @@ impl ProductOps for CudaBackend {
             self.scratch(ScratchKind::Index, size_of_val(rows))?;
         }
         let own = self.step.has_sample_rows(rows);
-        if self.step.skips(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
+        if self.step.record_or_skip(op, [from.ptr.0, weight.at().ptr.0, to.ptr.0]) {
             return Ok(());
         }
         let (index, count, live) = if own {

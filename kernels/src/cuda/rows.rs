@@ -48,7 +48,7 @@ impl RowOps for CudaBackend {
                 &[],
             )?;
         }
-        if self.step.skips(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
+        if self.step.record_or_skip(op, [rows.ptr.0, table.at().ptr.0, u64::from(first_id)])
             || ids.is_empty()
         {
             return Ok(());
@@ -79,7 +79,9 @@ impl RowOps for CudaBackend {
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows)?;
         let added = added.map(|delta| delta.ptr);
-        if self.step.skips(op, [from.0, added.unwrap_or_default().0, weight.ptr().0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, added.unwrap_or_default().0, weight.ptr().0])
+            || rows == 0
+        {
             return Ok(());
         }
         let most = residual.rows_max().min(out.rows_max());
@@ -105,7 +107,7 @@ impl RowOps for CudaBackend {
         let added = delta.of(Element::F32, op, "delta")?.ptr;
         let to = out.of(Element::Bf16, op, "out")?;
         out.set_rows(rows)?;
-        if self.step.skips(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
+        if self.step.record_or_skip(op, [from.0, added.0, weight.ptr().0]) || rows == 0 {
             return Ok(());
         }
         let most = residual.rows_max().min(delta.rows_max()).min(out.rows_max());
@@ -124,7 +126,7 @@ impl RowOps for CudaBackend {
         let from = other.of(Element::F32, op, "other")?.ptr;
         let rows = sum.rows();
         // Does not include the number of rows: a graph covers several.
-        if self.step.skips(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
+        if self.step.record_or_skip(op, [to.0, from.0, sum.width() as u64]) || rows == 0 {
             return Ok(());
         }
         let most = sum.rows_max().min(other.rows_max());

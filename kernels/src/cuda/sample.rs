@@ -243,7 +243,7 @@ impl CudaBackend {
             (self.step.at(self.step.layout().params), DevicePtr::default())
         };
         let rows = rows.len();
-        if !self.step.skips(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
+        if !self.step.record_or_skip(op, [logits.ptr.0, u64::from(first_id), count as u64]) {
             let LaunchRows { rows, live } = match late {
                 true => LaunchRows { rows, live: DevicePtr::default() },
                 false => {
@@ -274,7 +274,7 @@ impl CudaBackend {
     /// Samples as the last part of a graph, and runs the graph.
     fn sample_in_graph(&mut self, logits: Rows, vocab: usize) -> Result<(), KernelError> {
         let count = self.step.counts().samples;
-        if !self.step.skips("sample", [logits.ptr.0, vocab as u64, count as u64]) {
+        if !self.step.record_or_skip("sample", [logits.ptr.0, vocab as u64, count as u64]) {
             let params = self.step.at(self.step.layout().params);
             let live = self.step.at(live::SAMPLES);
             let Self { sampling, device, .. } = self;

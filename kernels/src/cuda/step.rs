@@ -180,7 +180,7 @@ impl Step {
     }
 
     /// Records or compares a call; true if nothing else has to be done for it.
-    pub(super) fn skips(&mut self, op: &'static str, what: [u64; 3]) -> bool {
+    pub(super) fn record_or_skip(&mut self, op: &'static str, what: [u64; 3]) -> bool {
         if self.is_graph() {
             // FNV-1a over words: enough to distinguish calls; no protection against attacks.
             for word in what.into_iter().chain([op.len() as u64, op.as_ptr().addr() as u64]) {
