@@ -93,7 +93,7 @@ impl<D: Device> EngineRank<D> {
     }
 
     /// Records whether an error means that the device or an exchange with other ranks has failed.
-    fn note(&mut self, error: &KernelError) {
+    fn record(&mut self, error: &KernelError) {
         if matches!(error, KernelError::Collective(_)) {
             self.unfinished += 1;
         }
@@ -103,8 +103,8 @@ impl<D: Device> EngineRank<D> {
     }
 
     /// Records it in the same way, and returns the error of the formation. Trying again may help.
-    fn noted(&mut self, error: &KernelError) -> FormError {
-        self.note(error);
+    fn recorded(&mut self, error: &KernelError) -> FormError {
+        self.record(error);
         FormError { message: error.to_string(), permanent: false }
     }
 
@@ -123,7 +123,7 @@ impl<D: Device> EngineRank<D> {
             .and_then(|()| join::<D>(backend, joining));
         // Whatever happened, keep the weights.
         self.loaded = Some(loaded);
-        joined.map_err(|error| self.noted(&error))
+        joined.map_err(|error| self.recorded(&error))
     }
 
     /// Loads the shard; returns how many seconds that took.
@@ -136,7 +136,7 @@ impl<D: Device> EngineRank<D> {
         let began = Instant::now();
         let engine = loaded::load(&self.device, collective, joining).map_err(|error| {
             if let ModelError::Kernel(error) = &error {
-                self.note(error);
+                self.record(error);
             }
             FormError { permanent: error.is_permanent(), message: error.to_string() }
         })?;
@@ -156,7 +156,7 @@ impl<D: Device> EngineRank<D> {
         };
         let kv_bytes = match self.device.kv_bytes(engine, sizes.kv_cache_bytes) {
             Ok(bytes) => bytes,
-            Err(error) => return Err(self.noted(&error)),
+            Err(error) => return Err(self.recorded(&error)),
         };
         let kv_blocks = engine.kv_blocks(kv_bytes);
         let needed = sizes.max_model_len.div_ceil(sizes.block_size);
@@ -233,10 +233,10 @@ impl<D: Device> Rank for EngineRank<D> {
         if let Err(error) = loaded.engine.make_host_blocks(host_blocks) {
             // The host is out of memory, not the device.
             let KernelError::OutOfMemory { bytes, .. } = &error else {
-                self.note(&error);
+                self.record(&error);
                 return Err(error.to_string());
             };
-            let (bytes, left) = (bytes_text(*bytes), host::left());
+            let (bytes, left) = (bytes_text(*bytes), host::memory_left());
             return Err(format!(
                 "--swap-space: the host cannot provide {bytes} for it; it has {left} of memory left"
             ));
@@ -247,7 +247,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let result = loaded.engine.start(num_blocks, host_blocks);
         let result = result.and_then(|()| self.device.warm(&mut loaded.engine, is_new));
         result.map_err(|error| {
-            self.note(&error);
+            self.record(&error);
             error.to_string()
         })
     }
@@ -262,7 +262,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let result = loaded.engine.step(plan, source, outputs);
         result.map_err(|error| {
             if let EngineError::Kernel(error) = &error {
-                self.note(error);
+                self.record(error);
             }
             error.to_string()
         })
@@ -282,7 +282,7 @@ impl<D: Device> Rank for EngineRank<D> {
         let left = D::set_collective(loaded.engine.backend(), single_rank());
         let left = left.and_then(|()| rest_draft::<D>(&mut loaded.engine));
         if let Err(error) = left {
-            self.note(&error);
+            self.record(&error);
         }
         // Freeing memory waits for the device, which may never finish: leave it to the end of the
         // process.

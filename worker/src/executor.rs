@@ -264,7 +264,7 @@ struct FormReporter<'a, O> {
 
 impl<O: Outbox> FormObserver for FormReporter<'_, O> {
     fn progress(&mut self, bytes_done: u64, bytes_total: u64) {
-        self.commands.advances();
+        self.commands.record_progress();
         let due = self.last.is_none_or(|last| last.elapsed() >= PROGRESS_INTERVAL);
         if due || bytes_done == bytes_total {
             self.last = Some(Instant::now());

@@ -54,7 +54,7 @@ pub(super) fn ranks_here(form: &Form) -> u32 {
 }
 
 /// The memory left on the host, as text.
-pub(super) fn left() -> String {
+pub(super) fn memory_left() -> String {
     available_memory(Path::new("/")).map_or("unknown".to_owned(), bytes_text)
 }
 

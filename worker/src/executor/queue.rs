@@ -136,7 +136,7 @@ impl Receiver {
     }
 
     /// Records progress of the executor.
-    pub(super) fn advances(&self) {
+    pub(super) fn record_progress(&self) {
         if let Some(since) = &mut *self.0.leaving_since() {
             *since = Instant::now();
         }

@@ -431,7 +431,7 @@ fn a_sign_of_getting_on_counts() {
     let before = commands.leaving_for().unwrap();
     assert!(before >= Duration::from_millis(100));
     let told = Instant::now();
-    receiver.advances();
+    receiver.record_progress();
     assert!(commands.leaving_for().unwrap() <= told.elapsed());
     assert!(receiver.take().is_some());
     assert!(commands.leaving_for().is_some(), "it is leaving");
