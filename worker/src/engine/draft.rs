@@ -173,7 +173,7 @@ impl<B: Backend> Draft<B> {
         plan: &StepPlan,
         out: &mut [u32],
     ) -> Result<(), KernelError> {
-        let mut all = self.asked(sequences, plan);
+        let mut all = self.sequences_to_draft(sequences, plan);
         self.lay_out(sequences, config, &mut all);
         let mut result = Ok(());
         while !self.rows.ids.is_empty() && result.is_ok() {
@@ -192,7 +192,7 @@ impl<B: Backend> Draft<B> {
 
     /// Lists the sequences to draft for, those that miss the least first, so that one that misses
     /// much does not keep others from drafting.
-    fn asked(
+    fn sequences_to_draft(
         &mut self,
         sequences: &HashMap<SeqId, Sequence>,
         plan: &StepPlan,
@@ -284,7 +284,7 @@ impl<B: Backend> Draft<B> {
             message: "there is no KV cache yet".to_owned(),
         })?;
         let mut sampling: Vec<SampleRow<'_>> = std::mem::take(&mut rows.sampling);
-        for drafting in all.iter().filter(|it| it.goes_on()) {
+        for drafting in all.iter().filter(|it| it.samples_more()) {
             if let Some(seq) = sequences.get(&drafting.seq) {
                 let row = seq.sample_row(seq.tokens.len(), None);
                 let params = drafting.quiet.as_ref().unwrap_or(row.params);
@@ -331,7 +331,7 @@ impl<B: Backend> Draft<B> {
     ) {
         self.rows.clear();
         let mut sampled = self.sampled.iter();
-        for drafting in all.iter_mut().filter(|it| it.goes_on()) {
+        for drafting in all.iter_mut().filter(|it| it.samples_more()) {
             let Some(seq) = sequences.get_mut(&drafting.seq) else { continue };
             let Some(sampled) = sampled.next() else { return };
             if sampled.corrupted {
@@ -342,7 +342,7 @@ impl<B: Backend> Draft<B> {
             seq.tokens.push(sampled.token);
             out[drafting.at + drafting.drafted as usize] = sampled.token;
             drafting.drafted += 1;
-            if drafting.goes_on() {
+            if drafting.samples_more() {
                 let position = drafting.start + drafting.drafted;
                 let table = &self.rows.block_tables[drafting.table.clone()];
                 self.valid_positions.write(table, position..position + 1);
@@ -354,7 +354,7 @@ impl<B: Backend> Draft<B> {
 
 impl DraftedSequence {
     /// Whether the pass that is laid out samples another token for it.
-    fn goes_on(&self) -> bool {
+    fn samples_more(&self) -> bool {
         self.has_caught_up && self.drafted < self.most
     }
 }
