@@ -150,10 +150,10 @@ impl PartialFile<'_> {
     fn resume(&mut self, size: u64) -> Result<(), RequestError> {
         let there = self.file.metadata().map_err(|error| self.failed(&error))?.len();
         if there > size {
-            return self.begin_anew();
+            return self.restart();
         }
         // Nothing would tell whether the beginning of a file without a checksum is right.
-        let Some(hash) = &mut self.hash else { return self.begin_anew() };
+        let Some(hash) = &mut self.hash else { return self.restart() };
         let mut chunk = vec![0; CHUNK];
         loop {
             let read = self.file.read(&mut chunk);
@@ -171,7 +171,7 @@ impl PartialFile<'_> {
         }
     }
 
-    fn begin_anew(&mut self) -> Result<(), RequestError> {
+    fn restart(&mut self) -> Result<(), RequestError> {
         let anew = self.file.set_len(0).and_then(|()| self.file.rewind());
         anew.map_err(|error| self.failed(&error))?;
         self.run.watch.take_back(self.have);
@@ -221,7 +221,7 @@ fn transfer(
         }
         tracing::warn!(file = name, "its checksum is not the hub's; bringing it anew");
         writing.hash = Some(Sha256::new());
-        writing.begin_anew().map_err(|failure| failure.error)?;
+        writing.restart().map_err(|failure| failure.error)?;
         if last {
             break;
         }
@@ -247,7 +247,7 @@ fn receive(
     }
     let mut content = client.content(model, name, writing.have)?;
     if content.from != writing.have {
-        writing.begin_anew()?;
+        writing.restart()?;
     }
     let mut chunk = vec![0; CHUNK];
     while writing.have < listed.size {
@@ -269,7 +269,7 @@ fn receive(
             }
         };
         if have + read as u64 > size {
-            writing.begin_anew()?;
+            writing.restart()?;
             return Err(RequestError::transient(format!(
                 "{name}: more came than its {size} bytes"
             )));

@@ -368,7 +368,7 @@ fn side_by_side(
                 return Err(error);
             }
             Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::Cancelled),
-            Err(RecvTimeoutError::Timeout) => pace.say(&run.watch, &model.name, left),
+            Err(RecvTimeoutError::Timeout) => pace.log_progress(&run.watch, &model.name, left),
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(HubError::Transient("a thread that downloads has ended".to_owned()));
             }
@@ -388,7 +388,7 @@ impl ProgressLog {
         Self { said: Instant::now(), done: watch.progress().0 }
     }
 
-    fn say(&mut self, watch: &DownloadHandle, model: &str, files_left: usize) {
+    fn log_progress(&mut self, watch: &DownloadHandle, model: &str, files_left: usize) {
         let lasts = self.said.elapsed();
         if lasts < SAY_EVERY {
             return;
