@@ -193,7 +193,7 @@ impl Reader {
                 self.abandon(false, parts);
             }
         }
-        self.say(text, parts);
+        self.push_text(text, parts);
     }
 
     /// Ends a header early: takes what it says so far, and treats the rest as its message's text.
@@ -204,7 +204,7 @@ impl Reader {
             return;
         }
         self.open(&address, parts);
-        self.say(&rest, parts);
+        self.push_text(&rest, parts);
     }
 
     /// Starts the text of a message.
@@ -227,7 +227,7 @@ impl Reader {
     }
 
     /// Adds text to the current message.
-    fn say(&mut self, text: &str, parts: &mut Vec<Part>) {
+    fn push_text(&mut self, text: &str, parts: &mut Vec<Part>) {
         let State::Body(body) = &mut self.state else { return };
         let text =
             if body.of == MessageKind::Call && !body.begun { text.trim_start() } else { text };
