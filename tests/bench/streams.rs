@@ -81,9 +81,9 @@ impl Rank for IdleRank {
         &mut self,
         form: &Form,
         _abort: &AbortSlot,
-        news: &mut dyn FormObserver,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
-        news.progress(1, 1);
+        observer.progress(1, 1);
         let identity = ModelIdentity::read(form.model.as_ref(), &form.lora)
             .map_err(|message| FormError { message, permanent: true })?;
         Ok(RankReady {

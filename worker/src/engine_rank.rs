@@ -200,14 +200,14 @@ impl<D: Device> Rank for EngineRank<D> {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormObserver,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         let form = &self.located(form)?;
         let collective = connect(&self.listener, form, abort)?;
         let all = Arc::new(AbortAll::default());
         all.add(collective.abort_handle());
         abort.set(form.epoch, all.clone());
-        let mut joining = Formation { form, abort, all: &all, news };
+        let mut joining = Formation { form, abort, all: &all, observer };
         let identity = ModelIdentity::read(Path::new(&form.model), &form.lora);
         // Loaded weights do not need their files: if those can no longer be read, nothing suggests
         // that other weights are wanted.

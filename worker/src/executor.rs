@@ -336,8 +336,9 @@ impl<R: Rank, O: Outbox> Loop<R, O> {
             return;
         }
         let link = self.entered;
-        let mut news = FormReporter { link, epoch, last: None, outbox: &mut self.outbox, commands };
-        match self.rank.form(form, &self.abort, &mut news) {
+        let mut observer =
+            FormReporter { link, epoch, last: None, outbox: &mut self.outbox, commands };
+        match self.rank.form(form, &self.abort, &mut observer) {
             Ok(ready) => {
                 self.epoch = Some((self.entered, epoch));
                 let formed = Formed {

@@ -27,7 +27,7 @@ pub trait Rank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormObserver,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError>;
 
     /// Allocates the KV cache, and blocks in host memory to swap to.

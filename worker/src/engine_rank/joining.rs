@@ -20,7 +20,7 @@ pub(super) struct Formation<'a> {
     pub(super) abort: &'a AbortSlot,
     /// Everything that an abort must end.
     pub(super) all: &'a AbortAll,
-    pub(super) news: &'a mut dyn FormObserver,
+    pub(super) observer: &'a mut dyn FormObserver,
 }
 
 /// Connects the collective; `listener` accepts TCP collectives.
@@ -56,7 +56,7 @@ pub(super) fn join<D: Device>(
     backend: &mut D::Backend,
     joining: &mut Formation<'_>,
 ) -> Result<(), KernelError> {
-    let Formation { form, abort, all, news } = joining;
+    let Formation { form, abort, all, observer } = joining;
     let (epoch, abort) = (form.epoch, *abort);
     if form.world_size == 1 {
         return Ok(());
@@ -66,7 +66,7 @@ pub(super) fn join<D: Device>(
         GroupSetup {
             timeout: Duration::from_millis(form.collective_timeout_ms),
             is_given_up: &|| abort.is_aborted(epoch),
-            relay: &mut LinkRelay { epoch, abort, news: &mut **news },
+            relay: &mut LinkRelay { epoch, abort, observer: &mut **observer },
             on_abort_handle: &mut |handle| all.add(handle),
         },
     )
@@ -76,12 +76,12 @@ pub(super) fn join<D: Device>(
 struct LinkRelay<'a> {
     epoch: Epoch,
     abort: &'a AbortSlot,
-    news: &'a mut dyn FormObserver,
+    observer: &'a mut dyn FormObserver,
 }
 
 impl Relay for LinkRelay<'_> {
     fn send(&mut self, bytes: &[u8]) -> Result<(), CollectiveError> {
-        self.news.group_id(bytes.to_vec());
+        self.observer.group_id(bytes.to_vec());
         Ok(())
     }
 

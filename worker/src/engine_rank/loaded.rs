@@ -104,7 +104,7 @@ pub(super) fn load<D: Device>(
     let beside = ShardOptions { quantization, adapters: adapting, draft: draft.as_ref() };
     device.check_fit(&backend, &config, &shard, beside, &form.engine)?;
     let source = Source { files: &files, config: &config, shard: &shard };
-    let mut progress = |done, total| joining.news.progress(done, total);
+    let mut progress = |done, total| joining.observer.progress(done, total);
     let weights =
         weights::load(&mut backend, &source, form.quantization, positions, &mut progress)?;
     let tokens_max = form.engine.max_num_batched_tokens as usize;

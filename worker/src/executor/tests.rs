@@ -79,7 +79,7 @@ impl Rank for ScriptedRank {
         &mut self,
         form: &Form,
         abort: &AbortSlot,
-        news: &mut dyn FormObserver,
+        observer: &mut dyn FormObserver,
     ) -> Result<RankReady, FormError> {
         if form.model == "corrupt" {
             return Err(FormError {
@@ -89,14 +89,14 @@ impl Rank for ScriptedRank {
         }
         assert!(form.model != "panics", "as a defect would");
         if form.model == "large" {
-            news.progress(0, 10);
+            observer.progress(0, 10);
             while !self.sign.load(Ordering::Relaxed) {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
         self.flag = Arc::new(Flag(Mutex::new(false), Condvar::new()));
         abort.set(form.epoch, self.flag.clone());
-        news.progress(10, 10);
+        observer.progress(10, 10);
         let identity = ModelIdentity(1);
         Ok(RankReady {
             kv_blocks: 5,
