@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kernels::collective::{AbortHandle, Tally};
+use kernels::collective::{AbortHandle, ByteCounters};
 use shared::ids::{Epoch, StepId};
 use shared::model_identity::ModelIdentity;
 use shared::protocol::{Form, SequenceOutput, StepMasks, StepPlan, StepTimings, TokenMask};
@@ -83,7 +83,7 @@ pub trait FormObserver {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ExchangeStats {
     /// Bytes it sent, by algorithm.
-    pub bytes: Tally,
+    pub bytes: ByteCounters,
     /// Exchanges that were aborted, failed, or were not finished in time.
     pub unfinished: u64,
     /// Whether their duration is known: devices that exchange data by themselves do not report it.

@@ -14,7 +14,7 @@ use super::step::Step;
 use super::tensors::{CudaBuffer, Element, Uploader};
 use crate::backend::{AttentionShape, Batch, Buffer as _, Tensors as _};
 use crate::check::ensure;
-use crate::collective::{Collective, Tally};
+use crate::collective::{ByteCounters, Collective};
 use crate::error::KernelError;
 
 /// A rank on a GPU. Not `Send`: it stays on the thread that created it.
@@ -35,7 +35,7 @@ pub struct CudaBackend {
     pub(super) retired: Retired,
     pub(super) collective: Box<dyn Collective>,
     pub(super) collective_time: Duration,
-    pub(super) exchanged: Tally,
+    pub(super) exchanged: ByteCounters,
     /// Largest size in bytes that any step needs, for each [`ExchangeScratch`].
     exchanged_most: [usize; 2],
     pub(super) host: Vec<f32>,
@@ -76,7 +76,7 @@ impl CudaBackend {
             retired: Retired::default(),
             collective,
             collective_time: Duration::ZERO,
-            exchanged: Tally::default(),
+            exchanged: ByteCounters::default(),
             exchanged_most: [0; 2],
             host: Vec::new(),
             readback: Readback::default(),

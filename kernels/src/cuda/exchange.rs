@@ -11,7 +11,7 @@ use super::step::LaunchRows;
 use super::tensors::{CudaBuffer, CudaVector, Element};
 use crate::backend::{Buffer as _, ExchangeOps, RowOps as _, Tensors as _};
 use crate::check;
-use crate::collective::Tally;
+use crate::collective::ByteCounters;
 use crate::error::KernelError;
 
 /// Bytes for the best logit of each of `rows` rows: this rank's, and every rank's.
@@ -152,7 +152,7 @@ impl ExchangeOps for CudaBackend {
         std::mem::take(&mut self.collective_time)
     }
 
-    fn take_exchanged(&mut self) -> Tally {
+    fn take_exchanged(&mut self) -> ByteCounters {
         std::mem::take(&mut self.exchanged)
     }
 }
