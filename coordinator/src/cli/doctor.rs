@@ -23,8 +23,8 @@ use serde::Serialize;
 use serde_json::json;
 use shared::protocol::Quantization;
 
-use super::asking::TrustArgs;
 use super::etcd::{EtcdArgs, parse_address};
+use super::http_client::TrustArgs;
 use super::hub::HubArgs;
 use super::lora::LoraArgs;
 use super::options::{parse_bytes, parse_quantization, parse_swap_space};

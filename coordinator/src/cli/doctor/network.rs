@@ -12,8 +12,8 @@ use shared::wire::frame::{FrameError, FrameKind};
 use shared::wire::keyring::Keyring;
 use ureq::Agent;
 
-use super::super::asking::{self, TrustArgs};
 use super::super::etcd::EtcdArgs;
+use super::super::http_client::{self, TrustArgs};
 use super::host::mib;
 use super::{DoctorArgs, Finding, Severity};
 
@@ -152,8 +152,8 @@ fn refusal(reason: CloseReason) -> ProbeFailure {
 fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     const CLOCK: &str = "clock";
     const VERSION: &str = "version";
-    let url = format!("{}/version", asking::base(server));
-    let agent = match asking::agent(&url, DEADLINE, trust) {
+    let url = format!("{}/version", http_client::base_url(server));
+    let agent = match http_client::make_agent(&url, DEADLINE, trust) {
         Ok(agent) => agent,
         Err(error) => {
             let fix = "--server https://... with --tls-ca FILE, the authority that signed its \
@@ -167,7 +167,7 @@ fn compare(server: &str, trust: &TrustArgs) -> Vec<Finding> {
     let mut answer = match answer {
         Ok(answer) => answer,
         Err(error) => {
-            let why = asking::said(&url, &error);
+            let why = http_client::describe_failure(&url, &error);
             let found = format!("not compared with the coordinator's: {why}");
             return vec![Finding::warn(
                 CLOCK,
