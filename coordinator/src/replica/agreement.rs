@@ -38,7 +38,7 @@ pub struct FinishedStep {
     /// The step.
     pub step: StepId,
     /// The ranks in the minority; of two equal halves, the one without rank 0.
-    pub odd: Vec<usize>,
+    pub minority: Vec<usize>,
     /// Time that each rank computed by itself, in microseconds.
     pub own_us: Vec<u64>,
 }
@@ -74,7 +74,7 @@ impl Agreement {
         let said = || reports.iter().flatten().map(|report| report.digest);
         self.finished.step = step;
         // Nothing is allocated for ranks that agree.
-        self.finished.odd = odd(said);
+        self.finished.minority = minority(said);
         self.finished.own_us.clear();
         self.finished.own_us.extend(reports.iter().flatten().map(|report| report.own_us));
         self.unused.push(reports);
@@ -82,7 +82,7 @@ impl Agreement {
     }
 }
 
-fn odd<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
+fn minority<I: Iterator<Item = u32>>(said: impl Fn() -> I) -> Vec<usize> {
     let votes = |digest: u32| said().filter(|it| *it == digest).count();
     // The first with the most votes: in a tie, rank 0's.
     let most = said().fold(None, |best: Option<(usize, u32)>, digest| match best {
@@ -113,7 +113,7 @@ mod tests {
         assert_eq!(finished.step, StepId(7));
         assert!(finished.own_us.iter().copied().eq(0..digests.len() as u64));
         assert_eq!(agreement.take_finished(), None, "rank 0 has not finished the next one");
-        finished.odd
+        finished.minority
     }
 
     #[test]
@@ -137,6 +137,6 @@ mod tests {
             agreement.report(rank, StepId(1), RankReport { digest: 2, own_us: 0 });
         }
         let finished = agreement.take_finished().unwrap();
-        assert!(finished.odd.is_empty() && finished.own_us.len() == 3);
+        assert!(finished.minority.is_empty() && finished.own_us.len() == 3);
     }
 }

@@ -358,7 +358,7 @@ impl ReplicaCore {
     ) {
         let report = RankReport { digest: result.digest, own_us: result.timings.forward_us };
         self.agreement.report(rank, result.step, report);
-        while let Some(FinishedStep { step, odd, own_us }) = self.agreement.take_finished() {
+        while let Some(FinishedStep { step, minority, own_us }) = self.agreement.take_finished() {
             let slowest = own_us.iter().max().copied().unwrap_or_default();
             let fastest = own_us.iter().min().copied().unwrap_or_default();
             self.driver.straggler_gap(Duration::from_micros(slowest - fastest));
@@ -367,10 +367,10 @@ impl ReplicaCore {
                     outbound.report_pace(epoch, rank.worker, slow, times);
                 }
             }
-            if !odd.is_empty() && !self.over {
+            if !minority.is_empty() && !self.over {
                 self.over = true;
                 self.driver.ranks_disagreed();
-                let workers = odd.iter().filter_map(|rank| self.ranks.get(*rank));
+                let workers = minority.iter().filter_map(|rank| self.ranks.get(*rank));
                 let workers: Vec<String> = workers.map(|it| it.worker.to_string()).collect();
                 let workers = workers.join(", ");
                 if let Some(epoch) = self.epoch {
