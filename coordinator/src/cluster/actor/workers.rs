@@ -71,7 +71,7 @@ struct FromLink {
     worker: WorkerId,
     number: LinkNumber,
     event: LinkEvent,
-    place: InboxSlot,
+    slot: InboxSlot,
 }
 
 /// Inbox of one link: no link takes the room of another.
@@ -80,20 +80,20 @@ struct Inbox {
     worker: WorkerId,
     number: LinkNumber,
     /// Number of events that wait.
-    places: Arc<AtomicUsize>,
+    slots_used: Arc<AtomicUsize>,
 }
 
 impl Inbox {
     /// Hands an event to the actor; returns false when too many wait already.
     fn put(&self, event: LinkEvent) -> bool {
-        let place = InboxSlot(self.places.clone());
+        let slot = InboxSlot(self.slots_used.clone());
         let frame = matches!(event, LinkEvent::Frame(_));
-        if place.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
+        if slot.0.fetch_add(1, Ordering::Relaxed) >= EVENTS_MAX && frame {
             return false;
         }
         let (worker, number) = (self.worker, self.number);
         // Bypasses the mailbox's own bound, which all senders share.
-        self.addr.do_send(FromLink { worker, number, event, place });
+        self.addr.do_send(FromLink { worker, number, event, slot });
         true
     }
 }
@@ -336,7 +336,7 @@ impl Handler<Joined> for ClusterActor {
             self.roster.joined(worker, incarnation);
         let actors = self.actors.clone();
         let peer = actors.reserve_peer();
-        let to = Inbox { addr: ctx.address(), worker, number, places: Arc::default() };
+        let to = Inbox { addr: ctx.address(), worker, number, slots_used: Arc::default() };
         let link = connection.start_with(LivenessConfig::default(), self.clock.clone(), |link| {
             actors.peer_up_as(peer, &hello.node, link.clone());
             move |event| match event {
@@ -414,7 +414,7 @@ impl Handler<FromLink> for ClusterActor {
     type Result = ();
 
     fn handle(&mut self, message: FromLink, ctx: &mut Self::Context) {
-        let FromLink { worker, number, event, place: _place } = message;
+        let FromLink { worker, number, event, slot: _place } = message;
         if !self.roster.is_present(worker, number) {
             return;
         }
