@@ -365,13 +365,13 @@ impl MembershipCore {
     pub fn found(
         &mut self,
         now: Duration,
-        held: Option<KeyOwner>,
+        owner: Option<KeyOwner>,
     ) -> Result<Option<i64>, FatalError> {
-        let Some(held) = held else {
+        let Some(owner) = owner else {
             self.taken_since = None;
             return Ok(Some(0));
         };
-        if held.record.is_none_or(|record| !self.is_mine(&record)) {
+        if owner.record.is_none_or(|record| !self.is_mine(&record)) {
             let since = *self.taken_since.get_or_insert(now);
             if now.saturating_sub(since) > self.lease_ttl * 2 + DEADLINE {
                 return Err(FatalError::NameTaken { key: self.key.clone() });
@@ -379,7 +379,7 @@ impl MembershipCore {
             return Ok(None);
         }
         self.taken_since = None;
-        Ok(Some(held.revision))
+        Ok(Some(owner.revision))
     }
 
     /// Records that the process's key was written under its lease.

@@ -153,13 +153,13 @@ fn a_name_of_the_last_run_is_waited_for_and_that_of_another_process_is_not() {
     let mut core = MembershipCore::new(record(1), false, TTL);
     core.leased(at(0), 7);
     core.opened(at(0), 4, vec![entry("coordinators/n", 9, 2)]);
-    let held = |incarnation| Some(KeyOwner { revision: 3, record: Some(record(incarnation)) });
-    assert_eq!(core.found(at(0), held(9)), Ok(None));
-    assert_eq!(core.found(at(23), held(9)), Ok(None));
-    assert!(matches!(core.found(at(24), held(9)), Err(FatalError::NameTaken { .. })));
+    let owner = |incarnation| Some(KeyOwner { revision: 3, record: Some(record(incarnation)) });
+    assert_eq!(core.found(at(0), owner(9)), Ok(None));
+    assert_eq!(core.found(at(23), owner(9)), Ok(None));
+    assert!(matches!(core.found(at(24), owner(9)), Err(FatalError::NameTaken { .. })));
     // Its own key, under an earlier lease; then nobody's.
-    assert_eq!(core.found(at(25), held(1)), Ok(Some(3)));
-    assert_eq!(core.found(at(30), held(9)), Ok(None), "counted anew");
+    assert_eq!(core.found(at(25), owner(1)), Ok(Some(3)));
+    assert_eq!(core.found(at(30), owner(9)), Ok(None), "counted anew");
     assert_eq!(core.found(at(60), None), Ok(Some(0)));
 }
 
