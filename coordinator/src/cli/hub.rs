@@ -113,7 +113,7 @@ pub(crate) fn find(
     };
     let wanted = RequestedModel { name, revision: requested };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let fetched = run_until_signalled(move |watch| hub.fetch(&wanted, part, watch))?;
+    let fetched = run_until_signalled(move |handle| hub.fetch(&wanted, part, handle))?;
     let HubModel { name, commit } = fetched.model.clone();
     Ok(LocatedModel {
         folder: fetched.folder,
@@ -142,9 +142,9 @@ pub(crate) fn find_draft(given: &Path, args: &HubArgs, here: bool) -> Result<Str
     };
     let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
     let hub = args.cache.hub().map_err(CliError::Usage)?;
-    let model = run_until_signalled(move |watch| match here {
-        true => hub.fetch(&wanted, ModelPart::Weights, watch).map(|it| it.model),
-        false => hub.resolve(&wanted, watch),
+    let model = run_until_signalled(move |handle| match here {
+        true => hub.fetch(&wanted, ModelPart::Weights, handle).map(|it| it.model),
+        false => hub.resolve(&wanted, handle),
     })?;
     Ok(model.to_string())
 }
@@ -159,8 +159,8 @@ pub(crate) fn find_adapters(lora: &Lora, args: &HubArgs) -> Result<(Lora, Lora),
             ModelArgument::Hub(name) => {
                 let wanted = RequestedModel { name, revision: DEFAULT_REVISION.to_owned() };
                 let hub = args.cache.hub().map_err(CliError::Usage)?;
-                let fetched = run_until_signalled(move |watch| {
-                    hub.fetch(&wanted, ModelPart::Adapter, watch)
+                let fetched = run_until_signalled(move |handle| {
+                    hub.fetch(&wanted, ModelPart::Adapter, handle)
                 })?;
                 LocatedModel {
                     folder: fetched.folder,
@@ -209,9 +209,9 @@ fn run_until_signalled<T: Send + 'static>(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.map_err(failed)?.block_on(async {
         let mut signals = Signals::listen()?;
-        let watch = Arc::new(DownloadHandle::default());
+        let handle = Arc::new(DownloadHandle::default());
         let (done, ended) = oneshot::channel();
-        let watched = watch.clone();
+        let watched = handle.clone();
         // Not one of the runtime's threads, for whose ends it waits.
         let thread = std::thread::Builder::new().name("fetch".to_owned());
         thread.spawn(move || drop(done.send(work(&watched)))).map_err(failed)?;
@@ -221,7 +221,7 @@ fn run_until_signalled<T: Send + 'static>(
                 Err(_) => Err(CliError::Failed("the thread that downloads has ended".to_owned())),
             },
             () = signals.next() => {
-                watch.cancel();
+                handle.cancel();
                 Err(CliError::Ended)
             }
         }

@@ -75,7 +75,7 @@ pub(super) fn download(
     let lock = if blob.is_file() { None } else { locked(cache, missing, run)? };
     if blob.is_file() {
         // Another process has brought it meanwhile, or another revision has the same file.
-        run.watch.add(listed.size);
+        run.handle.add(listed.size);
     } else {
         let file = cache.incomplete(&listed.etag);
         transfer(client, model, missing, &file, run)?;
@@ -164,7 +164,7 @@ impl PartialFile<'_> {
             };
             hash.update(&chunk[..read]);
             self.have += read as u64;
-            self.run.watch.add(read as u64);
+            self.run.handle.add(read as u64);
             if self.run.is_over() {
                 return Err(RequestError { error: HubError::Cancelled, wait: None });
             }
@@ -174,7 +174,7 @@ impl PartialFile<'_> {
     fn restart(&mut self) -> Result<(), RequestError> {
         let anew = self.file.set_len(0).and_then(|()| self.file.rewind());
         anew.map_err(|error| self.failed(&error))?;
-        self.run.watch.take_back(self.have);
+        self.run.handle.take_back(self.have);
         self.have = 0;
         if let Some(hash) = &mut self.hash {
             *hash = Sha256::new();
@@ -188,7 +188,7 @@ impl PartialFile<'_> {
             hash.update(bytes);
         }
         self.have += bytes.len() as u64;
-        self.run.watch.add(bytes.len() as u64);
+        self.run.handle.add(bytes.len() as u64);
         Ok(())
     }
 }

@@ -55,7 +55,7 @@ impl DownloadHandle {
 /// One download, which several threads work at.
 #[derive(Debug)]
 pub(super) struct Download {
-    pub(super) watch: Arc<DownloadHandle>,
+    pub(super) handle: Arc<DownloadHandle>,
     /// One of its files has failed.
     failed: AtomicBool,
     /// Tells its waits from those of other processes.
@@ -64,7 +64,7 @@ pub(super) struct Download {
 
 impl Download {
     pub(super) fn is_over(&self) -> bool {
-        self.watch.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
+        self.handle.off.load(Ordering::Relaxed) || self.failed.load(Ordering::Relaxed)
     }
 
     pub(super) fn sleep(&self, pause: Duration) -> Result<(), HubError> {
@@ -120,7 +120,7 @@ impl Hub {
     pub fn resolve(
         &self,
         wanted: &RequestedModel,
-        watch: &Arc<DownloadHandle>,
+        handle: &Arc<DownloadHandle>,
     ) -> Result<HubModel, HubError> {
         let known = || self.cache(&wanted.name).commit_of(&wanted.revision);
         if super::name::is_commit(&wanted.revision) {
@@ -128,14 +128,14 @@ impl Hub {
             return Ok(HubModel { name: wanted.name.clone(), commit });
         }
         let cached = known().map(|commit| HubModel { name: wanted.name.clone(), commit });
-        match self.list(wanted, cached.is_some(), watch) {
+        match self.list(wanted, cached.is_some(), handle) {
             Ok((listing, ..)) => Ok(listing.model),
             Err(error) => cached.filter(|_| error != HubError::Cancelled).ok_or(error),
         }
     }
 
     /// Finds `part` of a model in the cache, or downloads what is missing of it. Blocks; ends soon
-    /// when it is called off by `watch`.
+    /// when it is called off by `handle`.
     ///
     /// # Errors
     /// [`HubError`].
@@ -143,7 +143,7 @@ impl Hub {
         &self,
         wanted: &RequestedModel,
         part: ModelPart,
-        watch: &Arc<DownloadHandle>,
+        handle: &Arc<DownloadHandle>,
     ) -> Result<FetchedModel, HubError> {
         let cache = self.cache(&wanted.name);
         let cached = cache.commit_of(&wanted.revision);
@@ -157,7 +157,7 @@ impl Hub {
         {
             return Ok(fetched.clone());
         }
-        let (listing, client, run) = match (self.list(wanted, cached.is_some(), watch), cached) {
+        let (listing, client, run) = match (self.list(wanted, cached.is_some(), handle), cached) {
             (Ok(listed), _) => listed,
             (Err(HubError::Cancelled), _) => return Err(HubError::Cancelled),
             (Err(error), Some(fetched)) => {
@@ -185,7 +185,7 @@ impl Hub {
         &self,
         wanted: &RequestedModel,
         cached: bool,
-        watch: &Arc<DownloadHandle>,
+        handle: &Arc<DownloadHandle>,
     ) -> Result<(Listing, Client, Download), HubError> {
         let RequestedModel { name, revision } = wanted;
         if self.settings.offline {
@@ -197,7 +197,7 @@ impl Hub {
         }
         let client = Client::new(&self.settings)?;
         let seed = std::hash::BuildHasher::hash_one(&std::hash::RandomState::new(), name);
-        let run = Download { watch: watch.clone(), failed: AtomicBool::new(false), seed };
+        let run = Download { handle: handle.clone(), failed: AtomicBool::new(false), seed };
         let attempts = if cached { 1 } else { LIST_ATTEMPTS };
         let listing = retry(&run, attempts, || (0, client.list(wanted)))?;
         Ok((listing, client, run))
@@ -305,7 +305,7 @@ impl Hub {
             )));
         }
         let bytes: u64 = missing.iter().fold(0, |sum: u64, it| sum.saturating_add(it.listed.size));
-        run.watch.total.fetch_add(bytes, Ordering::Relaxed);
+        run.handle.total.fetch_add(bytes, Ordering::Relaxed);
         let (name, files) = (model.name.as_str(), missing.len());
         let into = cache.root().display().to_string();
         tracing::info!(model = name, files, size = size(needed), into, "downloading");
@@ -359,7 +359,7 @@ fn side_by_side(
             .map_err(|error| HubError::Transient(format!("no thread to download with: {error}")))?;
     }
     drop(done);
-    let (mut left, mut pace) = (count, ProgressLog::new(&run.watch));
+    let (mut left, mut pace) = (count, ProgressLog::new(&run.handle));
     while left > 0 {
         match ended.recv_timeout(LOOK_EVERY) {
             Ok(Ok(())) => left -= 1,
@@ -368,7 +368,7 @@ fn side_by_side(
                 return Err(error);
             }
             Err(RecvTimeoutError::Timeout) if run.is_over() => return Err(HubError::Cancelled),
-            Err(RecvTimeoutError::Timeout) => pace.log_progress(&run.watch, &model.name, left),
+            Err(RecvTimeoutError::Timeout) => pace.log_progress(&run.handle, &model.name, left),
             Err(RecvTimeoutError::Disconnected) => {
                 return Err(HubError::Transient("a thread that downloads has ended".to_owned()));
             }
@@ -384,16 +384,16 @@ struct ProgressLog {
 }
 
 impl ProgressLog {
-    fn new(watch: &DownloadHandle) -> Self {
-        Self { said: Instant::now(), done: watch.progress().0 }
+    fn new(handle: &DownloadHandle) -> Self {
+        Self { said: Instant::now(), done: handle.progress().0 }
     }
 
-    fn log_progress(&mut self, watch: &DownloadHandle, model: &str, files_left: usize) {
+    fn log_progress(&mut self, handle: &DownloadHandle, model: &str, files_left: usize) {
         let lasts = self.said.elapsed();
         if lasts < SAY_EVERY {
             return;
         }
-        let (done, total) = watch.progress();
+        let (done, total) = handle.progress();
         let rate = done.saturating_sub(self.done) as f64 / lasts.as_secs_f64();
         let rest = total.saturating_sub(done) as f64 / rate;
         let rest = if rest.is_finite() { format!("{rest:.0} s") } else { "unknown".to_owned() };
