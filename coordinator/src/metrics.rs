@@ -8,7 +8,7 @@
 //! - [`logger`]: the trait of everything that takes the totals periodically, and its timer
 //! - [`interval`]: what happened between two readings of the totals
 //! - [`log_line`], [`json_lines`], [`throughput`]: the log line, JSON, the deprecated gauges
-//! - `level`: gauges that go up and down with what they count
+//! - `up_down_gauge`: gauges that go up and down with what they count
 //! - [`membership`]: series about the cluster's membership in etcd
 //! - [`markdown`]: the catalogue as documentation
 //!
