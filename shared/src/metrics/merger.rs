@@ -146,9 +146,10 @@ impl Merger {
     /// Applies a report. `sequence` grows with every report of an incarnation; a report that is not
     /// newer than the last one applied changes nothing.
     ///
-    /// # Errors Returns [`ReportRefused`], and counts it, if this source, continuing from its last
-    /// report, cannot have made the report. Series beyond the bound on label sets are left out;
-    /// each counts as one refusal.
+    /// # Errors
+    /// Returns [`ReportRefused`], and counts it, if this source, continuing from its last report,
+    /// cannot have made the report. Series beyond the bound on label sets are left out; each counts
+    /// as one refusal.
     pub fn apply(
         &mut self,
         source: Source,
